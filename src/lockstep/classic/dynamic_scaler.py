@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep import precision
 from lockstep.config import ScalerConfig
@@ -41,7 +40,7 @@ class DynamicScaler(precision.DynamicScaler):
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
 
-    def unscale(self, grads: torch.optim.Optimizer | Iterable[Tensor]) -> None:
+    def unscale(self, grads: torch.optim.Optimizer | Iterable[torch.Tensor]) -> None:
         """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it.
 
         Collective: every rank must call it.

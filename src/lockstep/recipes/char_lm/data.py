@@ -30,7 +30,6 @@ PACKAGES = (
     "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo",
     "unittest", "urllib", "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
 )  # fmt: skip
-TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 # The text is split into chunks of this many characters. One chunk in 20 is validation text.
 CHUNK = 4096
@@ -53,12 +52,11 @@ def source_files(root: Path) -> Iterator[Path]:
 
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            if {"test", "tests", "idle_test"}.isdisjoint(path.relative_to(root).parts):
                 yield path
 
 
 def library_text(max_bytes: int, root: Path | None = None) -> str:
-    """Return the first `max_bytes` characters of the standard library's source."""
     root = root or Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     room = max_bytes

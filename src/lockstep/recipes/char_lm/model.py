@@ -6,7 +6,6 @@ Shapes in comments: B windows, T positions (at most `context`), W width, H heads
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
@@ -17,8 +16,6 @@ EPS = 1e-6
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, EPS)
@@ -36,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
-        hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
+        hidden = nn.functional.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
         return x + self.dropout(self.down(hidden))
 
 
@@ -100,7 +97,7 @@ class GPT(nn.Module):
                 if top_k is not None and top_k < logits.shape[1]:
                     logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
 
-                drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+                drawn = torch.multinomial(nn.functional.softmax(logits / temperature, dim=-1), 1, generator=generator)
                 ids = torch.cat((ids, drawn.to(ids.device)), dim=1)
         self.train(was_training)
         return ids

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
@@ -102,7 +100,12 @@ class CharLM(Task):
         self.dropout = dropout
         self.max_bytes = max_bytes
         self.eval_bytes = eval_bytes
-        check_options(vars(self), self._problems(), smallest=COUNTS)
+
+        # All problems are reported together.
+        problems = [*uneven_heads(width, heads)]
+        if not 0 <= dropout < 1:
+            problems.append(UserError(f"task.dropout={dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
+        check_options(vars(self), problems, smallest=COUNTS)
 
     def model(self) -> GPT:
         return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
@@ -144,7 +147,7 @@ class CharLM(Task):
 
         # A sum over thousands of terms needs float32.
         logits = model(ids[:, :-1]).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
+        return nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
 
     def _split(self) -> tuple[Tensor, Tensor]:
         training, validation = split(encode(library_text(self.max_bytes)))
@@ -155,8 +158,3 @@ class CharLM(Task):
                 "type a larger task.max_bytes, or a smaller task.context",
             )
         return training, validation
-
-    def _problems(self) -> Iterator[UserError]:
-        yield from uneven_heads(self.width, self.heads)
-        if not 0 <= self.dropout < 1:
-            yield UserError(f"task.dropout={self.dropout} is not in [0, 1)", "", "type task.dropout=0.1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from lockstep.recipes.clstm_ppo.model import Agent, State
 from lockstep.recipes.clstm_ppo.series import HELD_OUT, RegimeSeries, Series
 
 # A policy returns the actions (n, K) for the coming day.
-Policy = Callable[[VectorMarket], Tensor]
+Policy = Callable[..., Tensor]
 
 # Probabilities at which a Bayes filter turns; the best of them is the baseline.
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
-DAYS_A_YEAR = 252
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,12 @@ class Played:
             "max_earning_rate": best[:, -1] - 1,
             "max_pullback": (1 - wealth / best).amax(dim=1),
             "profit_per_trade": gained / self.trades.clamp(min=1),
-            "sharpe": self.earned.mean(dim=1) / (self.earned.std(dim=1) + 1e-12) * DAYS_A_YEAR**0.5,
+            # A year has 252 days of trading.
+            "sharpe": self.earned.mean(dim=1) / (self.earned.std(dim=1) + 1e-12) * 252**0.5,
         }
 
 
-def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Played:
+def play(policy: Policy, market: Environments, days: int) -> Played:
     """Play an episode of `days` in every environment. None of them may have begun."""
     earned = []
     trades = torch.zeros(len(market.envs), dtype=torch.float64, device=market.envs.device)
@@ -64,12 +64,12 @@ def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Pl
     return Played(torch.stack(earned, dim=1), trades)
 
 
+@dataclass
 class Greedy:
     """The agent as a policy that always takes its most probable action."""
 
-    def __init__(self, agent: Agent):
-        self.agent = agent
-        self.state: State | None = None
+    agent: Agent
+    state: State | None = None
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
@@ -94,9 +94,8 @@ def at_random(market: VectorMarket) -> Tensor:
 class Oracle:
     """A policy that sees the regime of the coming day."""
 
-    def __init__(self, market: VectorMarket):
-        assert isinstance(market.series, RegimeSeries)
-        self.regimes = market.series.regimes(market.envs, market.episode, market.rules.window + market.rules.days)
+    def __init__(self, series: RegimeSeries, market: VectorMarket):
+        self.regimes = series.regimes(market.envs, market.episode, market.rules.window + market.rules.days)
 
     def __call__(self, market: VectorMarket) -> Tensor:
         # The days of the window come before the first day of trading.
@@ -112,9 +111,8 @@ class Bayes:
     for one asset; with correlated assets it ignores what the others reveal.
     """
 
-    def __init__(self, market: VectorMarket, threshold: float):
-        assert isinstance(market.series, RegimeSeries)
-        self.series = market.series
+    def __init__(self, series: RegimeSeries, threshold: float, market: VectorMarket):
+        self.series = series
         self.threshold = threshold
 
         # (n, K): the logarithm of up against down, for the coming day.
@@ -156,6 +154,6 @@ def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, fl
 
     # For prices from a file neither the law nor the regime is known.
     if isinstance(series, RegimeSeries):
-        scores["bayes"] = max(score(lambda market, t=t: Bayes(market, t)) for t in THRESHOLDS)
-        scores["oracle"] = score(Oracle)
+        scores["bayes"] = max(score(partial(Bayes, series, threshold)) for threshold in THRESHOLDS)
+        scores["oracle"] = score(partial(Oracle, series))
     return scores

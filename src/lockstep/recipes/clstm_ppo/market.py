@@ -93,7 +93,6 @@ class VectorMarket(Environments):
         self.draw()
 
     def draw(self) -> None:
-        """Draw the tables of the current episodes and of the next ones."""
         tables = zip(self._tables(slice(None), later=0), self._tables(slice(None), later=1), strict=True)
         self._returns, self._shown, self._halts = (torch.cat(pair, dim=1) for pair in tables)
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lockstep.recipes.clstm_ppo.game import GameShape
 
-Variant = Literal["clstm", "lstm_only", "mlp"]
-
 # Hidden state and cell of the LSTM across days, (n, memory) each.
 State = tuple[Tensor, Tensor]
 
@@ -33,7 +31,7 @@ ATTENTION_HEADS = 4
 class AgentOptions:
     # `clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
     # remembers nothing, as a control.
-    variant: Variant = "clstm"
+    variant: Literal["clstm", "lstm_only", "mlp"] = "clstm"
 
     # Width of the LSTM over the window.
     hidden: int = 32
@@ -84,7 +82,7 @@ class Agent(nn.Module):
             self.look = nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
 
         # The second stage: the memory from day to day.
-        self.recall = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)
+        self.recall: Any = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)
         if self.recall is not None and shape.remember:
             with torch.no_grad():
                 # torch orders the gates: input, forget, cell, output.
@@ -128,7 +126,6 @@ class Agent(nn.Module):
 
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
-        assert self.recall is not None
         keep = (~starts)[..., None].to(seen.dtype)
         outputs = []
         for day in range(len(seen)):
@@ -144,7 +141,6 @@ class Agent(nn.Module):
         is room for one every `episode` days, and unused days stay at the end.
         """
         cell = self.recall
-        assert cell is not None
         (T, n), width = starts.shape, seen.shape[-1]
         days = T + 1 + (T - 1) // self.shape.episode
 

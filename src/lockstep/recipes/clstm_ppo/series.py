@@ -24,8 +24,6 @@ from lockstep.recipes.clstm_ppo import counter_rng
 # Environments from this number on are for tests: no training run has that many.
 HELD_OUT = 1_000_000_000
 
-REQUIRED_COLUMNS = ("date", "close")
-
 # The last fifth of a file's days is for tests: a policy must not have seen its future.
 TEST_SHARE = 0.2
 
@@ -243,7 +241,7 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    for name in REQUIRED_COLUMNS:
+    for name in ("date", "close"):
         if name not in columns:
             raise UserError(
                 f"{path} has no column {name!r}",

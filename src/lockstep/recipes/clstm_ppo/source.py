@@ -187,7 +187,6 @@ class Rollouts:
         return MicroBatch(data, index, len(chosen), self.update, cohort.first + chosen)
 
     def _deal(self) -> list[Tensor]:
-        """Deal the environments of each cohort to the minibatches of this update."""
         cohorts = zip(self.cohorts, self.sizes, strict=True)
         return [deal(cohort.first, size, self.options, self.context.seed, self.update) for cohort, size in cohorts]
 
@@ -242,9 +241,6 @@ class Rollouts:
     def _gather_cohorts(self, local_rows: Tensor) -> Tensor:
         return self._gather(local_rows, self.context.mine[0], len(self.kl))
 
-    def _gather_environments(self, local_rows: Tensor) -> Tensor:
-        return self._gather(local_rows, self.first, self.environments)
-
     def _gather(self, local_rows: Tensor, first: int, total: int) -> Tensor:
         """Return the rows of every rank in order; `local_rows`, those of this rank, begin at `first`."""
         full = torch.zeros(total, *local_rows.shape[1:], dtype=local_rows.dtype, device=local_rows.device)
@@ -265,15 +261,16 @@ class Rollouts:
             "cell": [cohort.state[1] for cohort in self.cohorts],
             "discounted": [cohort.discounted for cohort in self.cohorts],
         }
+        environments = self.first, self.environments
         return {
             "update": self.update,
             "cursor": self.cursor,
             "shape": self.shape,
             "rewards": list(astuple(self.rewards)),
             "values": list(astuple(self.values)),
-            "environments": {name: self._gather_environments(torch.cat(part)) for name, part in parts.items()},
+            "environments": {name: self._gather(torch.cat(part), *environments) for name, part in parts.items()},
             "kl": self._gathered_kl(),
-            "days": self.days and {name: self._gather_environments(part) for name, part in self.days.items()},
+            "days": self.days and {name: self._gather(part, *environments) for name, part in self.days.items()},
             "norms": self.advantage_stats if self.days else [],
         }
 

@@ -50,9 +50,6 @@ CUE: dict[str, Any] = {
 }
 CUE_TASK = {"game": "cue", "memory": 32, "rollout": 20, "test_episodes": 64}
 
-# With remember=0 next to nothing of the cue would be left on the last day.
-CUE_AGENT = {"hidden": 8, "width": 16, "remember": 3.0}
-
 PRESETS: dict[str, dict[str, Any]] = {
     # Seconds, for tests: it learns next to nothing.
     "tiny": {
@@ -77,8 +74,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Its goal is out of reach of the control, which sees the same windows and has no memory.
     "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},
     "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
-    "cue": {**CUE, "task": CUE_TASK | CUE_AGENT, "goals": ["score >= 0.95"]},
-    "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
+    # With remember=0 next to nothing of the cue would be left on the last day.
+    "cue": {**CUE, "task": {**CUE_TASK, "hidden": 8, "width": 16, "remember": 3.0}, "goals": ["score >= 0.95"]},
+    "cue-control": {**CUE, "task": {**CUE_TASK, "variant": "mlp"}, "goals": ["score <= 0.75"]},
     # Minutes on one large GPU: 240 updates of 2048 environments, 31 million days.
     "gpu": {
         "steps": 3840,

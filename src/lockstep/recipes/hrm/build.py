@@ -40,16 +40,19 @@ class Build:
     test_csv: str = ""
 
 
-OF_GENERATED = ("puzzle", "holes", "least_guesses", "maze_size")
 RULES = (
-    OnlyWith(OF_GENERATED, "train_csv", ("",), found="files with puzzles, which are Sudokus of 9 x 9"),
+    OnlyWith(
+        ("puzzle", "holes", "least_guesses", "maze_size"),
+        "train_csv",
+        ("",),
+        found="files with puzzles, which are Sudokus of 9 x 9",
+    ),
     *OF_PUZZLES,
     OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
 )
 
 
 def build(request: Build) -> None:
-    """Write the folders `train` and `test`."""
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
         typed, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")

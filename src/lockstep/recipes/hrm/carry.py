@@ -122,8 +122,7 @@ def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
     # The messages must have equal sizes, so the longest one decides. The host waits here.
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows], device=device))
-    longest = max(int(count) for count in counts)
-    message = torch.zeros(longest, sum(widths), dtype=torch.uint8, device=device)
+    message = torch.zeros(max(map(int, counts)), sum(widths), dtype=torch.uint8, device=device)
     message[:rows] = torch.cat(parts, dim=1)
     padded = [torch.empty_like(message) for _ in range(size)]
     dist.all_gather(padded, message)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -83,6 +82,7 @@ class Puzzles:
         return *pair, int(self.puzzle_identifiers[puzzle])
 
 
+@dataclass(eq=False)
 class PuzzleGroups(Dataset):
     """Training samples: group i gives one of its examples, and the number of segments that it runs at least.
 
@@ -90,10 +90,9 @@ class PuzzleGroups(Dataset):
     reads a group draws the same example.
     """
 
-    def __init__(self, puzzles: Any, most_steps: int, explore: float):
-        self.puzzles = puzzles  # anything with a length and `draw`
-        self.most_steps = most_steps
-        self.explore = explore
+    puzzles: Any  # anything with a length and `draw`
+    most_steps: int
+    explore: float
 
     def __len__(self) -> int:
         return len(self.puzzles)
@@ -126,7 +125,7 @@ class PuzzleExamples(Dataset):
         }
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Stack samples as arrays, then make tensors: stacking small tensors would take ten times as long."""
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 

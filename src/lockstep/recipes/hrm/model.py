@@ -9,11 +9,10 @@ Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,21 +25,64 @@ EPS = 1e-5
 TRUNCATED_STD = 0.8796256610342398  # the standard deviation of a unit normal that is truncated at -2 and 2
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+# What an option of the model is if it is None.
+VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "hrm": {
+        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
+    },
+    "trm": {
+        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model. None means: as the variant has it."""
+
+    # hrm, or trm: one module for both levels.
+    variant: str = "hrm"
+    width: int = 512
+    heads: int = 8
+
+    # Blocks of a level.
+    layers: int | None = None
+
+    # A segment has h_cycles slow updates, each after l_cycles fast ones.
+    h_cycles: int | None = None
+    l_cycles: int | None = None
+
+    # one_step, or full: gradients through the whole last cycle.
+    grad_cycle: str | None = None
+
+    # rope or learned.
+    positions: str = "rope"
+
+    # attention, or mlp: positions are mixed by fixed weights.
+    mixer: str = "attention"
+
+    # Positions for the vector of the puzzle's id.
+    puzzle_positions: int | None = None
+
+    def filled_in(self) -> ModelOptions:
+        # A wrong variant is reported together with all other problems, so it must not fail here.
+        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
+    """The options of a model without None, and what its puzzles ask of it."""
+
     symbols: int  # V, including the padding symbol 0
     cells: int  # S
     puzzle_ids: int = 1  # rows of the table of puzzle vectors
-    variant: str = "hrm"  # or "trm": one module for both levels, and no value of continuing
-    width: int = 512  # W
-    heads: int = 8
-    layers: int = 4  # blocks of a level
     expansion: float = 4.0  # of the gated MLPs
-    h_cycles: int = 2  # slow updates of a segment
-    l_cycles: int = 2  # fast updates before each slow one
-    grad_cycle: str = "one_step"  # or "full": gradients through the whole last cycle
-    positions: str = "rope"  # or "learned"
-    mixer: str = "attention"  # or "mlp": positions are mixed by fixed weights
+
+    layers: int = 4
+    h_cycles: int = 2
+    l_cycles: int = 2
+    grad_cycle: str = "one_step"
     puzzle_positions: int = 1  # P
 
     @property
@@ -253,7 +295,7 @@ class HierarchicalReasoningModel(nn.Module):
         W = self.config.width
         P = self.config.puzzle_positions
 
-        lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
+        lead = nn.functional.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
         x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
 
         # The sum of two has twice the variance.

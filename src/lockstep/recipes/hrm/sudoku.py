@@ -256,7 +256,6 @@ def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) ->
 
 
 def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
-    """Read the minimal 9 x 9 puzzles that come with the recipe."""
     with np.load(SHIPPED, allow_pickle=False) as file:
         puzzles = file["puzzles"]
         solutions = file["solutions"]
@@ -280,8 +279,7 @@ def canonical(grid: Grid, n: int) -> bytes:
     The moves are all symmetries of the game for 4, and the orders of bands and stacks for larger grids: all symmetries
     of 9 would be three million.
     """
-    moved = np.asarray(grid, dtype=np.uint8)[_moves(n)]  # [moves, cells]
-    return min(_relabelled(row) for row in moved.tolist())
+    return min(_relabelled(moved) for moved in np.asarray(grid, dtype=np.uint8)[_moves(n)].tolist())
 
 
 @cache

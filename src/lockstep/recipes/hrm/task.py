@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from lockstep.errors import UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
 from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
-from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, ModelOptions
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
@@ -35,15 +34,6 @@ AT_LEAST = {
     "train_size": 1, "test_size": 1, "rules": 1, "maze_size": 3, "halt_max_steps": 1, "eval_steps": 1, "layers": 1,
     "h_cycles": 1, "l_cycles": 1, "puzzle_positions": 1,
 }  # fmt: skip
-# What an option of the model is if it is None.
-VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "hrm": {
-        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
-    },
-    "trm": {
-        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
-    },
-}  # fmt: skip
 VARIANT_EMA = {"hrm": 0.0, "trm": 0.999}
 
 # Options that have no effect with some values of others.
@@ -56,41 +46,6 @@ OF_PUZZLES = (
     OnlyWith(("maze_size", "maze_longer_than"), "puzzle", ("maze",), found="no mazes"),
     OnlyWith(("rules", "rule_moves"), "puzzle", ("idgrid",), found="puzzles that all have one rule"),
 )
-OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model. None means: as the variant has it."""
-
-    # hrm, or trm: one module for both levels.
-    variant: str = "hrm"
-    width: int = 512
-    heads: int = 8
-
-    # Blocks of a level.
-    layers: int | None = None
-
-    # A segment has h_cycles slow updates, each after l_cycles fast ones.
-    h_cycles: int | None = None
-    l_cycles: int | None = None
-
-    # one_step, or full: gradients through the whole last cycle.
-    grad_cycle: str | None = None
-
-    # rope or learned.
-    positions: str = "rope"
-
-    # attention, or mlp: positions are mixed by fixed weights.
-    mixer: str = "attention"
-
-    # Positions for the vector of the puzzle's id.
-    puzzle_positions: int | None = None
-
-    def filled_in(self) -> ModelOptions:
-        # A wrong variant is reported together with all other problems, so it must not fail here.
-        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +95,12 @@ class HRM(Task):
         OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
         OnlyWith(("heads",), "mixer", ("attention",), found="a mixer by fixed weights, not by attention"),
         OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, after which all halt"),
-        OnlyWith(OF_TABLE, "puzzle_emb_frozen", (False,), found="a table that stays as it is"),
+        OnlyWith(
+            ("puzzle_emb_lr", "puzzle_emb_weight_decay"),
+            "puzzle_emb_frozen",
+            (False,),
+            found="a table that stays as it is",
+        ),
     )
     scoring = Scoring
     """The class that scores training segments. A subclass of the task may replace it."""
@@ -177,7 +137,9 @@ class HRM(Task):
 
     def model(self) -> HierarchicalReasoningModel:
         training, _ = make_splits(self.puzzles)
-        config = ModelConfig(training.symbols, training.cells, training.ids, **vars(self.model_options))
+        config = ModelConfig(
+            symbols=training.symbols, cells=training.cells, puzzle_ids=training.ids, **vars(self.model_options)
+        )
         return HierarchicalReasoningModel(config, self.scoring(self.learning.loss, self.halting.halt_max_steps))
 
     def optimizer(self, model: Any) -> list[torch.optim.Optimizer]:
@@ -208,7 +170,7 @@ class HRM(Task):
 
         # A padding batch has no slots of its own: it only keeps this rank in step with the others.
         held = None if micro.padding else self.carry.take(micro.first, count)
-        slots = refill(held, batch, partial(model.start, count))
+        slots = refill(held, batch, lambda: model.start(count))
         steps = slots["steps"] + 1
         puzzle = model.puzzle_emb(slots["ids"])
         thought = model(
@@ -262,8 +224,7 @@ class HRM(Task):
         metrics["exact"] = exact.sum()
         metrics["cell"] = (correct.sum(), labelled.sum())
         metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
-        total = cell_loss(self.learning.loss, thought.logits, labels).sum()
-        return Loss(total.float(), len(exact), metrics)
+        return Loss(cell_loss(self.learning.loss, thought.logits, labels).sum().float(), len(exact), metrics)
 
 
 def _metrics(counts: Tensor) -> dict[str, Metric]:

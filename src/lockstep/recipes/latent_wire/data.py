@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from lockstep.recipes.latent_wire.worlds import MARKS, Drawn, World
 
 MODES = ("context", "prompt")
 WORD_BYTES = 8  # of the tokenizer `bytes`, including at least one blank at the end
-Batch = dict[str, Tensor]
+Batch = dict[str, torch.Tensor]
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------
@@ -61,8 +59,7 @@ def split_words(words: Sequence[str]) -> Tokenizer:
 def byte_words(words: Sequence[str]) -> Tokenizer:
     """Make one token of each byte. Every word is padded with blanks to the same length."""
     assert max(map(len, words)) < WORD_BYTES
-    ids = [list(word.ljust(WORD_BYTES).encode("ascii")) for word in words]
-    return Tokenizer(words, ids, size=256, blank=ord(" "))
+    return Tokenizer(words, [[*word.ljust(WORD_BYTES).encode("ascii")] for word in words], size=256, blank=ord(" "))
 
 
 TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
@@ -71,7 +68,7 @@ TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
 # ---- the dataset ----------------------------------------------------------------------------------------
 
 
-class WireData(Dataset[Batch]):
+class WireData(torch.utils.data.Dataset[Batch]):
     """Batches for the wire and for every reader.
 
     `context` is what the wire carries, in bytes. In mode `context` that is the context (N, bytes), and the question

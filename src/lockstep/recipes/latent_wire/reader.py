@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -190,7 +189,7 @@ class Reader(nn.Module):
         self.fixed_device = device
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
         """Ignore `.to()`, `.cuda()` and the like if the reader has a device of its own.
 
         They come from this module or from one around it.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
@@ -208,7 +207,7 @@ class LatentWire(Task):
         # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
         taught = from_text(model.readers[number], batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         student = read.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
+        kl = nn.functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
 
     # ---- wrong options ----

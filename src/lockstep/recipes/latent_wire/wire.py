@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, cross_attend, decode
@@ -274,7 +273,7 @@ class WireModel(nn.Module):
 
             # In mode `prompt` a text has several wires.
             embedded = embedded.repeat_interleave(len(rebuilt) // len(embedded), 0)
-            gist = F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
+            gist = nn.functional.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
         return Read(answered, gist, adapter.drift(), seen, written)
 
 

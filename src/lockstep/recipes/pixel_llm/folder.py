@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -23,9 +22,6 @@ from lockstep.recipes.pixel_llm.words import Words
 LIST = "captions.json"
 LIST_FORM = '[{"image": "x.png", "caption": "..."}]'
 
-# One picture in ten is for evaluation.
-HELD_OUT = 10
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,17 +30,17 @@ class Entry:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation. Only its name decides, so other pictures may be added or removed."""
-        return hashed(self.image.name) % HELD_OUT == 0
+        """Whether it is for evaluation, as one in ten is. Its name decides: other pictures may come and go."""
+        return hashed(self.image.name) % 10 == 0
 
 
+@dataclass(eq=False)
 class ImageFolder(Dataset[Sample]):
     """Pictures of a folder, all resized to `size` pixels on each side."""
 
-    def __init__(self, entries: list[Entry], words: Words, size: int):
-        self.entries = entries
-        self.words = words
-        self.size = size
+    entries: list[Entry]
+    words: Words
+    size: int
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -55,7 +51,9 @@ class ImageFolder(Dataset[Sample]):
 
         # The bytes of an exported scene stay as they are.
         if image.shape[1:] != (self.size, self.size):
-            scaled = F.interpolate(image[None].float(), (self.size, self.size), mode="bilinear", antialias=True)
+            scaled = torch.nn.functional.interpolate(
+                image[None].float(), (self.size, self.size), mode="bilinear", antialias=True
+            )
             image = scaled[0].round().clamp(0, 255).to(torch.uint8)
         ids = torch.tensor(self.words.ids(entry.caption.split()), dtype=torch.int32)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
@@ -71,7 +70,7 @@ def _sampled(
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
 
     # The fewest likeliest words that make up `top_p`; always at least one.
-    chance, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+    chance, order = nn.functional.softmax(logits, dim=-1).sort(dim=-1, descending=True)
     if top_p is not None:
         chance = chance.masked_fill(chance.cumsum(-1) - chance >= top_p, 0.0)
     return order.gather(1, torch.multinomial(chance, 1, generator=generator))[:, 0].to(device)

@@ -9,13 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.layers import merge_heads, split_heads
-
-# Pixels on each side of a token of the convolutional stem.
-CONV_STRIDE = 8
 
 # Keys and values, (B, H, N, D) each; empty where nothing was computed yet.
 KeysAndValues = tuple[Tensor, ...]
@@ -55,7 +51,7 @@ class ModelOptions:
 
     @property
     def pixels_per_token(self) -> int:
-        return CONV_STRIDE if self.stem == "conv" else self.patch
+        return 8 if self.stem == "conv" else self.patch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
         """Attend from `x` (B, T, W) to keys and values (B, H, N, D)."""
         query = split_heads(self.query(x), self.heads)
-        return self.out(merge_heads(F.scaled_dot_product_attention(query, keys, values, is_causal=causal)))
+        return self.out(merge_heads(nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=causal)))
 
 
 def mlp(width: int) -> nn.Sequential:
@@ -127,8 +123,6 @@ def mlp(width: int) -> nn.Sequential:
 
 
 class EncoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)

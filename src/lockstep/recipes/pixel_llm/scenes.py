@@ -5,7 +5,6 @@ Sample `index` of a split is a pure function of (seed, split, index): any rank m
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +45,6 @@ Spot = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kind:
-    """What scenes are made of."""
-
     colours: tuple[str, ...]
     shapes: tuple[str, ...]
 
@@ -64,7 +61,7 @@ class Kind:
     def slots(self) -> tuple[str, ...]:
         """The members of SLOTS that its captions have."""
         present = (self.says_size, self.textures, True, True, self.fewest == 1, self.most > 1)
-        return tuple(itertools.compress(SLOTS, present))
+        return tuple(slot for slot, used in zip(SLOTS, present, strict=True) if used)
 
     @property
     def words(self) -> Words:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
@@ -143,7 +142,7 @@ class PixelLLM(Task):
         """Return the summed cross entropy of the words to write, and their number. <pad> does not count."""
         targets = sample.ids[:, 1:].long().flatten()
         logits = model(sample.image, sample.ids[:, :-1]).float().flatten(0, 1)  # (B * T, V)
-        return F.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum"), (targets != PAD).sum()
+        return nn.functional.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum"), (targets != PAD).sum()
 
     def _score(self, written: Tensor, sample: Sample) -> dict[str, Metric]:
         """Count right captions and right words of each slot in `written` (B, T), by split."""
