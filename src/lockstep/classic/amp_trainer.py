@@ -190,8 +190,14 @@ class AMPTrainer:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
         count = self.config.gradient_accumulation_steps
         samples = _samples(batch)
+        if not self._sized:
+            # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
+            total = torch.tensor(float(samples * count), dtype=torch.float64, device=self.runtime.device)
+            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
+            self._sized = True
         if self._open_step is None:
-            self._open_step = self._begin(samples * count)
+            self._open_step = StepBatches(count, [], samples * count)
+            self.stepper.begin(self._open_step)
         self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
@@ -207,16 +213,6 @@ class AMPTrainer:
 
         self._open_step = None
         return loss, self.stepper.apply()
-
-    def _begin(self, samples: int) -> StepBatches:
-        if not self._sized:
-            # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
-            total = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
-            self._sized = True
-        batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
-        self.stepper.begin(batches)
-        return batches
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
@@ -273,11 +269,10 @@ def _samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return len(batch)
 
-    parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
+    else:
+        parts = batch if isinstance(batch, list | tuple) else ()
     for part in parts:
         if isinstance(part, Tensor | Mapping | list | tuple):
             return _samples(part)

@@ -195,7 +195,6 @@ class ElasticGPUConfig:
 
 
 def uneven(batch: int, processes: int) -> UserError:
-    """Return the error for a batch that processes cannot divide."""
     return UserError(
         f"a batch of {batch} does not divide by {processes} processes",
         "",

@@ -33,23 +33,19 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split the output (B, T, 3W) of a joint projection into queries, keys and values (B, H, T, D)."""
-    B, T, width = qkv.shape
-
     # Queries, keys and values lie one after another in the channels, and in each of them the heads.
-    q, k, v = qkv.view(B, T, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return q, k, v
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Reshape (B, T, W) to (B, H, T, D)."""
-    B, T, W = x.shape
-    return x.view(B, T, heads, W // heads).transpose(1, 2)
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
     """Reshape (B, H, T, D) back to (B, T, W)."""
-    B, _, T, _ = x.shape
-    return x.transpose(1, 2).reshape(B, T, -1)
+    return x.transpose(1, 2).flatten(2)
 
 
 def gated(x: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from lockstep.errors import UserError
 # Newline and printable ASCII: 96 symbols, and a multiple of 32 is a shape that matrix kernels like.
 SYMBOLS = b"\n" + bytes(range(32, 127))
 
-# The symbol for all other characters, as in str.encode("ascii", "replace").
-OTHER = SYMBOLS.index(b"?")
-_TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
+# All other characters become a question mark, as in str.encode("ascii", "replace").
+_TO_ID = bytes(SYMBOLS.index(byte if byte in SYMBOLS else ord("?")) for byte in range(256))
 
 # Packages that are read after the modules at the top level. A distribution without some of them (tkinter, idlelib) has
 # less text.

@@ -66,8 +66,6 @@ def play(policy: Policy, market: Environments, days: int) -> Played:
 
 @dataclass
 class Greedy:
-    """The agent as a policy that always takes its most probable action."""
-
     agent: Agent
     state: State | None = None
 

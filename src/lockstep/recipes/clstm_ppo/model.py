@@ -78,8 +78,13 @@ class Agent(nn.Module):
         elif shape.variant == "lstm_only":
             self.look = nn.Sequential(LastDay(), nn.Linear(shape.features, shape.width), nn.Tanh())
         else:
-            first = nn.Linear(shape.window * shape.features, memory)
-            self.look = nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
+            self.look = nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(shape.window * shape.features, memory),
+                nn.Tanh(),
+                nn.Linear(memory, memory),
+                nn.Tanh(),
+            )
 
         # The second stage: the memory from day to day.
         self.recall: Any = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -225,7 +225,14 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            _check_columns(path, reader.fieldnames or ())
+            columns = reader.fieldnames or ()
+            for name in ("date", "close"):
+                if name not in columns:
+                    raise UserError(
+                        f"{path} has no column {name!r}",
+                        f"its columns are {', '.join(columns) or 'none'}",
+                        "give it a first line such as date,symbol,open,high,low,close,volume",
+                    )
             for row in reader:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))
@@ -238,16 +245,6 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
             f"the price file {path} cannot be read: {error.strerror}", "", "give it a CSV file that can be read"
         ) from error
     return rows
-
-
-def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    for name in ("date", "close"):
-        if name not in columns:
-            raise UserError(
-                f"{path} has no column {name!r}",
-                f"its columns are {', '.join(columns) or 'none'}",
-                "give it a first line such as date,symbol,open,high,low,close,volume",
-            )
 
 
 def _price(path: Path, text: str, line: int) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -130,20 +129,17 @@ def _digits(texts: list[str]) -> np.ndarray:
 
 
 def main(arguments: Sequence[str]) -> None:
+    known = [field.name for field in fields(Build)]
     try:
-        build(_request(overrides(arguments)))
+        values = overrides(arguments)
+        if unknown := sorted(values.keys() - known):
+            raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
+        if "out" not in values:
+            raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
+        build(Build(**values))
     except UserError as error:
         print(f"build: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _request(values: dict[str, Any]) -> Build:
-    known = [field.name for field in fields(Build)]
-    if unknown := sorted(values.keys() - known):
-        raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
-    if "out" not in values:
-        raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
-    return Build(**values)
 
 
 if __name__ == "__main__":

@@ -335,8 +335,8 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _random_lines(n: int, size: int) -> list[int]:
     """Draw an order of n lines that keeps bands of `size` together."""
-    bands = _random_order(list(range(0, n, size)))
-    return [start + line for start in bands for line in _random_order(list(range(size)))]
+    starts = _random_order(list(range(0, n, size)))
+    return [start + line for start in starts for line in _random_order(list(range(size)))]
 
 
 def _random_order(left: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -102,9 +102,7 @@ class HRM(Task):
             found="a table that stays as it is",
         ),
     )
-    scoring = Scoring
-    """The class that scores training segments. A subclass of the task may replace it."""
-
+    scoring = Scoring  # scores training segments; a subclass of the task may replace it
     collate = staticmethod(collate)
 
     @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
@@ -184,9 +182,14 @@ class HRM(Task):
         total, halted, counts = thought.score
         if not micro.padding:
             self._table_optimizer.note(micro.first, slots["ids"], puzzle)
-            states = {"z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
-            self.carry.put(micro.first, slots | states)
-        return Loss(total, count, _metrics(counts))
+            self.carry.put(
+                micro.first, {**slots, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+            )
+
+        # All metrics are over the puzzles that end with this segment.
+        sums = dict(zip(COUNTS, counts.unbind(), strict=True))
+        metrics: dict[str, Metric] = {name: (sums[name], sums["ended"]) for name in ("exact", "q_halt", "segments")}
+        return Loss(total, count, {**metrics, "cell": (sums["cells"], sums["all_cells"])})
 
     def after_step(self, model: nn.Module, step: int) -> None:
         self._table_optimizer.forget()
@@ -225,10 +228,3 @@ class HRM(Task):
         metrics["cell"] = (correct.sum(), labelled.sum())
         metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
         return Loss(cell_loss(self.learning.loss, thought.logits, labels).sum().float(), len(exact), metrics)
-
-
-def _metrics(counts: Tensor) -> dict[str, Metric]:
-    """Name the COUNTS of a training segment. All are over the puzzles that end with it."""
-    count = dict(zip(COUNTS, counts.unbind(), strict=True))
-    shares: dict[str, Metric] = {name: (count[name], count["ended"]) for name in ("exact", "q_halt", "segments")}
-    return {**shares, "cell": (count["cells"], count["all_cells"])}

@@ -169,10 +169,6 @@ class Reader(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def beginning(self, rows: int) -> Tensor:
-        """Embed the token that begins every sequence: (B, 1, W)."""
-        return self.embed(torch.zeros(rows, 1, dtype=torch.int64, device=self.device))
-
     def freeze(self, device: str | None) -> Reader:
         """Freeze the reader, and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
         self.requires_grad_(False).eval()

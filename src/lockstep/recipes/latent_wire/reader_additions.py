@@ -40,10 +40,8 @@ class DeepPrefix(nn.Module):
 
     def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
-        B, M, _ = latents.shape
-
         # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
-        layers = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
+        layers = self.make(latents).unflatten(-1, (self.layers, 2, self.heads, -1)).permute(2, 3, 0, 4, 1, 5)
         return [(layer[0], layer[1]) for layer in layers]
 
 

@@ -177,7 +177,7 @@ class LatentWire(Task):
 
     def eval_loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
-        # Each question is put in six ways, each of another length.
+        # Each question is put in six ways, and each has another length: compiling for all would take too long.
         with lockstep.run_eagerly(model):
             total, rows, reads = self._total(model, batch, write=True)
             controls = model(batch, "other")

@@ -99,9 +99,7 @@ class CrossAttention(nn.Module):
         kv = self.kv(self.norm(x))
 
         # Without centres every query sees the whole text alike.
-        bias = None
-        if self.centres is not None:
-            bias = distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
+        bias = None if self.centres is None else distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
         return self.queries + self.out(cross_attend(q, kv, self.heads, bias))
 
 
@@ -285,7 +283,8 @@ def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
 
     Every row of `vectors` serves the same number of questions.
     """
-    before = torch.cat((reader.beginning(len(vectors)), vectors.to(reader.embed.weight.dtype)), 1)
+    beginning = reader.embed(torch.zeros(len(vectors), 1, dtype=torch.int64, device=reader.device))
+    before = torch.cat((beginning, vectors.to(beginning.dtype)), 1)
     return before.repeat_interleave(rows // len(vectors), 0)
 
 

@@ -108,8 +108,7 @@ class Attention(nn.Module):
 
     def keys_and_values(self, source: Tensor) -> KeysAndValues:
         """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
-        B, N, W = source.shape
-        both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        both = self.key_value(source).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
@@ -139,8 +138,6 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, cross-attention to the memory, and an MLP, each added to its input."""
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.self_norm = nn.LayerNorm(width)
