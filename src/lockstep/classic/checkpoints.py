@@ -45,6 +45,8 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(3), asynchronous=False)  # the newest three stay
     saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
+
+    # A failed save is an outcome and not an exception: the other ranks wait to hear of it.
     [save] = saver.wait()
     saver.close()
     return [str(save.checkpoint.path) if save.checkpoint else None, save.error]

@@ -27,7 +27,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)  # (..., T, D/2) each
 
-    # The angles are float32: without the conversion so would be the products.
+    # The angles are float32; without this conversion the result would be float32 as well.
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 

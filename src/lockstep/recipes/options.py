@@ -118,7 +118,7 @@ def warn_unused(
 ) -> None:
     """Warn, once for each rule, about the options in `given` that were changed and have no effect.
 
-    `owner` is the class whose constructor has the defaults; `given` may hold more than its options (`locals()`).
+    `owner` is the class whose constructor has the defaults; `given` may hold more than its options.
     """
     parameters = inspect.signature(owner).parameters
 

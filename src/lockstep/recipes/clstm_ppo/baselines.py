@@ -78,7 +78,6 @@ class Greedy:
 
 
 def hold(market: VectorMarket) -> Tensor:
-    """Hold the largest position from the first day on."""
     return torch.full_like(market.position, 2 * market.rules.lots, dtype=torch.int64)
 
 

@@ -162,7 +162,7 @@ class Agent(nn.Module):
         columns[: 2 * memory, 0] = CLOSED
         columns[3 * memory :, 0] = CLOSED
 
-        # Behind the weights: has biases, layers, dropout, training, bidirectional, batch first.
+        # After the weights: has biases, layers, dropout, training, bidirectional, batch first.
         outputs, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
             inputs,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),

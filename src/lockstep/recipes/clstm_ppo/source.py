@@ -85,7 +85,7 @@ class Rollouts:
         # Mean and standard deviation of the advantages of every minibatch of the update.
         self.advantage_stats: list[list[float]] = []
 
-        # For each cohort of this rank, which of its environments are in every minibatch of the update; see `deal`.
+        # For each cohort of this rank, which of its environments are in each minibatch of the update; see `deal`.
         self._deals: list[Tensor] = []
 
     def attach(self, context: SourceContext) -> str:

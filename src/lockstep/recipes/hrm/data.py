@@ -84,7 +84,7 @@ class Puzzles:
 
 @dataclass(eq=False)
 class PuzzleGroups(Dataset):
-    """Training samples: group i gives one of its examples, and the number of segments that it runs at least.
+    """Training samples: group i gives one of its examples, and the fewest segments that it must run.
 
     Everything random is drawn from Python's generator, which Lockstep seeds by (seed, epoch, sample): every rank that
     reads a group draws the same example.
@@ -148,7 +148,7 @@ def read_puzzles(folder: Path) -> Puzzles:
         ]
 
     inputs, labels, ids = (np.concatenate([arrays[name] for arrays in sets]) for name in ARRAYS[:3])
-    # Other files may ignore another label than ours.
+    # Published files may ignore a different label.
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)
 

@@ -39,7 +39,7 @@ LOSSES = {"stablemax": stablemax_cross_entropy, "softmax": softmax_cross_entropy
 
 
 def cell_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each puzzle (B,), the mean over its labelled cells: large puzzles weigh like small ones.
+    """Return the loss of each puzzle (B,), the mean over its labelled cells: large and small puzzles weigh the same.
 
     logits (B, S, V), labels (B, S).
     """
@@ -63,7 +63,7 @@ def solved(labelled: Tensor, correct: Tensor) -> Tensor:
 class Question(NamedTuple):
     labels: Tensor  # (B, S)
     steps: Tensor  # (B,): segments so far, including this one
-    least: Tensor  # (B,): segments that the puzzle has to run at least
+    least: Tensor  # (B,): the fewest segments that the puzzle must run
 
 
 class Score(NamedTuple):

@@ -283,9 +283,9 @@ class HierarchicalReasoningModel(nn.Module):
         """Return the initial states of `count` puzzles, in the dtype that a segment leaves them in."""
         shape = (count, self.config.positions_in_all, self.config.width)
 
+        # Under autocast a segment leaves its states in the dtype of the matrix products.
         device = self.h_start.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.h_start.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.h_start.dtype
 
         # Contiguous, as a segment leaves its states: another layout would be compiled for again.
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()

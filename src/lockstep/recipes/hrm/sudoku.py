@@ -110,9 +110,9 @@ class Solver:
                 bit = candidates[cell]
                 if not bit:
                     return False
-                if done[cell]:
-                    continue
                 done[cell] = True
+
+                # A peer is listed when it becomes single, and again when nothing is left of it.
                 for peer in self.peers[cell]:
                     if candidates[peer] & bit:
                         candidates[peer] ^= bit
@@ -177,6 +177,7 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
         # A clue can go if no other digit is possible in its cell.
         clues = list(solution)
         empty = 0
+
         for cell in rng.sample(range(n * n), n * n):
             if empty == holes:
                 break
@@ -232,6 +233,7 @@ def split_by_class(
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
             reached = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
             raise _too_few(f"{train} + {test} different {kind}", reached, least_guesses, hardest)
+
         if len(splits[0]) == train and len(splits[1]) == test:
             break
 

@@ -90,7 +90,7 @@ def cross_attend(q: Tensor, kv: Tensor, heads: int, bias: Tensor | None = None) 
 class Near(nn.Module):
     """Adds the last few positions to each position, channel by channel.
 
-    So attention, which would learn it late, need not find out which words stand together.
+    Attention would learn late which words stand together; here it is given.
     """
 
     def __init__(self, width: int, count: int):

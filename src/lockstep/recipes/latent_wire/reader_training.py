@@ -82,7 +82,7 @@ def frozen_reader(
             facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
 
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
-            # The file `about` comes last, and at once: where it exists, the weights are complete.
+            # `about` is written last and atomically: if it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
             os.replace(temporary, about)
@@ -177,6 +177,7 @@ class ReaderTraining:
     def _step(self) -> None:
         with self._autocast():
             loss = sequence_loss(self.reader, *next(self.batches))
+
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
 
@@ -213,7 +214,7 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"adam.{number}.{name}": tensor for name, tensor in state.items()}
 
-    # Replaced at once, so that a kill while writing leaves the older file.
+    # Replaced atomically, so that a kill while writing leaves the older file.
     temporary = path.with_suffix(".tmp")
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(stored, temporary, {"progress": json.dumps(asdict(progress))})
@@ -257,6 +258,8 @@ def training_batches(
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
+
+        # Every sequence has the same layout, so the first draw gives it for all.
         columns, positions = (
             torch.from_numpy(indices).to(device) for indices in sequence_layout(coming.result(), tokenizer)
         )

@@ -180,8 +180,7 @@ class LatentWire(Task):
         # Each question is put in six ways, and each has another length: compiling for all would take too long.
         with lockstep.run_eagerly(model):
             total, rows, reads = self._total(model, batch, write=True)
-            controls = model(batch, "other")
-            metrics = evaluation_metrics(list(model.readers), batch, reads, controls, blanks, self.shape)
+            metrics = evaluation_metrics(list(model.readers), batch, reads, model(batch, "other"), blanks, self.shape)
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:

@@ -311,7 +311,7 @@ def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int |
 
 @torch.no_grad()
 def from_replay(reader: Reader, batch: dict[str, Tensor], number: int) -> Answered:
-    """Answer with the reader's embeddings of the text instead of the wire: does that way in lose anything?"""
+    """Answer with the reader's embeddings of the text in place of the wire: does that way in lose anything?"""
     question, expected = ids_of(batch, number, reader.device, "question")
     vectors = reader.embed(batch[f"text_{number}"].to(reader.device))
     return answer(reader, put_before(reader, vectors, len(question)), question, expected)

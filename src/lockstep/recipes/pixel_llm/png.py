@@ -109,6 +109,8 @@ def _decode(data: bytes) -> Bytes:
 def _unfiltered(rows: Bytes, step: int) -> Bytes:
     """Undo the filters of all rows: each row was written as differences to the bytes left of it and above it."""
     pixels = np.zeros_like(rows[:, 1:])
+
+    # Above the first row everything counts as 0.
     above = np.zeros_like(rows[0, 1:])
     for number, row in enumerate(rows):
         kind, line = int(row[0]), row[1:]

@@ -214,7 +214,7 @@ def hashed(text: str, key: bytes = b"") -> int:
 
 
 def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
-    """Draw a scene. Its colours differ and its things are named in their order: a picture has one right caption."""
+    """Draw a scene. Its colours differ, and captions name them in a fixed order: a picture has one right caption."""
     # The order of these draws decides every picture. It must never change.
     count = int(rng.integers(kind.fewest, kind.most + 1))
     colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())

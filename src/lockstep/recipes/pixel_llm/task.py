@@ -130,7 +130,7 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        # There are only a few batches, and their size is not that of training.
+        # Eager, because there are only a few batches, and their size is not that of training.
         with lockstep.run_eagerly(model):
             total, weight = self._cross_entropy(model, sample)
 
@@ -195,7 +195,7 @@ class PixelLLM(Task):
 
 
 def _shape_problems(model: ModelOptions) -> Iterator[UserError]:
-    # The picture must divide into tokens. A token or head that is too small is reported already.
+    # The picture must divide into tokens. A token or head that is too small has been reported already.
     step = model.pixels_per_token
     if step >= 1 and (model.image < step or model.image % step):
         yield UserError(
