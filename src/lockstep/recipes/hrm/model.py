@@ -25,7 +25,7 @@ EPS = 1e-5
 TRUNCATED_STD = 0.8796256610342398  # the standard deviation of a unit normal that is truncated at -2 and 2
 
 
-# What an option of the model is if it is None.
+# The values of options that are None, by variant.
 VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
     "hrm": {
         "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
@@ -38,7 +38,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model. None means: as the variant has it."""
+    """Options of the model. None takes the variant's own value."""
 
     # hrm, or trm: one module for both levels.
     variant: str = "hrm"
