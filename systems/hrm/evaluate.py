@@ -33,7 +33,7 @@ KEYS = {"checkpoint": "(needed: a run, or one of its checkpoints)", "save_output
 
 
 class Recording(HRM):
-    """The task, which also keeps this rank's answers of an evaluation."""
+    """HRM that also records this rank's answers in an evaluation."""
 
     answers: list[dict[str, Tensor]]
 
@@ -123,7 +123,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
 
 
 def _other_recipe(run: Path) -> str | None:
-    """Return the recipe of the run if it is another one. Your own task, derived from HRM, may have any name."""
+    """Return the recipe of the run if it is not hrm. A task of your own, derived from HRM, may have any name."""
     with (run / "events.jsonl").open() as lines:
         events = [json.loads(line) for line in lines]
     # A resumed run has several starts. A class that was passed to `fit` is recorded without underscores.

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import HRM
 
-# So similar to a key that no other key can be meant; global_batch, a key of any run, is less similar to ours.
+# A key this similar to one of ours is a misspelling. The setting global_batch is less similar to global_batch_size.
 SIMILAR = 0.85
 
 
@@ -35,7 +35,7 @@ def help_text(usage: str, keys: Mapping[str, Any]) -> str:
 
 
 def check_names(values: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a key that is nearly one of `known`: it would be taken for a setting of the run, with other advice."""
+    """Refuse a key that is nearly one of `known`: taken for a setting of the run, it would get the wrong advice."""
     for key, value in values.items():
         similar = difflib.get_close_matches(key, known, n=1, cutoff=SIMILAR)
         if key not in known and similar:

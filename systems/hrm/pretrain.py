@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         if world_size > 1:
             _join()
         config = load_synced_config(values, rank, world_size)
-        # The variable of the original code.
+        # The original code reads this variable.
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
             config.rest.setdefault("compile", False)
         done = lockstep.fit(HRM, config.settings(), again=_command_to_resume)

@@ -54,7 +54,7 @@ class PretrainConfig:
     rest: dict[str, Any] = field(default_factory=dict)  # settings of the run that have no other name here
 
     def steps(self, epochs: int) -> int:
-        """Count steps as the document does: an epoch is all groups, times the examples of a mean puzzle."""
+        """Count steps as the document does: an epoch is the number of groups times the mean examples per puzzle."""
         metadata = read_metadata(Path(self.data_path) / "train")
         return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples) // self.global_batch_size
 

@@ -44,7 +44,7 @@ class PuzzleDataset(IterableDataset):
 
     A pass over `train` visits every group once, in a new order each time, in full batches only. A pass over `test`
     visits every example once, in order, and the last batch may be shorter. All ranks agree on a global batch, and each
-    takes its slice. Loader processes share the batches; they also count the passes, so let them live on
+    takes its slice. Loader processes share the batches; they also count the passes, so keep them alive
     (`persistent_workers=True`).
     """
 

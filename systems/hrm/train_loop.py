@@ -40,7 +40,7 @@ class TrainState:
 
     task: HRM
     model: Any  # the model to call
-    run: Any  # of `lockstep.start`
+    run: Any  # from `lockstep.start`
     batches: Iterator[Any]  # global steps; each yields this rank's micro-batches
     step: int = 0  # steps of the run so far
 
@@ -71,7 +71,7 @@ def create_model(
             "give the metadata of data_path/train",
         )
 
-    # NCCL cannot send tensors of the CPU, where the model still is.
+    # NCCL cannot send CPU tensors, and the model is still on the CPU.
     if world_size > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         with torch.no_grad():
@@ -149,7 +149,7 @@ def _add(sums: Sums, more: Mapping[str, Any], factor: int) -> Sums:
 
 
 def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: int) -> dict[str, float] | None:
-    """Add the sums over all ranks in one message. The names are sorted, so that all ranks stack alike."""
+    """Add the sums over all ranks in one message. The names are sorted, so that all ranks stack in the same order."""
     names = sorted(sums)
     # float64: sums of counts stay exact.
     parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for name in names for part in sums[name]]

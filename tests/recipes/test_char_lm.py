@@ -67,7 +67,7 @@ def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         CharLM(width=30, heads=4, dropout=2.0)
     assert {problem.problem for problem in error.value.problems} == {
-        "task.width=30 is not a multiple of 8, twice task.heads=4",
+        "task.width=30 cannot be divided among task.heads=4",
         "task.dropout=2.0 is not in [0, 1)",
     }
 

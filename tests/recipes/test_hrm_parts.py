@@ -27,7 +27,7 @@ from pretrain import PretrainConfig
 
 
 def test_a_compiled_segment_converts_its_weights_once() -> None:
-    config = ModelConfig(5, 4, width=16, heads=2, layers=1, h_cycles=2, l_cycles=1, positions="learned")
+    config = ModelConfig(symbols=5, cells=4, width=16, heads=2, layers=1, h_cycles=2, l_cycles=1, positions="learned")
     inputs, seen = torch.tensor([[1, 2, 3, 4], [4, 1, 1, 2]]), []
 
     def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:

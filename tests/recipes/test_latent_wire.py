@@ -281,7 +281,7 @@ def test_teacher_forced_answers_are_those_of_greedy_decoding():
     torch.manual_seed(1)
     reader = Reader(9, ReaderShape("words", 16, 2, 2))
     question = torch.randint(1, 9, (400, 2))
-    before = reader.beginning(400)
+    before = reader.embed(torch.zeros(400, 1, dtype=torch.int64))
     ids = question
     for _ in range(2):
         ids = torch.cat((ids, reader(torch.cat((before, reader.embed(ids)), 1))[:, -1:].argmax(-1)), 1)

@@ -45,15 +45,12 @@ class AMPConfig:
     # auto, cpu or cuda.
     device: str = "auto"
 
-    def __post_init__(self) -> None:
-        self.validate()
-
     @property
     def precision(self) -> str:
         return PRECISIONS.get(self.dtype, self.dtype) if self.enabled else "fp32"
 
-    def validate(self) -> bool:
-        """Return True, or raise every problem at once."""
+    def __post_init__(self) -> None:
+        """Raise every problem at once."""
         problems = []
         if self.gradient_accumulation_steps < 1:
             problems.append(
@@ -77,8 +74,6 @@ class AMPConfig:
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-
-        return True
 
     def run_config(self, **more: Any) -> RunConfig:
         """Return the same as settings of a run; error messages use the names of these settings."""

@@ -34,8 +34,6 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class TrainingStep(NamedTuple):
-    """The outcome of one call of `training_step`."""
-
     # This rank's mean over the batch, without gradient.
     loss: Tensor
 
@@ -69,7 +67,18 @@ class AMPTrainer:
             weight_decay=self.config.weight_decay,
             fused=True,
         )
-        self._make_stepper(own_rate=optimizer is not None)
+        self.optimizers = Optimizers(self.optimizer, model)
+
+        # The learning rate of the caller's optimizer stays. A constant rate needs no end of the training.
+        more = {"lr.peak": None} if optimizer is not None else {}
+        settings = self.config.run_config(**self.settings(), **more)
+        rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
+        precision = choose(settings, self.runtime.device)
+        self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
+
+        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
+        self._open_step: StepBatches | None = None
+        self._sized = False
 
     # ---- what a distributed trainer does differently ----
 
@@ -166,22 +175,6 @@ class AMPTrainer:
 
     # ---- inside ----
 
-    def _make_stepper(self, own_rate: bool) -> None:
-        """Make the engine's step. With `own_rate` the learning rate stays the one of the caller's optimizer."""
-        more = {"lr.peak": None} if own_rate else {}
-        settings = self.config.run_config(**self.settings(), **more)
-        self.optimizers = Optimizers(self.optimizer, self._module)
-
-        # A constant rate needs no end of the training.
-        rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
-        self.stepper = Stepper(
-            self.driver, self.optimizers, rate, choose(settings, self.runtime.device), settings, self.runtime, 1
-        )
-
-        # The optimizer step that has begun, if any, and whether the size of a usual step is known.
-        self._open_step: StepBatches | None = None
-        self._sized = False
-
     def _state(self) -> RunState:
         if self._open_step is not None:
             done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
@@ -199,8 +192,15 @@ class AMPTrainer:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
         count = self.config.gradient_accumulation_steps
         samples = _samples(batch)
+        if not self._sized:
+            # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
+            total = torch.tensor(float(samples * count), dtype=torch.float64, device=self.runtime.device)
+            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
+            self._sized = True
         if self._open_step is None:
-            self._open_step = self._begin(samples * count)
+            self._open_step = StepBatches(count, [], samples * count)
+            self.stepper.begin(self._open_step)
+            self.driver.begin()
         self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
@@ -216,17 +216,6 @@ class AMPTrainer:
 
         self._open_step = None
         return loss, self.stepper.apply(self.stepper.control, self.driver.reduced())
-
-    def _begin(self, samples: int) -> StepBatches:
-        if not self._sized:
-            # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
-            total = torch.tensor(float(samples), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
-            self._sized = True
-        batches = StepBatches(self.config.gradient_accumulation_steps, [], samples)
-        self.stepper.begin(batches)
-        self.driver.begin()
-        return batches
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
@@ -283,11 +272,10 @@ def _samples(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return len(batch)
 
-    parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
+    else:
+        parts = batch if isinstance(batch, list | tuple) else ()
     for part in parts:
         if isinstance(part, Tensor | Mapping | list | tuple):
             return _samples(part)

@@ -14,9 +14,6 @@ from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
-# The number of newest checkpoints that stay.
-KEEP = 3
-
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
     """Save the state from one rank. Collective: the others wait, and raise the same error if it fails."""
@@ -46,8 +43,10 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     # One rank writes everything, in this thread: the state is the same on all ranks.
     tensors, aliases, values = state.capture()
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
-    saver = Saver(store, 0, 1, token, Retention(KEEP), asynchronous=False)
+    saver = Saver(store, 0, 1, token, Retention(3), asynchronous=False)  # the newest three stay
     saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
+
+    # A failed save is an outcome and not an exception: the other ranks wait to hear of it.
     [save] = saver.wait()
     saver.close()
     return [str(save.checkpoint.path) if save.checkpoint else None, save.error]

@@ -78,14 +78,13 @@ class DDPManager:
         if self.world.alone or not any(p.requires_grad for p in model.parameters()):
             return model
 
-        # The name of DDP's argument depends on the version of torch.
-        buffers: dict[str, Any] = {BUFFERS_OPTION: broadcast_buffers}
-        return DistributedDataParallel(
-            model,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **buffers,
-        )
+        # The name of DDP's argument for buffers depends on the version of torch.
+        options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            BUFFERS_OPTION: broadcast_buffers,
+        }
+        return DistributedDataParallel(model, **options)
 
     def get_dataloader(
         self,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.amp_trainer import AMPTrainer, LossFn, make_runtime
@@ -29,7 +28,7 @@ class DistributedAMPTrainer(AMPTrainer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: torch.nn.Module,
         config: AMPConfig | None = None,
         rank: int = 0,
         world_size: int = 1,

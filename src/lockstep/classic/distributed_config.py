@@ -14,8 +14,6 @@ from lockstep.classic.process_group import require_world_size
 from lockstep.config import read_file
 from lockstep.errors import ConfigError, UserError
 
-BACKENDS = ("nccl", "gloo", "auto")
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 LAUNCHERS = {
     "torchrun": ["torchrun"],
     "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch"],
@@ -164,13 +162,13 @@ class DistributedConfig:
     def _wrong_choices(self) -> Iterator[UserError]:
         if not 1 <= self.master_port <= 65535:
             yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
-        if self.num_nodes > 1 and self.master_addr in LOCAL_NAMES:
+        if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
             yield UserError(
                 f"master_addr={self.master_addr} cannot be used with num_nodes={self.num_nodes}",
                 "on every node it is the address of that node itself",
                 "give the address of node 0",
             )
-        for name, known in (("backend", BACKENDS), ("launch_method", LAUNCHERS)):
+        for name, known in (("backend", ("nccl", "gloo", "auto")), ("launch_method", LAUNCHERS)):
             value = getattr(self, name)
             if value not in known:
                 yield UserError(f"{name}={value} is not supported", "", f"choose from {', '.join(known)}")

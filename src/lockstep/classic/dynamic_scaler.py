@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep import precision
 from lockstep.config import ScalerConfig
@@ -41,8 +40,11 @@ class DynamicScaler(precision.DynamicScaler):
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
 
-    def unscale(self, grads: torch.optim.Optimizer | Iterable[Tensor]) -> None:
-        """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it."""
+    def unscale(self, grads: torch.optim.Optimizer | Iterable[torch.Tensor]) -> None:
+        """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it.
+
+        Collective: every rank must call it.
+        """
         if self._overflowed is not None:
             raise UserError("unscale() was called twice in one step", "", "call it once between backward and step")
 
@@ -53,8 +55,12 @@ class DynamicScaler(precision.DynamicScaler):
         super().unscale(grads)
 
         # The host waits for the device here, as GradScaler does.
-        finite = all(bool(grad.isfinite().all()) for grad in grads)
-        self._overflowed = _on_any_rank(not finite, grads)
+        overflowed = not all(bool(grad.isfinite().all()) for grad in grads)
+        if dist.is_initialized():
+            flag = torch.tensor(float(overflowed), device=grads[0].device if grads else "cpu")
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            overflowed = bool(flag)
+        self._overflowed = overflowed
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer if every gradient of every rank is finite. Returns whether it was."""
@@ -71,12 +77,3 @@ class DynamicScaler(precision.DynamicScaler):
         assert outcome is not None, "update() before step()"
         super().update(outcome)
         self._overflowed = None
-
-
-def _on_any_rank(overflowed: bool, grads: list[Tensor]) -> bool:
-    """Return whether any rank overflowed. Collective: every rank must call it."""
-    if not dist.is_initialized():
-        return overflowed
-    flag = torch.tensor(float(overflowed), device=grads[0].device if grads else "cpu")
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)

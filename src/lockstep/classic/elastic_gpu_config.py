@@ -18,8 +18,6 @@ NEARLY_FULL = 0.95
 
 
 class GPU(NamedTuple):
-    """The name of a GPU and its memory in GiB."""
-
     name: str
     memory_gb: float
 
@@ -45,8 +43,10 @@ class ElasticPlan:
         return self.batch_size * self.processes * self.grad_accum
 
     def __str__(self) -> str:
-        batch = f"{self.processes} x {self.batch_size} x {self.grad_accum} = {self.effective_batch} samples a step"
-        return f"{self.strategy}, {_processes(self.processes)}, {batch}: {self.reason}"
+        return (
+            f"{self.strategy}, {_processes(self.processes)}, {self.processes} x {self.batch_size} x {self.grad_accum} "
+            f"= {self.effective_batch} samples a step: {self.reason}"
+        )
 
 
 @dataclass
@@ -142,16 +142,13 @@ class ElasticGPUConfig:
 
     def _plan(self, ranks: int, room: int | None, reason: str, last_reader: str | None = None) -> ElasticPlan:
         """Divide the batch into the largest forwards of at most `room` samples."""
-        if ranks == 1:
-            strategy = "split" if last_reader else "single"
-        else:
-            strategy = "hybrid" if last_reader else "ddp"
+        alone, moved = ("single", "split") if ranks == 1 else ("ddp", "hybrid")
 
         # A forward takes a divisor of the process's samples, so that all forwards are equal.
         samples = self.base_batch_size if self.per_gpu else self.base_batch_size // ranks
         most = samples if room is None else max(1, min(samples, room))
         batch = next(size for size in range(most, 0, -1) if samples % size == 0)
-        return ElasticPlan(strategy, ranks, batch, samples // batch, reason, last_reader)
+        return ElasticPlan(moved if last_reader else alone, ranks, batch, samples // batch, reason, last_reader)
 
     # ---- arithmetic ----
 
@@ -190,16 +187,14 @@ class ElasticGPUConfig:
         return int((util * self._memory() - held) / self.sample_gb)
 
     def _too_large(self, needed: float, fix: str) -> UserError:
-        memory = ", ".join(f"{gpu.memory_gb:.0f}" for gpu in self.gpus)
         return UserError(
             f"the model needs {needed:.1f} GiB and room for a sample, more than one GPU has",
-            f"GPUs of {memory} GiB",
+            f"GPUs of {', '.join(f'{gpu.memory_gb:.0f}' for gpu in self.gpus)} GiB",
             fix,
         )
 
 
 def uneven(batch: int, processes: int) -> UserError:
-    """Return the error for a batch that processes cannot divide."""
     return UserError(
         f"a batch of {batch} does not divide by {processes} processes",
         "",
@@ -212,7 +207,6 @@ def _processes(count: int) -> str:
 
 
 def detected() -> list[GPU]:
-    """Return the GPUs that this process sees."""
     # With a driver that is too old, torch counts GPUs that it cannot use.
     if not torch.cuda.is_available():
         return []

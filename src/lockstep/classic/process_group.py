@@ -22,8 +22,7 @@ from lockstep.runtime.world import World
 class Membership:
     """The membership of this process in a process group. It leaves only a group that it has joined itself."""
 
-    def __init__(self) -> None:
-        self._joined = False
+    _joined = False
 
     def join(
         self,

@@ -121,6 +121,8 @@ def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
     layers = read_layers(options.config, settings)
     check_rivals(options, flatten(layers[-1][1]))
+
+    # Flags are stronger than files and typed settings.
     layers.append(("command line", settings_of(options)))
 
     count = None

@@ -27,29 +27,25 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)  # (..., T, D/2) each
 
-    # The angles are float32: without the conversion so would be the products.
+    # The angles are float32; without this conversion the result would be float32 as well.
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split the output (B, T, 3W) of a joint projection into queries, keys and values (B, H, T, D)."""
-    B, T, width = qkv.shape
-
     # Queries, keys and values lie one after another in the channels, and in each of them the heads.
-    q, k, v = qkv.view(B, T, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return q, k, v
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Reshape (B, T, W) to (B, H, T, D)."""
-    B, T, W = x.shape
-    return x.view(B, T, heads, W // heads).transpose(1, 2)
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
     """Reshape (B, H, T, D) back to (B, T, W)."""
-    B, _, T, _ = x.shape
-    return x.transpose(1, 2).reshape(B, T, -1)
+    return x.transpose(1, 2).flatten(2)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -58,24 +54,33 @@ def gated(x: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention without biases, with rotary positions if a rotation is given."""
+def rms(x: Tensor, eps: float) -> Tensor:
+    """Scale every vector of the last dimension to a root mean square of 1."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
 
-    def __init__(self, width: int, heads: int, causal: bool = False):
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention (B, T, W) to (B, T, W) without biases, with rotary positions if a rotation is given.
+
+    With `norm_eps`, queries and keys are normalised: attention cannot saturate, whatever a high learning rate does.
+    """
+
+    def __init__(self, width: int, heads: int, causal: bool = False, norm_eps: float | None = None):
         super().__init__()
         self.heads = heads
         self.causal = causal
+        self.norm_eps = norm_eps
 
         # The order of creation fixes the random numbers that a seed gives to each weight.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Map (B, T, W) to (B, T, W)."""
-        q, k, v = split_qkv(self.qkv(x), self.heads)
+        q, k, v = split_qkv(self.qkv(x), self.heads)  # (B, H, T, D) each
+        if self.norm_eps is not None:
+            q = rms(q, self.norm_eps)
+            k = rms(k, self.norm_eps)
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
-
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(merge_heads(y))
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))

@@ -11,11 +11,11 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from lockstep.errors import UserError
+from lockstep.errors import ConfigError, UserError
 
 Constructor = Callable[..., None]
 
@@ -46,35 +46,53 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for group in groups:
         kinds = get_type_hints(group)
-        for field in dataclasses.fields(group):
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
-                )
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name]
             )
-
+            for field in dataclasses.fields(group)
+        ]
     return inspect.Signature(parameters)
 
 
-def below_one(counts: Mapping[str, int]) -> list[UserError]:
-    """Return a problem for every option that must be at least 1 and is not."""
+def check_options(
+    values: Mapping[str, Any],
+    more: Iterable[UserError],
+    choices: Mapping[str, Sequence[str]] | None = None,
+    smallest: Mapping[str, int] | None = None,
+) -> None:
+    """Raise every problem at once: `more`, wrong choices, and numbers that are too small."""
+    problems = [*_wrong_choices(values, choices or {}), *_too_small(values, smallest or {}), *more]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _too_small(values: Mapping[str, Any], smallest: Mapping[str, int]) -> list[UserError]:
+    # None stands for a default that is chosen later.
     return [
-        UserError(f"task.{name}={value} is less than 1", "", f"type task.{name}=1 or more")
-        for name, value in counts.items()
-        if value < 1
+        UserError(f"task.{name}={values[name]} is less than {least}", "", f"type task.{name}={least} or more")
+        for name, least in smallest.items()
+        if values[name] is not None and values[name] < least
     ]
 
 
-def wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> list[UserError]:
-    """Return a problem, with the nearest choice, for every option whose value is not one of its choices."""
-    problems = []
+def uneven_heads(width: int, heads: int) -> Iterator[UserError]:
+    """Yield a problem unless every head gets the same even number of channels, as rotary positions need."""
+    if heads < 1 or width % (2 * heads):
+        fix = f"task.width={-(-width // (2 * heads)) * 2 * heads}" if heads >= 1 else "task.heads=1 or more"
+        yield UserError(
+            f"task.width={width} cannot be divided among task.heads={heads}",
+            "each head needs the same even number of channels",
+            f"type {fix}",
+        )
+
+
+def _wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> Iterator[UserError]:
     for name, known in choices.items():
         value = values[name]
         if value not in known:
             nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-            problem = f"task.{name}={value} is not one of {', '.join(known)}"
-            problems.append(UserError(problem, "", f"type task.{name}={nearest}"))
-    return problems
+            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
 
 
 # ---- options without effect -----------------------------------------------------------------------------
@@ -100,7 +118,7 @@ def warn_unused(
 ) -> None:
     """Warn, once for each rule, about the options in `given` that were changed and have no effect.
 
-    `owner` is the class whose constructor has the defaults; `given` may hold more than its options (`locals()`).
+    `owner` is the class whose constructor has the defaults; `given` may hold more than its options.
     """
     parameters = inspect.signature(owner).parameters
 

@@ -3,5 +3,3 @@
 from lockstep.recipes.char_lm.task import CharLM
 
 TASK = CharLM
-
-__all__ = ["TASK", "CharLM"]

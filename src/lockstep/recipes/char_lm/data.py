@@ -19,9 +19,8 @@ from lockstep.errors import UserError
 # Newline and printable ASCII: 96 symbols, and a multiple of 32 is a shape that matrix kernels like.
 SYMBOLS = b"\n" + bytes(range(32, 127))
 
-# The symbol for all other characters, as in str.encode("ascii", "replace").
-OTHER = SYMBOLS.index(b"?")
-_TO_ID = bytes(SYMBOLS.index(byte) if byte in SYMBOLS else OTHER for byte in range(256))
+# All other characters become a question mark, as in str.encode("ascii", "replace").
+_TO_ID = bytes(SYMBOLS.index(byte if byte in SYMBOLS else ord("?")) for byte in range(256))
 
 # Packages that are read after the modules at the top level. A distribution without some of them (tkinter, idlelib) has
 # less text.
@@ -30,7 +29,6 @@ PACKAGES = (
     "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "turtledemo",
     "unittest", "urllib", "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
 )  # fmt: skip
-TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 # The text is split into chunks of this many characters. One chunk in 20 is validation text.
 CHUNK = 4096
@@ -43,25 +41,21 @@ def encode(text: str) -> Tensor:
 
 
 def decode(ids: Tensor) -> str:
-    """Return the text of ids (T,)."""
     return bytes(SYMBOLS[i] for i in ids.tolist()).decode("ascii")
 
 
 def source_files(root: Path) -> Iterator[Path]:
     """Yield the modules at the top level, then each package, in an order that depends on names only."""
     # _sysconfigdata_* is generated when Python is built: facts about the machine, and no code.
-    modules = [path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata")]
-    yield from sorted(modules)
+    yield from sorted(path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata"))
 
     for package in PACKAGES:
-        paths = sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts)
-        for path in paths:
-            if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts):
+        for path in sorted((root / package).rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+            if {"test", "tests", "idle_test"}.isdisjoint(path.relative_to(root).parts):
                 yield path
 
 
 def library_text(max_bytes: int, root: Path | None = None) -> str:
-    """Return the first `max_bytes` characters of the standard library's source."""
     root = root or Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     room = max_bytes

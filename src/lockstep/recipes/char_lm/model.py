@@ -6,37 +6,20 @@ Shapes in comments: B windows, T positions (at most `context`), W width, H heads
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.recipes.layers import Rotation, SelfAttention, merge_heads, rotate, rotation_table, split_qkv
+from lockstep.recipes.layers import Rotation, SelfAttention, rotation_table
 
 # The default follows the dtype, and is far too large in bf16.
 EPS = 1e-6
 
 
-class Attention(SelfAttention):
-    """Causal self-attention with rotary positions, over queries and keys of unit norm."""
-
-    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Attend from every position of `x` (B, T, W) to itself and the positions before it."""
-        assert rotation is not None, "the model has rotary positions"
-        q, k, v = split_qkv(self.qkv(x), self.heads)  # (B, H, T, D) each
-
-        # Unit norm: attention cannot saturate, whatever a high learning rate does to qkv.
-        q = rotate(unit(q), rotation)
-        k = rotate(unit(k), rotation)
-        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-
-
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, EPS)
-        self.attention = Attention(width, heads)
+        self.attention = SelfAttention(width, heads, causal=True, norm_eps=EPS)
         self.mlp_norm = nn.RMSNorm(width, EPS)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
@@ -50,12 +33,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
-        hidden = F.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
+        hidden = nn.functional.relu(self.up(self.mlp_norm(x))).square()  # (B, T, 4W)
         return x + self.dropout(self.down(hidden))
 
 
 class GPT(nn.Module):
-    """Character ids (B, T) to logits (B, T, V)."""
+    """Maps character ids (B, T) to the logits (B, T, V) of the next character after each of them."""
 
     def __init__(self, symbols: int, width: int, layers: int, heads: int, context: int, dropout: float = 0.0):
         super().__init__()
@@ -66,7 +49,7 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(width, EPS)
         self.head = nn.Linear(width, symbols, bias=False)
 
-        # They follow from the options, so they move with the model but are not part of its weights.
+        # The angles follow from the options, so they move with the model but are not part of its weights.
         cos, sin = rotation_table(context, width // heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -81,7 +64,6 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of the next symbol after each of the `ids`."""
         T = ids.shape[1]
         rotation = self.cos[:T], self.sin[:T]  # (T, D/2) each
 
@@ -113,24 +95,16 @@ class GPT(nn.Module):
 
                 # Only the `top_k` likeliest symbols: a rare one would derail the text.
                 if top_k is not None and top_k < logits.shape[1]:
-                    smallest = logits.topk(top_k).values[:, -1:]
-                    logits = logits.masked_fill(logits < smallest, float("-inf"))
+                    logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
 
-                chance = F.softmax(logits / temperature, dim=-1)
-                drawn = torch.multinomial(chance, 1, generator=generator)
+                drawn = torch.multinomial(nn.functional.softmax(logits / temperature, dim=-1), 1, generator=generator)
                 ids = torch.cat((ids, drawn.to(ids.device)), dim=1)
         self.train(was_training)
         return ids
 
 
-def draw_weights(part: nn.Module) -> None:
-    """Draw the weights of all linear layers in `part` again."""
-    for module in part.modules():
+def draw_weights(root: nn.Module) -> None:
+    for module in root.modules():
         if isinstance(module, nn.Linear):
             # This deviation keeps the scale of the activations.
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
-
-
-def unit(x: Tensor) -> Tensor:
-    """Return `x` with every vector of the last dimension scaled to a root mean square of 1."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.char_lm.data import SYMBOLS, Windows, decode, encode, library_text, split
 from lockstep.recipes.char_lm.model import GPT
-from lockstep.recipes.options import below_one
+from lockstep.recipes.options import check_options, uneven_heads
 from lockstep.task import Loss, Task
 
 # Long enough to set an indentation and a style; after a bare "def " a small model loses itself in spaces.
@@ -20,6 +21,10 @@ PROMPT = '''class Reader:
         self.path = path
 
     def '''
+
+
+# The smallest values of options that count something. `uneven_heads` checks the heads.
+COUNTS = dict.fromkeys(("width", "layers", "context", "max_bytes", "eval_bytes"), 1)
 
 
 class CharLM(Task):
@@ -95,7 +100,12 @@ class CharLM(Task):
         self.dropout = dropout
         self.max_bytes = max_bytes
         self.eval_bytes = eval_bytes
-        self._check()
+
+        # All problems are reported together.
+        problems = [*uneven_heads(width, heads)]
+        if not 0 <= dropout < 1:
+            problems.append(UserError(f"task.dropout={dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
+        check_options(vars(self), problems, smallest=COUNTS)
 
     def model(self) -> GPT:
         return GPT(len(SYMBOLS), self.width, self.layers, self.heads, self.context, self.dropout)
@@ -104,10 +114,7 @@ class CharLM(Task):
         """Return AdamW. Only matrices decay: a rare character's embedding would fade between its uses."""
         decay = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
         rest = [m.weight for m in model.modules() if isinstance(m, nn.RMSNorm | nn.Embedding)]
-        groups = [
-            {"params": decay, "weight_decay": 0.1},
-            {"params": rest, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99), fused=True)
 
     def data(self) -> Windows:
@@ -126,13 +133,11 @@ class CharLM(Task):
         total, weight, logits, targets = self._cross_entropy(model, batch)
         return Loss(total, weight, {"accuracy": (logits.argmax(-1) == targets).sum()})
 
-    def show(self, model: nn.Module) -> str:
+    def show(self, model: Any) -> str:
         """Return the prompt and 300 characters that the model appends, always with the same random numbers."""
-        assert isinstance(model, GPT)
         prompt = encode(PROMPT).long()[None].to(model.head.weight.device)
         generator = torch.Generator().manual_seed(1)
-        ids = model.generate(prompt, count=300, temperature=0.6, top_k=40, generator=generator)
-        return decode(ids[0])
+        return decode(model.generate(prompt, count=300, temperature=0.6, top_k=40, generator=generator)[0])
 
     def _cross_entropy(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """Return the summed cross entropy of `batch` (B, T + 1), its weight, logits (B*T, V) and targets (B*T)."""
@@ -142,10 +147,9 @@ class CharLM(Task):
 
         # A sum over thousands of terms needs float32.
         logits = model(ids[:, :-1]).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
+        return nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel(), logits, targets
 
     def _split(self) -> tuple[Tensor, Tensor]:
-        """Return the ids of the training and of the validation text."""
         training, validation = split(encode(library_text(self.max_bytes)))
         if len(validation) <= self.context:
             raise UserError(
@@ -154,22 +158,3 @@ class CharLM(Task):
                 "type a larger task.max_bytes, or a smaller task.context",
             )
         return training, validation
-
-    def _check(self) -> None:
-        """Raise every problem of the options at once."""
-        counts = ("width", "layers", "heads", "context", "max_bytes", "eval_bytes")
-        problems = below_one({name: getattr(self, name) for name in counts})
-
-        # Rotary positions turn pairs of channels, so every head needs the same even number of them.
-        if self.heads >= 1 and self.width % (2 * self.heads):
-            problems.append(
-                UserError(
-                    f"task.width={self.width} is not a multiple of {2 * self.heads}, twice task.heads={self.heads}",
-                    "rotary positions need an even number of channels for each head",
-                    f"type task.width={-(-self.width // (2 * self.heads)) * 2 * self.heads}",
-                )
-            )
-        if not 0 <= self.dropout < 1:
-            problems.append(UserError(f"task.dropout={self.dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
-        if problems:
-            raise ConfigError(problems)

@@ -3,5 +3,3 @@
 from lockstep.recipes.clstm_ppo.task import ClstmPpo
 
 TASK = ClstmPpo
-
-__all__ = ["TASK", "ClstmPpo"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,21 +19,18 @@ from lockstep.recipes.clstm_ppo.model import Agent, State
 from lockstep.recipes.clstm_ppo.series import HELD_OUT, RegimeSeries, Series
 
 # A policy returns the actions (n, K) for the coming day.
-Policy = Callable[[VectorMarket], Tensor]
+Policy = Callable[..., Tensor]
 
 # Probabilities at which a Bayes filter turns; the best of them is the baseline.
 THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
-DAYS_A_YEAR = 252
 
 
 @dataclass(frozen=True)
 class Played:
     """The results of one episode in each of n environments."""
 
-    # (n, D): what every day earned.
-    earned: Tensor
-    # (n,): how often a position changed.
-    trades: Tensor
+    earned: Tensor  # (n, D): what every day earned
+    trades: Tensor  # (n,): how often a position changed
 
     @property
     def scores(self) -> Tensor:
@@ -51,11 +48,12 @@ class Played:
             "max_earning_rate": best[:, -1] - 1,
             "max_pullback": (1 - wealth / best).amax(dim=1),
             "profit_per_trade": gained / self.trades.clamp(min=1),
-            "sharpe": self.earned.mean(dim=1) / (self.earned.std(dim=1) + 1e-12) * DAYS_A_YEAR**0.5,
+            # A year has 252 days of trading.
+            "sharpe": self.earned.mean(dim=1) / (self.earned.std(dim=1) + 1e-12) * 252**0.5,
         }
 
 
-def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Played:
+def play(policy: Policy, market: Environments, days: int) -> Played:
     """Play an episode of `days` in every environment. None of them may have begun."""
     earned = []
     trades = torch.zeros(len(market.envs), dtype=torch.float64, device=market.envs.device)
@@ -66,24 +64,20 @@ def play(policy: Callable[[Any], Tensor], market: Environments, days: int) -> Pl
     return Played(torch.stack(earned, dim=1), trades)
 
 
+@dataclass
 class Greedy:
-    """The agent as a policy that always takes its most probable action."""
-
-    def __init__(self, agent: Agent):
-        self.agent = agent
-        self.state: State | None = None
+    agent: Agent
+    state: State | None = None
 
     @torch.no_grad()
     def __call__(self, market: Environments) -> Tensor:
-        # Only on the first day is the number of environments known.
+        # The number of environments is not known before the first day.
         self.state = self.state or self.agent.initial_state(len(market.envs), market.envs.device)
-        starts = market.day == 0
-        logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, starts[None])
+        logits, _, self.state, *_ = self.agent(market.windows()[None], self.state, (market.day == 0)[None])
         return logits[0].argmax(-1)
 
 
 def hold(market: VectorMarket) -> Tensor:
-    """Hold the largest position from the first day on."""
     return torch.full_like(market.position, 2 * market.rules.lots, dtype=torch.int64)
 
 
@@ -97,10 +91,8 @@ def at_random(market: VectorMarket) -> Tensor:
 class Oracle:
     """A policy that sees the regime of the coming day."""
 
-    def __init__(self, market: VectorMarket):
-        assert isinstance(market.series, RegimeSeries)
-        length = market.rules.window + market.rules.days
-        self.regimes = market.series.regimes(market.envs, market.episode, length)
+    def __init__(self, series: RegimeSeries, market: VectorMarket):
+        self.regimes = series.regimes(market.envs, market.episode, market.rules.window + market.rules.days)
 
     def __call__(self, market: VectorMarket) -> Tensor:
         # The days of the window come before the first day of trading.
@@ -116,9 +108,8 @@ class Bayes:
     for one asset; with correlated assets it ignores what the others reveal.
     """
 
-    def __init__(self, market: VectorMarket, threshold: float):
-        assert isinstance(market.series, RegimeSeries)
-        self.series = market.series
+    def __init__(self, series: RegimeSeries, threshold: float, market: VectorMarket):
+        self.series = series
         self.threshold = threshold
 
         # (n, K): the logarithm of up against down, for the coming day.
@@ -160,6 +151,6 @@ def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, fl
 
     # For prices from a file neither the law nor the regime is known.
     if isinstance(series, RegimeSeries):
-        scores["bayes"] = max(score(lambda market, t=t: Bayes(market, t)) for t in THRESHOLDS)
-        scores["oracle"] = score(Oracle)
+        scores["bayes"] = max(score(partial(Bayes, series, threshold)) for threshold in THRESHOLDS)
+        scores["oracle"] = score(partial(Oracle, series))
     return scores

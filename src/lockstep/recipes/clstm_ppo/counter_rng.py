@@ -6,8 +6,6 @@ the same numbers on every rank and after a resume. Keys may be whole tensors, on
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ def normal(*keys: int | Tensor) -> Tensor:
     """Return normal numbers with mean 0 and variance 1, float64."""
     # Box and Muller's method: a radius and an angle, each from its own uniform number.
     radius = torch.sqrt(-2.0 * torch.log1p(-uniform(*keys, 0)))
-    return radius * torch.cos(2.0 * math.pi * uniform(*keys, 1))
+    return radius * torch.cos(2.0 * torch.pi * uniform(*keys, 1))
 
 
 def _mix(bits: Tensor) -> Tensor:

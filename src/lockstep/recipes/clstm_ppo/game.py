@@ -91,7 +91,6 @@ class CueRecall:
         return GameShape(window=1, features=2, assets=1, choices=2, episode=self.days)
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> VectorCueRecall:
-        """Make the environments with the numbers `envs` (n,)."""
         return VectorCueRecall(self, seed, envs, stagger)
 
 

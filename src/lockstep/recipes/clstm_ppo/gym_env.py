@@ -24,8 +24,9 @@ class RegimeMarket(gymnasium.Env):
         self.series: Series = series or RegimeSeries(seed=0)
         self.rules = rules
 
-        shape = (rules.window, rules.features(self.series.assets))
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.observation_space = gymnasium.spaces.Box(
+            -np.inf, np.inf, (rules.window, rules.features(self.series.assets)), np.float32
+        )
         self.action_space = gymnasium.spaces.MultiDiscrete([rules.choices] * self.series.assets)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:

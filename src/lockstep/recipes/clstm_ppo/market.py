@@ -23,8 +23,6 @@ INDICATORS = 4
 
 @dataclass(frozen=True)
 class Rules:
-    """Options of trading, in any series."""
-
     # Days that the agent sees at once.
     window: int = 20
 
@@ -58,8 +56,6 @@ class Rules:
 
 @dataclass(frozen=True)
 class Trading:
-    """The game of trading in a series by the rules."""
-
     series: Series
     rules: Rules
 
@@ -74,7 +70,6 @@ class Trading:
         )
 
     def open(self, seed: int, envs: Tensor, stagger: bool = False) -> VectorMarket:
-        """Make the environments with the numbers `envs` (n,)."""
         return VectorMarket(replace(self.series, seed=seed), self.rules, envs, stagger)
 
 
@@ -98,12 +93,8 @@ class VectorMarket(Environments):
         self.draw()
 
     def draw(self) -> None:
-        """Draw the tables of the current episodes and of the next ones."""
-        current = self._tables(slice(None), later=0)
-        following = self._tables(slice(None), later=1)
-        self._returns, self._shown, self._halts = (
-            torch.cat(both, dim=1) for both in zip(current, following, strict=True)
-        )
+        tables = zip(self._tables(slice(None), later=0), self._tables(slice(None), later=1), strict=True)
+        self._returns, self._shown, self._halts = (torch.cat(pair, dim=1) for pair in tables)
 
         # (n,): the row of the tables with which the current episode begins, 0 or W + D.
         self._begin = torch.zeros_like(self.envs)
@@ -141,11 +132,7 @@ class VectorMarket(Environments):
         return torch.cat([seen, held], dim=-1)
 
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Hold the positions of `actions` (n, K) for a day.
-
-        Returns what it earned as a share of the capital (n,), and whether the episode has ended (n,). If it has, the
-        next episode has begun.
-        """
+        """Hold the positions of `actions` (n, K) for a day. What it earned is a share of the capital."""
         # After as many steps as an episode has days, an environment could need a third episode.
         if self._steps_since_renewal == self.rules.days:
             self.renew()
@@ -157,8 +144,7 @@ class VectorMarket(Environments):
             wanted = torch.where(self._halts.gather(1, today), self.position, wanted)
         moved = torch.take_along_dim(self._returns, today[..., None], dim=1)[:, 0]
         self.moved = moved / self.series.scale
-        fee = costs * self.rules.cost * (wanted - self.position).abs()
-        self.gains = wanted * moved - fee
+        self.gains = wanted * moved - costs * self.rules.cost * (wanted - self.position).abs()
 
         # Arithmetic in place of branches: which environments have ended stays on the device.
         day = self.day + 1

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lockstep.recipes.clstm_ppo.game import GameShape
 
-Variant = Literal["clstm", "lstm_only", "mlp"]
-
 # Hidden state and cell of the LSTM across days, (n, memory) each.
 State = tuple[Tensor, Tensor]
 
@@ -31,11 +29,9 @@ ATTENTION_HEADS = 4
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """How large an agent is, and which of its stages it has."""
-
     # `clstm` is the whole cascade; `lstm_only` sees one day at a time and remembers; `mlp` sees the window and
     # remembers nothing, as a control.
-    variant: Variant = "clstm"
+    variant: Literal["clstm", "lstm_only", "mlp"] = "clstm"
 
     # Width of the LSTM over the window.
     hidden: int = 32
@@ -82,11 +78,16 @@ class Agent(nn.Module):
         elif shape.variant == "lstm_only":
             self.look = nn.Sequential(LastDay(), nn.Linear(shape.features, shape.width), nn.Tanh())
         else:
-            first = nn.Linear(shape.window * shape.features, memory)
-            self.look = nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(memory, memory), nn.Tanh())
+            self.look = nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(shape.window * shape.features, memory),
+                nn.Tanh(),
+                nn.Linear(memory, memory),
+                nn.Tanh(),
+            )
 
         # The second stage: the memory from day to day.
-        self.recall = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)
+        self.recall: Any = None if shape.variant == "mlp" else nn.LSTMCell(shape.width, memory)
         if self.recall is not None and shape.remember:
             with torch.no_grad():
                 # torch orders the gates: input, forget, cell, output.
@@ -125,13 +126,11 @@ class Agent(nn.Module):
         return logits, values, state, *predicted
 
     def initial_state(self, n: int, device: torch.device) -> State:
-        """Return the empty memory of n environments."""
-        memory = self.shape.memory
-        return torch.zeros(n, memory, device=device), torch.zeros(n, memory, device=device)
+        shape = (n, self.shape.memory)
+        return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
 
     def recall_daily(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
         """Run the LSTM across days over `seen` (T, n, width), day by day; returns (T, n, memory) and the last state."""
-        assert self.recall is not None
         keep = (~starts)[..., None].to(seen.dtype)
         outputs = []
         for day in range(len(seen)):
@@ -147,7 +146,6 @@ class Agent(nn.Module):
         is room for one every `episode` days, and unused days stay at the end.
         """
         cell = self.recall
-        assert cell is not None
         (T, n), width = starts.shape, seen.shape[-1]
         days = T + 1 + (T - 1) // self.shape.episode
 
@@ -164,7 +162,7 @@ class Agent(nn.Module):
         columns[: 2 * memory, 0] = CLOSED
         columns[3 * memory :, 0] = CLOSED
 
-        # Behind the weights: has biases, layers, dropout, training, bidirectional, batch first.
+        # After the weights: has biases, layers, dropout, training, bidirectional, batch first.
         outputs, _, _ = torch._VF.lstm(  # pyrefly: ignore[missing-attribute]
             inputs,
             (state[0][None].to(seen.dtype), state[1][None].to(seen.dtype)),
@@ -176,8 +174,7 @@ class Agent(nn.Module):
 
 def contiguous(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights as views of one block of memory, as cuDNN wants them; it would warn and copy them itself."""
-    sizes = [weight.numel() for weight in weights]
-    copies = torch.cat([weight.flatten() for weight in weights]).split(sizes)
+    copies = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
     return [copy.view_as(weight) for copy, weight in zip(copies, weights, strict=True)]
 
 

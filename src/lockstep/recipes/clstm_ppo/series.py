@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,8 +23,6 @@ from lockstep.recipes.clstm_ppo import counter_rng
 
 # Environments from this number on are for tests: no training run has that many.
 HELD_OUT = 1_000_000_000
-
-REQUIRED_COLUMNS = ("date", "close")
 
 # The last fifth of a file's days is for tests: a policy must not have seen its future.
 TEST_SHARE = 0.2
@@ -122,8 +120,7 @@ class RegimeSeries:
 @lru_cache
 def _regime_turbulence(series: RegimeSeries, share: float) -> Turbulence:
     envs = torch.arange(64)
-    returns = series.draw(envs, torch.zeros_like(envs), 256)
-    return Turbulence.fitted(returns.flatten(0, 1), share)
+    return Turbulence.fitted(series.draw(envs, torch.zeros_like(envs), 256).flatten(0, 1), share)
 
 
 # ---- prices from a file ----------------------------------------------------------------------------------
@@ -147,7 +144,6 @@ class PriceSeries:
 
     @property
     def scale(self) -> float:
-        """The deviation of a daily return."""
         return float(self.returns[: self.split].std()) or 1.0
 
     @property
@@ -163,38 +159,32 @@ class PriceSeries:
         return Turbulence.fitted(self.returns[: self.split], share)
 
     def draw(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:
-        """Return the log-returns (n, length, K), float64, of environments (n,) in episodes (n,)."""
         test = envs >= HELD_OUT
         available = torch.where(test, self.test_days, self.split)
         if bool((available < length).any()):
-            most = int(available.min())
             raise UserError(
                 f"an episode takes {length} days (task.window + task.days), more than there are",
                 self._days(),
-                f"type a task.window and a task.days of {most} together at most, or add days to the file",
+                f"type a task.window and a task.days of {int(available.min())} together at most, or add days to the "
+                "file",
             )
 
         # An episode may begin on any day that has `length` days left, for training or for testing.
         drawn = counter_rng.uniform(self.seed, counter_rng.EPISODE, envs, episodes)
         first = torch.where(test, self.split, 0) + (drawn * (available - length + 1)).long()
-        rows = first[:, None] + torch.arange(length, device=envs.device)
-        return self.returns.to(envs.device)[rows]
+        return self.returns.to(envs.device)[first[:, None] + torch.arange(length, device=envs.device)]
 
-    def too_short(self, window: int, days: int) -> list[UserError]:
-        """Return a problem if the days for training, or those for testing, are too few for an episode."""
+    def too_short(self, window: int, days: int) -> Iterator[UserError]:
+        """Yield a problem if the days for training, or those for testing, are too few for an episode."""
         # The window of the first day comes before it, from the same days.
         room = min(self.split, self.test_days) - window
-        if days <= room:
-            return []
-
-        shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
-        return [
-            UserError(
+        if days > room:
+            shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
+            yield UserError(
                 f"an episode takes {window + days} days (task.window={window}, task.days={days}), more than there are",
                 self._days(),
                 f"{shorter}, or add days to the file",
             )
-        ]
 
     def _days(self) -> str:
         return f"{self.path} has {self.split} days for training and {self.test_days} for testing"
@@ -235,7 +225,14 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            _check_columns(path, reader.fieldnames or ())
+            columns = reader.fieldnames or ()
+            for name in ("date", "close"):
+                if name not in columns:
+                    raise UserError(
+                        f"{path} has no column {name!r}",
+                        f"its columns are {', '.join(columns) or 'none'}",
+                        "give it a first line such as date,symbol,open,high,low,close,volume",
+                    )
             for row in reader:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))
@@ -250,16 +247,6 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
     return rows
 
 
-def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    for name in REQUIRED_COLUMNS:
-        if name not in columns:
-            raise UserError(
-                f"{path} has no column {name!r}",
-                f"its columns are {', '.join(columns) or 'none'}",
-                "give it a first line such as date,symbol,open,high,low,close,volume",
-            )
-
-
 def _price(path: Path, text: str, line: int) -> float:
     try:
         price = float(text)
@@ -270,5 +257,4 @@ def _price(path: Path, text: str, line: int) -> float:
         raise UserError(
             f"the close {text!r} in line {line} of {path} is not a price", "", "give every row a price above 0"
         )
-
     return price

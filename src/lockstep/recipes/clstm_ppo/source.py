@@ -27,8 +27,6 @@ KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "ad
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Options of an update: how much is traded, and how often it is learnt from."""
-
     # Days that every environment trades between two updates.
     rollout: int = 64
 
@@ -87,7 +85,7 @@ class Rollouts:
         # Mean and standard deviation of the advantages of every minibatch of the update.
         self.advantage_stats: list[list[float]] = []
 
-        # For each cohort of this rank, which of its environments are in every minibatch of the update; see `deal`.
+        # For each cohort of this rank, which of its environments are in each minibatch of the update; see `deal`.
         self._deals: list[Tensor] = []
 
     def attach(self, context: SourceContext) -> str:
@@ -189,7 +187,6 @@ class Rollouts:
         return MicroBatch(data, index, len(chosen), self.update, cohort.first + chosen)
 
     def _deal(self) -> list[Tensor]:
-        """Deal the environments of each cohort to the minibatches of this update."""
         cohorts = zip(self.cohorts, self.sizes, strict=True)
         return [deal(cohort.first, size, self.options, self.context.seed, self.update) for cohort, size in cohorts]
 
@@ -202,8 +199,7 @@ class Rollouts:
         # A cost from the start can teach an agent never to trade at all.
         costs = min(1.0, self.update / options.cost_warmup) if options.cost_warmup else 1.0
         traded = [cohort.trade(self.agent, options.rollout, seed, self.update, costs) for cohort in self.cohorts]
-        pairs = zip(self.cohorts, traded, strict=True)
-        sums = [cohort.running_sums(days, options.discount) for cohort, days in pairs]
+        sums = [cohort.running_sums(days, options.discount) for cohort, days in zip(self.cohorts, traded, strict=True)]
         if options.normalise:
             self.rewards = self._merged(sums, self.rewards)
         days = {name: torch.cat([part[name] for part in traded]) for name in traded[0]}
@@ -245,9 +241,6 @@ class Rollouts:
     def _gather_cohorts(self, local_rows: Tensor) -> Tensor:
         return self._gather(local_rows, self.context.mine[0], len(self.kl))
 
-    def _gather_environments(self, local_rows: Tensor) -> Tensor:
-        return self._gather(local_rows, self.first, self.environments)
-
     def _gather(self, local_rows: Tensor, first: int, total: int) -> Tensor:
         """Return the rows of every rank in order; `local_rows`, those of this rank, begin at `first`."""
         full = torch.zeros(total, *local_rows.shape[1:], dtype=local_rows.dtype, device=local_rows.device)
@@ -268,15 +261,16 @@ class Rollouts:
             "cell": [cohort.state[1] for cohort in self.cohorts],
             "discounted": [cohort.discounted for cohort in self.cohorts],
         }
+        environments = self.first, self.environments
         return {
             "update": self.update,
             "cursor": self.cursor,
             "shape": self.shape,
             "rewards": list(astuple(self.rewards)),
             "values": list(astuple(self.values)),
-            "environments": {name: self._gather_environments(torch.cat(part)) for name, part in parts.items()},
+            "environments": {name: self._gather(torch.cat(part), *environments) for name, part in parts.items()},
             "kl": self._gathered_kl(),
-            "days": self.days and {name: self._gather_environments(part) for name, part in self.days.items()},
+            "days": self.days and {name: self._gather(part, *environments) for name, part in self.days.items()},
             "norms": self.advantage_stats if self.days else [],
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo.baselines import Greedy, Played, baseline_scores, play
 from lockstep.recipes.clstm_ppo.game import CueRecall
 from lockstep.recipes.clstm_ppo.market import Game, Rules, Trading
@@ -18,7 +19,7 @@ from lockstep.recipes.clstm_ppo.model import ATTENTION_HEADS, Agent, AgentOption
 from lockstep.recipes.clstm_ppo.rollout import log_probs
 from lockstep.recipes.clstm_ppo.series import HELD_OUT, PriceSeries, RegimeSeries
 from lockstep.recipes.clstm_ppo.source import RolloutOptions, Rollouts
-from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, warn_unused
 from lockstep.task import Loss, Task
 
 # The test episodes are the same in every run.
@@ -49,9 +50,6 @@ CUE: dict[str, Any] = {
 }
 CUE_TASK = {"game": "cue", "memory": 32, "rollout": 20, "test_episodes": 64}
 
-# With remember=0 next to nothing of the cue would be left on the last day.
-CUE_AGENT = {"hidden": 8, "width": 16, "remember": 3.0}
-
 PRESETS: dict[str, dict[str, Any]] = {
     # Seconds, for tests: it learns next to nothing.
     "tiny": {
@@ -76,8 +74,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Its goal is out of reach of the control, which sees the same windows and has no memory.
     "cpu": {**CPU, "task": {"window": CPU_WINDOW}, "goals": ["score >= 0.58"]},
     "cpu-control": {**CPU, "task": {"window": CPU_WINDOW, "variant": "mlp"}, "goals": ["score <= 0.56"]},
-    "cue": {**CUE, "task": CUE_TASK | CUE_AGENT, "goals": ["score >= 0.95"]},
-    "cue-control": {**CUE, "task": CUE_TASK | {"variant": "mlp"}, "goals": ["score <= 0.75"]},
+    # With remember=0 next to nothing of the cue would be left on the last day.
+    "cue": {**CUE, "task": {**CUE_TASK, "hidden": 8, "width": 16, "remember": 3.0}, "goals": ["score >= 0.95"]},
+    "cue-control": {**CUE, "task": {**CUE_TASK, "variant": "mlp"}, "goals": ["score <= 0.75"]},
     # Minutes on one large GPU: 240 updates of 2048 environments, 31 million days.
     "gpu": {
         "steps": 3840,
@@ -114,11 +113,11 @@ MARKET_OPTIONS = (
     "foresight", "credit",
 )  # fmt: skip
 
-# Options that must be at least 1.
-COUNTS = (
-    "hidden", "width", "linears", "cascade", "memory", "window", "days", "lots", "rollout", "minibatches", "epochs",
-    "test_episodes",
-)  # fmt: skip
+# The smallest values of options that count something.
+COUNTS = {
+    "hidden": 1, "width": 1, "linears": 1, "cascade": 1, "memory": 1, "window": 1, "days": 1, "lots": 1, "rollout": 1,
+    "minibatches": 1, "epochs": 1, "test_episodes": 1,
+}  # fmt: skip
 
 # Parts of a batch with the shape (n, T, ...).
 DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targets", "moved")
@@ -126,8 +125,6 @@ DAILY = ("windows", "starts", "actions", "logp", "rewards", "advantages", "targe
 
 @dataclass(frozen=True)
 class GameOptions:
-    """What is played, and how often for a test."""
-
     # `cue` is a test of memory in place of a market: its window is one day, and an episode has 10 of them.
     game: Literal["market", "cue"] = "market"
 
@@ -153,8 +150,6 @@ class GameOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The terms of PPO's loss."""
-
     # How far the ratio of the new policy to the old one may move from 1 and still be rewarded.
     clip: float = 0.2
 
@@ -211,7 +206,7 @@ class ClstmPpo(Task):
             value_per_asset=loss.credit == "each",
             foresight=rollouts.foresight > 0,
         )
-        self._check(rules, below_one({name: options[name] for name in COUNTS}))
+        check_options(options, self._problems(rules), smallest=COUNTS)
         self.source = Rollouts(self.game, rollouts)
 
     def model(self) -> Agent:
@@ -266,9 +261,8 @@ class ClstmPpo(Task):
     def eval_data(self) -> TensorDataset:
         return TensorDataset(torch.arange(self.test_episodes))
 
-    def eval_loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
+    def eval_loss(self, model: Any, batch: list[Tensor]) -> Loss:
         """Return minus the score. The greedy policy plays every episode from its first day."""
-        assert isinstance(model, Agent)
         played = self.play_test_episodes(model, batch[0])
         score = played.scores.sum()
         metrics: dict[str, Any] = {"score": score}
@@ -282,12 +276,9 @@ class ClstmPpo(Task):
         return Loss(-score, len(batch[0]), metrics)
 
     def play_test_episodes(self, agent: Agent, episodes: Tensor) -> Played:
-        """Play the test episodes with the numbers `episodes` (n,), greedily."""
-        environments = self.game.open(TEST_SEED, HELD_OUT + episodes)
-        return play(Greedy(agent), environments, self.shape.episode)
+        return play(Greedy(agent), self.game.open(TEST_SEED, HELD_OUT + episodes), self.shape.episode)
 
     def show(self, model: nn.Module) -> str:
-        """Return the scores of other policies in the test episodes."""
         return "per test episode: " + ", ".join(f"{name} {score:.3f}" for name, score in self._baselines.items())
 
     @cached_property
@@ -296,27 +287,20 @@ class ClstmPpo(Task):
             return baseline_scores(self.game.series, self.game.rules, self.test_episodes)
         return {"guessing": 1 / self.shape.choices, "remembering": 1.0}
 
-    def _check(self, rules: Rules, problems: list[UserError]) -> None:
-        """Raise `problems`, together with every other problem of the options."""
+    def _problems(self, rules: Rules) -> Iterator[UserError]:
         shape, heads = self.shape, ATTENTION_HEADS
         if shape.cascade > 1 and shape.hidden % heads:
-            problems.append(
-                UserError(
-                    f"task.hidden={shape.hidden} is not a multiple of {heads}",
-                    f"attention with {heads} heads lies between the LSTMs (task.cascade={shape.cascade})",
-                    f"type task.hidden={-(-shape.hidden // heads) * heads}",
-                )
+            yield UserError(
+                f"task.hidden={shape.hidden} is not a multiple of {heads}",
+                f"attention with {heads} heads lies between the LSTMs (task.cascade={shape.cascade})",
+                f"type task.hidden={-(-shape.hidden // heads) * heads}",
             )
         if rules.halt is not None and not 0 < rules.halt < 1:
-            problems.append(UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "type task.halt=0.9"))
+            yield UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "type task.halt=0.9")
         if shape.value_per_asset and shape.assets == 1:
-            problems.append(
-                UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
-            )
+            yield UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
         if isinstance(self.game, Trading) and isinstance(self.game.series, PriceSeries):
-            problems += self.game.series.too_short(rules.window, rules.days)
-        if problems:
-            raise ConfigError(problems)
+            yield from self.game.series.too_short(rules.window, rules.days)
 
 
 def entropy(logits: Tensor) -> Tensor:

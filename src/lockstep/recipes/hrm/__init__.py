@@ -3,5 +3,3 @@
 from lockstep.recipes.hrm.task import HRM
 
 TASK = HRM
-
-__all__ = ["HRM", "TASK"]

@@ -7,7 +7,6 @@ from torch import Tensor
 from triton.language.extra import libdevice  # pyrefly: ignore[missing-import]
 
 BLOCK = 1024  # elements that one program updates
-WARPS = 4  # of one program
 
 
 def update_(
@@ -35,7 +34,7 @@ def update_(
             _update[(triton.cdiv(p.numel(), BLOCK),)](
                 p, grad, mean, square, correction, divisor, skip,
                 float(lr), 1 - beta1, float(beta2), 1 - beta2, 1 - lr * weight_decay,
-                p.numel(), BLOCK=BLOCK, num_warps=WARPS,
+                p.numel(), BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
 
     # Autograd must notice that these tensors were changed in place.

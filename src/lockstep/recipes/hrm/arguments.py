@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 def overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` arguments. A value is a number, true, false or null where it reads like one, else text.
 
-    `config=F.yaml` stands for the values of a file. The other arguments override them, wherever it stands.
+    `config=F.yaml` stands for the values of a file. Other arguments override them, in whatever order they are given.
     """
     values: dict[str, Any] = {}
     for argument in arguments:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +26,6 @@ from lockstep.recipes.options import OnlyWith, warn_unused
 
 @dataclass
 class Build:
-    """What to write."""
-
     out: str  # the folder
     puzzle: str = "sudoku9"  # as the options of the task
     train_size: int = 1000
@@ -42,16 +39,19 @@ class Build:
     test_csv: str = ""
 
 
-OF_GENERATED = ("puzzle", "holes", "least_guesses", "maze_size")
 RULES = (
-    OnlyWith(OF_GENERATED, "train_csv", ("",), found="files with puzzles, which are Sudokus of 9 x 9"),
+    OnlyWith(
+        ("puzzle", "holes", "least_guesses", "maze_size"),
+        "train_csv",
+        ("",),
+        found="files with puzzles, which are Sudokus of 9 x 9",
+    ),
     *OF_PUZZLES,
     OnlyWith(("augmentations",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
 )
 
 
 def build(request: Build) -> None:
-    """Write the folders `train` and `test`."""
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
         typed, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
@@ -69,26 +69,31 @@ def build(request: Build) -> None:
 
 
 def _splits(request: Build) -> tuple[Puzzles, Puzzles, Augment | None]:
-    """Return the puzzles for training and testing, and what makes variants of them."""
+    """Return the puzzles for training and testing, and the symmetry that makes variants of them."""
     if request.train_csv:
         training = read_csv(Path(request.train_csv), request.train_size, request.seed)
         test = read_csv(Path(request.test_csv), request.test_size, request.seed)
         return training, test, partial(move_sudoku, 9)
 
-    options = PuzzleOptions(
-        puzzle=request.puzzle,
-        train_size=request.train_size,
-        test_size=request.test_size,
-        data_seed=request.seed,
-        holes=request.holes,
-        least_guesses=request.least_guesses,
-        maze_size=request.maze_size,
+    training, test = make_splits(
+        PuzzleOptions(
+            puzzle=request.puzzle,
+            train_size=request.train_size,
+            test_size=request.test_size,
+            data_seed=request.seed,
+            holes=request.holes,
+            least_guesses=request.least_guesses,
+            maze_size=request.maze_size,
+        )
     )
-    # Id grids are drawn when they are read: there is nothing to vary.
-    generated, test = make_splits(options)
-    if isinstance(generated, IdGrids):
-        return _draw_epoch(generated, request.seed), test, None
-    return generated, test, generated.augment
+    if not isinstance(training, IdGrids):
+        return training, test, training.augment
+
+    # Id grids are drawn when they are read, so there is nothing to vary. Fix as many of them as an epoch has.
+    random.seed(request.seed)
+    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
+    drawn = Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
+    return drawn, test, None
 
 
 def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
@@ -123,28 +128,18 @@ def _digits(texts: list[str]) -> np.ndarray:
     return np.array([[int(digit) for digit in text.replace(".", "0")] for text in texts], dtype=np.uint8)
 
 
-def _draw_epoch(training: IdGrids, seed: int) -> Puzzles:
-    """Fix as many grids as an epoch has."""
-    random.seed(seed)
-    cells, labels, ids = zip(*(training.draw(i) for i in range(len(training))), strict=True)
-    return Puzzles.single(np.array(cells), np.array(labels), training.symbols, np.array(ids), training.ids)
-
-
 def main(arguments: Sequence[str]) -> None:
+    known = [field.name for field in fields(Build)]
     try:
-        build(_request(overrides(arguments)))
+        values = overrides(arguments)
+        if unknown := sorted(values.keys() - known):
+            raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
+        if "out" not in values:
+            raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
+        build(Build(**values))
     except UserError as error:
         print(f"build: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _request(values: dict[str, Any]) -> Build:
-    known = [field.name for field in fields(Build)]
-    if unknown := sorted(values.keys() - known):
-        raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
-    if "out" not in values:
-        raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
-    return Build(**values)
 
 
 if __name__ == "__main__":

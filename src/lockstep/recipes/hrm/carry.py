@@ -91,9 +91,10 @@ def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, 
     # A checkpoint may come from another device.
     held = {name: rows.to(batch["least"].device) for name, rows in slots.items()}
     halted = held["halted"]
-    filled = {}
-    for name, rows in fresh.items():
-        filled[name] = torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, held[name])
+    filled = {
+        name: torch.where(halted[:, None] if rows.dim() > 1 else halted, rows, held[name])
+        for name, rows in fresh.items()
+    }
     return {**filled, "z_h": held["z_h"], "z_l": held["z_l"], "begin": halted}
 
 
@@ -121,8 +122,7 @@ def gather_rows(tensors: list[Tensor], size: int) -> list[Tensor]:
     # The messages must have equal sizes, so the longest one decides. The host waits here.
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows], device=device))
-    longest = max(int(count) for count in counts)
-    message = torch.zeros(longest, sum(widths), dtype=torch.uint8, device=device)
+    message = torch.zeros(max(map(int, counts)), sum(widths), dtype=torch.uint8, device=device)
     message[:rows] = torch.cat(parts, dim=1)
     padded = [torch.empty_like(message) for _ in range(size)]
     dist.all_gather(padded, message)

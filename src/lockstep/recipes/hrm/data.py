@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -47,7 +46,7 @@ class PuzzleDatasetMetadata:
 
 @dataclass
 class Puzzles:
-    """One split."""
+    """The puzzles of one split."""
 
     inputs: Array  # [examples, cells] uint8
     labels: Array  # [examples, cells] uint8; IGNORED where a cell has no answer
@@ -77,24 +76,23 @@ class Puzzles:
         """Draw one puzzle of a group and one of its examples: (cells, labels, puzzle id)."""
         puzzle = random.randrange(self.group_indices[group], self.group_indices[group + 1])
         example = random.randrange(self.puzzle_indices[puzzle], self.puzzle_indices[puzzle + 1])
-        cells = self.inputs[example]
-        labels = self.labels[example]
+        pair: tuple[Array, Array] = self.inputs[example], self.labels[example]
         if self.augment is not None:
-            cells, labels = self.augment(cells, labels)
-        return cells, labels, int(self.puzzle_identifiers[puzzle])
+            pair = self.augment(*pair)
+        return *pair, int(self.puzzle_identifiers[puzzle])
 
 
+@dataclass(eq=False)
 class PuzzleGroups(Dataset):
-    """Training samples: group i gives one of its examples, and the number of segments that it runs at least.
+    """Training samples: group i gives one of its examples, and the fewest segments that it must run.
 
     Everything random is drawn from Python's generator, which Lockstep seeds by (seed, epoch, sample): every rank that
     reads a group draws the same example.
     """
 
-    def __init__(self, puzzles: Any, most_steps: int, explore: float):
-        self.puzzles = puzzles  # anything with a length and `draw`
-        self.most_steps = most_steps
-        self.explore = explore
+    puzzles: Any  # anything with a length and `draw`
+    most_steps: int
+    explore: float
 
     def __len__(self) -> int:
         return len(self.puzzles)
@@ -119,11 +117,15 @@ class PuzzleExamples(Dataset):
         return len(self.puzzles.inputs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        cells = self.puzzles.inputs[index]
-        return {"inputs": cells, "labels": self.puzzles.labels[index], "ids": int(self.ids[index]), "least": 1}
+        return {
+            "inputs": self.puzzles.inputs[index],
+            "labels": self.puzzles.labels[index],
+            "ids": int(self.ids[index]),
+            "least": 1,
+        }
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Stack samples as arrays, then make tensors: stacking small tensors would take ten times as long."""
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
@@ -146,7 +148,7 @@ def read_puzzles(folder: Path) -> Puzzles:
         ]
 
     inputs, labels, ids = (np.concatenate([arrays[name] for arrays in sets]) for name in ARRAYS[:3])
-    # Other files may ignore another label than ours.
+    # Published files may ignore a different label.
     if metadata.ignore_label_id not in (None, IGNORED):
         labels = np.where(labels == metadata.ignore_label_id, IGNORED, labels)
 
@@ -161,7 +163,7 @@ def read_puzzles(folder: Path) -> Puzzles:
     )
 
 
-def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDatasetMetadata:
+def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> None:
     """Write a split that consists of one set called `name`."""
     metadata = PuzzleDatasetMetadata(
         seq_len=puzzles.cells,
@@ -174,12 +176,9 @@ def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> PuzzleDa
 
     folder.mkdir(parents=True, exist_ok=True)
     for array in ARRAYS:
-        values = getattr(puzzles, array)
-        if array not in ("inputs", "labels"):
-            values = values.astype(np.int32)
-        np.save(folder / f"{name}__{array}.npy", values)
+        dtype = np.uint8 if array in ("inputs", "labels") else np.int32
+        np.save(folder / f"{name}__{array}.npy", getattr(puzzles, array).astype(dtype))
     (folder / "dataset.json").write_text(json.dumps(asdict(metadata), indent=2))
-    return metadata
 
 
 @contextmanager

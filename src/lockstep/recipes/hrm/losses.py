@@ -39,7 +39,7 @@ LOSSES = {"stablemax": stablemax_cross_entropy, "softmax": softmax_cross_entropy
 
 
 def cell_loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each puzzle (B,), the mean over its labelled cells: large puzzles weigh like small ones.
+    """Return the loss of each puzzle (B,), the mean over its labelled cells: large and small puzzles weigh the same.
 
     logits (B, S, V), labels (B, S).
     """
@@ -61,23 +61,19 @@ def solved(labelled: Tensor, correct: Tensor) -> Tensor:
 
 
 class Question(NamedTuple):
-    """What a training segment is scored by."""
-
     labels: Tensor  # (B, S)
     steps: Tensor  # (B,): segments so far, including this one
-    least: Tensor  # (B,): segments that the puzzle has to run at least
+    least: Tensor  # (B,): the fewest segments that the puzzle must run
 
 
 class Score(NamedTuple):
-    """The result of `Scoring`."""
-
     total: Tensor  # the loss, added over puzzles
     halted: Tensor  # (B,)
     counts: Tensor  # COUNTS over the puzzles that halt here; the others are not finished
 
 
 class Scoring(nn.Module):
-    """The training loss of a segment, and the decision which puzzles halt with it."""
+    """Computes the training loss of a segment, and decides which puzzles halt with it."""
 
     def __init__(self, loss: str, halt_max_steps: int):
         super().__init__()
@@ -108,8 +104,7 @@ class Scoring(nn.Module):
 
     def halted(self, z_h: Tensor, q: Tensor, question: Question) -> Tensor:
         """Return which puzzles (B,) halt: because the model decides so, or at the limit."""
-        continue_value = q[:, 1] if q.shape[1] > 1 else 0.0
-        wants = q[:, 0] > continue_value
+        wants = q[:, 0] > (q[:, 1] if q.shape[1] > 1 else 0.0)
         # A state that is not finite would make every step nonfinite until its puzzle has ended.
         broken = ~z_h.flatten(1).isfinite().all(dim=1)
         return (question.steps >= self.halt_max_steps) | (wants & (question.steps >= question.least)) | broken

@@ -9,16 +9,15 @@ Shapes in comments: B puzzles, S cells, P leading positions for the puzzle's own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lockstep.recipes.hrm.losses import Question, Score, Scoring
-from lockstep.recipes.layers import Rotation, SelfAttention, gated, rotation_table
+from lockstep.recipes.layers import Rotation, SelfAttention, gated, rms, rotation_table
 
 Update = Callable[..., Tensor]  # a level, or a function that calls it
 
@@ -26,23 +25,64 @@ EPS = 1e-5
 TRUNCATED_STD = 0.8796256610342398  # the standard deviation of a unit normal that is truncated at -2 and 2
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The sizes and the variant of a model."""
+# The values of options that are None, by variant.
+VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "hrm": {
+        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
+    },
+    "trm": {
+        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of the model. None takes the variant's own value."""
+
+    # hrm, or trm: one module for both levels.
+    variant: str = "hrm"
+    width: int = 512
+    heads: int = 8
+
+    # Blocks of a level.
+    layers: int | None = None
+
+    # A segment has h_cycles slow updates, each after l_cycles fast ones.
+    h_cycles: int | None = None
+    l_cycles: int | None = None
+
+    # one_step, or full: gradients through the whole last cycle.
+    grad_cycle: str | None = None
+
+    # rope or learned.
+    positions: str = "rope"
+
+    # attention, or mlp: positions are mixed by fixed weights.
+    mixer: str = "attention"
+
+    # Positions for the vector of the puzzle's id.
+    puzzle_positions: int | None = None
+
+    def filled_in(self) -> ModelOptions:
+        # A wrong variant is reported together with all other problems, so it must not fail here.
+        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
+    """The options of a model without None, and what its puzzles ask of it."""
 
     symbols: int  # V, including the padding symbol 0
     cells: int  # S
     puzzle_ids: int = 1  # rows of the table of puzzle vectors
-    variant: str = "hrm"  # or "trm": one module for both levels, and no value of continuing
-    width: int = 512  # W
-    heads: int = 8
-    layers: int = 4  # blocks of a level
     expansion: float = 4.0  # of the gated MLPs
-    h_cycles: int = 2  # slow updates of a segment
-    l_cycles: int = 2  # fast updates before each slow one
-    grad_cycle: str = "one_step"  # or "full": gradients through the whole last cycle
-    positions: str = "rope"  # or "learned"
-    mixer: str = "attention"  # or "mlp": positions are mixed by fixed weights
+
+    layers: int = 4
+    h_cycles: int = 2
+    l_cycles: int = 2
+    grad_cycle: str = "one_step"
     puzzle_positions: int = 1  # P
 
     @property
@@ -74,8 +114,6 @@ class SparseEmbedding(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP."""
-
     def __init__(self, width: int, expansion: float):
         super().__init__()
         # Three matrices instead of two: two thirds of the inner width give as many parameters as a plain MLP has. It is
@@ -114,9 +152,9 @@ class Block(nn.Module):
             # The MLP mixes positions, so they have to be its channels.
             mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
 
-        x = rms(x + mixed).to(mixed.dtype)
+        x = rms(x + mixed, EPS).to(mixed.dtype)
         change = self.mlp(x)
-        return rms(x + change).to(change.dtype)
+        return rms(x + change, EPS).to(change.dtype)
 
 
 class Level(nn.Module):
@@ -215,7 +253,7 @@ class HierarchicalReasoningModel(nn.Module):
         x = self._embedded(inputs, puzzle).to(z_h.dtype)
         low = _with_converted_weights(self.low)
         high = low if self.high is None else _with_converted_weights(self.high)
-        z_h, z_l = self._segment((low, high), z_h, z_l, x, rotation)
+        z_h, z_l = self._segment(low, high, z_h, z_l, x, rotation)
 
         # The answer stands in the positions of the cells, the values of halting in the first position.
         logits = self.head(z_h)[:, self.config.puzzle_positions :]
@@ -229,7 +267,7 @@ class HierarchicalReasoningModel(nn.Module):
         next_q = None
         if look_ahead:
             with torch.no_grad():
-                next_q = self.q_head(self._segment((low, high), z_h, z_l, x, rotation)[0][:, 0])
+                next_q = self.q_head(self._segment(low, high, z_h, z_l, x, rotation)[0][:, 0])
 
         score = None
         if question is not None:
@@ -245,10 +283,9 @@ class HierarchicalReasoningModel(nn.Module):
         """Return the initial states of `count` puzzles, in the dtype that a segment leaves them in."""
         shape = (count, self.config.positions_in_all, self.config.width)
 
+        # Under autocast a segment leaves its states in the dtype of the matrix products.
         device = self.h_start.device.type
-        dtype = self.h_start.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.h_start.dtype
 
         # Contiguous, as a segment leaves its states: another layout would be compiled for again.
         return self.h_start.to(dtype).expand(shape).contiguous(), self.l_start.to(dtype).expand(shape).contiguous()
@@ -258,7 +295,7 @@ class HierarchicalReasoningModel(nn.Module):
         W = self.config.width
         P = self.config.puzzle_positions
 
-        lead = F.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
+        lead = nn.functional.pad(puzzle, (0, P * W - puzzle.shape[1])).view(-1, P, W)
         x = torch.cat((lead.to(self.embed.weight.dtype), self.embed(inputs.long())), dim=1)
 
         # The sum of two has twice the variance.
@@ -269,11 +306,10 @@ class HierarchicalReasoningModel(nn.Module):
         return W**0.5 * x
 
     def _segment(
-        self, levels: tuple[Update, Update], z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
+        self, low: Update, high: Update, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
         """Run h_cycles times l_cycles fast updates and a slow one. Only the last updates keep their gradients."""
         config = self.config
-        low, high = levels
         cycle = ["l"] * config.l_cycles + ["h"]
         updates = cycle * config.h_cycles
         with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
@@ -302,13 +338,8 @@ def _with_converted_weights(level: Level) -> Update:
     if level._compiled_call_impl is None or sharded or not torch.is_autocast_enabled(device):
         return level
 
-    dtype = torch.get_autocast_dtype(device)
-    converted = {name: weight.to(dtype) for name, weight in weights.items()}
+    converted = {name: weight.to(torch.get_autocast_dtype(device)) for name, weight in weights.items()}
     return lambda *args: functional_call(level, converted, args)
-
-
-def rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 def draw_weights(modules: Iterable[nn.Module]) -> None:

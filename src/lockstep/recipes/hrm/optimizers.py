@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -142,8 +143,8 @@ class AdamATan2(torch.optim.Optimizer):
 
 def _suits_kernel(tensor: Tensor) -> bool:
     """Return whether the Triton kernel can take `tensor`: contiguous float32 on a GPU, and no DTensor."""
-    plain = tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return plain and not hasattr(tensor, "placements")
+    sharded = hasattr(tensor, "placements")
+    return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and not sharded
 
 
 @cache
@@ -181,11 +182,9 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         self._used.append((first, ids.long(), rows))
 
     def forget(self) -> None:
-        """Forget the rows of the step, whether it was applied or not."""
         self._used = []
 
     def get_active_indices(self) -> Tensor:
-        """Return the ids that this rank's part of the step has used."""
         return torch.cat([ids for _, ids, _ in self._used]).unique()
 
     @torch.no_grad()
@@ -216,6 +215,7 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         self.table[ids] = moved
 
 
+@dataclass
 class MovingAverage:
     """An exponential moving average of the weights, which evaluates better than the weights themselves.
 
@@ -223,9 +223,8 @@ class MovingAverage:
     the last n / 9 steps, and nothing remains of weights that have learned nothing yet.
     """
 
-    def __init__(self, rate: float):
-        self.rate = rate
-        self.weights: dict[str, Tensor] = {}
+    rate: float
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def follow(self, model: nn.Module, step: int) -> None:

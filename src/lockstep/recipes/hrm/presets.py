@@ -1,7 +1,5 @@
 """Named sets of settings. `tiny` is for tests; the `cpu` presets reach their goals in minutes on two cores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TINY_MODEL: dict[str, Any] = {

@@ -32,8 +32,6 @@ Cell = tuple[int, int]  # row and column
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleOptions:
-    """Which puzzles to train on."""
-
     # The family to generate: one of KINDS.
     puzzle: str = "sudoku4"
 

@@ -62,7 +62,6 @@ class Solver:
         self.guesses = 0  # so far: a measure of the difficulty
 
     def solutions(self, grid: Grid, most: int = 2) -> list[Grid]:
-        """Return up to `most` solutions."""
         return list(itertools.islice(self._search(self._candidates(grid)), most))
 
     def other_solution(self, grid: Grid, cell: int, digit: int) -> bool:
@@ -111,9 +110,9 @@ class Solver:
                 bit = candidates[cell]
                 if not bit:
                     return False
-                if done[cell]:
-                    continue
                 done[cell] = True
+
+                # A peer is listed when it becomes single, and again when nothing is left of it.
                 for peer in self.peers[cell]:
                     if candidates[peer] & bit:
                         candidates[peer] ^= bit
@@ -178,6 +177,7 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
         # A clue can go if no other digit is possible in its cell.
         clues = list(solution)
         empty = 0
+
         for cell in rng.sample(range(n * n), n * n):
             if empty == holes:
                 break
@@ -198,12 +198,10 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
 
 def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float:
     """Return the mean number of guesses that the solver needs, over random orders."""
-    total = 0
+    solver = Solver(n, rng)
     for _ in range(orders):
-        solver = Solver(n, rng)
         solver.solutions(grid, most=1)
-        total += solver.guesses
-    return total / orders
+    return solver.guesses / orders
 
 
 def split_by_class(
@@ -216,10 +214,9 @@ def split_by_class(
     wanted = (train, test)
     # Dicts from puzzle to solution, because a puzzle may be drawn twice.
     splits: tuple[dict[Grid, Grid], dict[Grid, Grid]] = {}, {}
-    tries = 0
     hardest = 0.0
 
-    while len(splits[0]) < train or len(splits[1]) < test:
+    for tries in itertools.count(1):
         # A share of the classes that corresponds to the sizes is for testing.
         grid, solution = puzzle(n, holes, rng)
         digest = hashlib.blake2b(canonical(grid, n), digest_size=2).digest()
@@ -232,11 +229,13 @@ def split_by_class(
             splits[split][grid] = solution
 
         # Small grids have few classes: the search may never end.
-        tries += 1
         if tries > 100 * (train + test):
             kind = f"{n} x {n} Sudokus" + (f" with {holes} holes" if holes is not None else "")
             reached = f"{len(splits[0])} + {len(splits[1])} after {tries} tries"
             raise _too_few(f"{train} + {test} different {kind}", reached, least_guesses, hardest)
+
+        if len(splits[0]) == train and len(splits[1]) == test:
+            break
 
     return _as_arrays(splits[0]), _as_arrays(splits[1])
 
@@ -259,7 +258,6 @@ def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) ->
 
 
 def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
-    """Read the minimal 9 x 9 puzzles that come with the recipe."""
     with np.load(SHIPPED, allow_pickle=False) as file:
         puzzles = file["puzzles"]
         solutions = file["solutions"]
@@ -283,8 +281,7 @@ def canonical(grid: Grid, n: int) -> bytes:
     The moves are all symmetries of the game for 4, and the orders of bands and stacks for larger grids: all symmetries
     of 9 would be three million.
     """
-    moved = np.asarray(grid, dtype=np.uint8)[_moves(n)]  # [moves, cells]
-    return min(_relabelled(row) for row in moved.tolist())
+    return min(_relabelled(moved) for moved in np.asarray(grid, dtype=np.uint8)[_moves(n)].tolist())
 
 
 @cache
@@ -340,8 +337,8 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _random_lines(n: int, size: int) -> list[int]:
     """Draw an order of n lines that keeps bands of `size` together."""
-    bands = _random_order(list(range(0, n, size)))
-    return [start + line for start in bands for line in _random_order(list(range(size)))]
+    starts = _random_order(list(range(0, n, size)))
+    return [start + line for start in starts for line in _random_order(list(range(size)))]
 
 
 def _random_order(left: list[int]) -> list[int]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
 from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
 from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
-from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, ModelOptions
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, uneven_heads, warn_unused
 from lockstep.task import Loss, Metric, MicroBatch, Task
 
 CHOICES = {
@@ -36,15 +34,6 @@ AT_LEAST = {
     "train_size": 1, "test_size": 1, "rules": 1, "maze_size": 3, "halt_max_steps": 1, "eval_steps": 1, "layers": 1,
     "h_cycles": 1, "l_cycles": 1, "puzzle_positions": 1,
 }  # fmt: skip
-# What an option of the model is if it is None.
-VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "hrm": {
-        "layers": 4, "h_cycles": 2, "l_cycles": 2, "grad_cycle": "one_step", "puzzle_positions": 1,
-    },
-    "trm": {
-        "layers": 2, "h_cycles": 3, "l_cycles": 6, "grad_cycle": "full", "puzzle_positions": 16,
-    },
-}  # fmt: skip
 VARIANT_EMA = {"hrm": 0.0, "trm": 0.999}
 
 # Options that have no effect with some values of others.
@@ -57,48 +46,10 @@ OF_PUZZLES = (
     OnlyWith(("maze_size", "maze_longer_than"), "puzzle", ("maze",), found="no mazes"),
     OnlyWith(("rules", "rule_moves"), "puzzle", ("idgrid",), found="puzzles that all have one rule"),
 )
-OF_TABLE = ("puzzle_emb_lr", "puzzle_emb_weight_decay")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model. None means: as the variant has it."""
-
-    # hrm, or trm: one module for both levels.
-    variant: str = "hrm"
-    width: int = 512
-    heads: int = 8
-
-    # Blocks of a level.
-    layers: int | None = None
-
-    # A segment has h_cycles slow updates, each after l_cycles fast ones.
-    h_cycles: int | None = None
-    l_cycles: int | None = None
-
-    # one_step, or full: gradients through the whole last cycle.
-    grad_cycle: str | None = None
-
-    # rope or learned.
-    positions: str = "rope"
-
-    # attention, or mlp: positions are mixed by fixed weights.
-    mixer: str = "attention"
-
-    # Positions for the vector of the puzzle's id.
-    puzzle_positions: int | None = None
-
-    def filled_in(self) -> ModelOptions:
-        """Return the options with the variant's own values instead of None."""
-        # A wrong variant is reported together with all other problems, so it must not fail here.
-        defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HaltingOptions:
-    """How long the model thinks about a puzzle."""
-
     # The most segments for one puzzle.
     halt_max_steps: int = 16
 
@@ -111,8 +62,6 @@ class HaltingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """The loss and the optimizers."""
-
     # stablemax or softmax.
     loss: str = "stablemax"
     lr: float = 1e-4
@@ -146,11 +95,14 @@ class HRM(Task):
         OnlyWith(("augment",), "puzzle", (*SUDOKUS, "maze"), found="grids that are drawn again every time"),
         OnlyWith(("heads",), "mixer", ("attention",), found="a mixer by fixed weights, not by attention"),
         OnlyWith(("halt_exploration",), "halt_max_steps", never=(1,), found="one segment, after which all halt"),
-        OnlyWith(OF_TABLE, "puzzle_emb_frozen", (False,), found="a table that stays as it is"),
+        OnlyWith(
+            ("puzzle_emb_lr", "puzzle_emb_weight_decay"),
+            "puzzle_emb_frozen",
+            (False,),
+            found="a table that stays as it is",
+        ),
     )
-    scoring = Scoring
-    """The class that scores training segments. A subclass of the task may replace it."""
-
+    scoring = Scoring  # scores training segments; a subclass of the task may replace it
     collate = staticmethod(collate)
 
     @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
@@ -162,11 +114,16 @@ class HRM(Task):
         self.halting = halting
         self.learning = learning
 
-        # All problems are reported together.
-        options |= vars(self.model_options)
-        problems = [*wrong_choices(options, CHOICES), *_problems(options, puzzles.shipped)]
-        if problems:
-            raise ConfigError(problems)
+        problems = [*uneven_heads(model.width, model.heads)] if model.mixer == "attention" else []
+        if puzzles.shipped and puzzles.data_seed:
+            problems.append(
+                UserError(
+                    f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
+                    "puzzles that come with the recipe, the same for every seed",
+                    "leave task.data_seed out, or type task.holes=50: those are made from the seed",
+                )
+            )
+        check_options(options | vars(self.model_options), problems, CHOICES, AT_LEAST)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.
         self.changing_buffers = () if learning.puzzle_emb_frozen else ("puzzle_emb.table",)
@@ -179,10 +136,7 @@ class HRM(Task):
     def model(self) -> HierarchicalReasoningModel:
         training, _ = make_splits(self.puzzles)
         config = ModelConfig(
-            symbols=training.symbols,
-            cells=training.cells,
-            puzzle_ids=training.ids,
-            **vars(self.model_options),
+            symbols=training.symbols, cells=training.cells, puzzle_ids=training.ids, **vars(self.model_options)
         )
         return HierarchicalReasoningModel(config, self.scoring(self.learning.loss, self.halting.halt_max_steps))
 
@@ -197,8 +151,7 @@ class HRM(Task):
         return [AdamATan2(model.parameters(), options.lr, weight_decay=options.weight_decay), self._table_optimizer]
 
     def data(self) -> Dataset:
-        training, _ = make_splits(self.puzzles)
-        return PuzzleGroups(training, self.halting.halt_max_steps, self.halting.halt_exploration)
+        return PuzzleGroups(make_splits(self.puzzles)[0], self.halting.halt_max_steps, self.halting.halt_exploration)
 
     def eval_data(self) -> Dataset:
         return PuzzleExamples(make_splits(self.puzzles)[1])
@@ -215,7 +168,7 @@ class HRM(Task):
 
         # A padding batch has no slots of its own: it only keeps this rank in step with the others.
         held = None if micro.padding else self.carry.take(micro.first, count)
-        slots = refill(held, batch, partial(model.start, count))
+        slots = refill(held, batch, lambda: model.start(count))
         steps = slots["steps"] + 1
         puzzle = model.puzzle_emb(slots["ids"])
         thought = model(
@@ -229,9 +182,14 @@ class HRM(Task):
         total, halted, counts = thought.score
         if not micro.padding:
             self._table_optimizer.note(micro.first, slots["ids"], puzzle)
-            states = {"z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
-            self.carry.put(micro.first, slots | states)
-        return Loss(total, count, _metrics(counts))
+            self.carry.put(
+                micro.first, {**slots, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+            )
+
+        # All metrics are over the puzzles that end with this segment.
+        sums = dict(zip(COUNTS, counts.unbind(), strict=True))
+        metrics: dict[str, Metric] = {name: (sums[name], sums["ended"]) for name in ("exact", "q_halt", "segments")}
+        return Loss(total, count, {**metrics, "cell": (sums["cells"], sums["all_cells"])})
 
     def after_step(self, model: nn.Module, step: int) -> None:
         self._table_optimizer.forget()
@@ -240,8 +198,7 @@ class HRM(Task):
             self.average.follow(model, step)
 
     def state_dict(self) -> dict[str, Any]:
-        average = self.average.weights if self.average is not None else {}
-        return {"carry": self.carry.state_dict(), "average": average}
+        return {"carry": self.carry.state_dict(), "average": self.average.weights if self.average is not None else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.carry.load_state_dict(state["carry"])
@@ -252,21 +209,17 @@ class HRM(Task):
 
     def eval_loss(self, model: Any, batch: Slots) -> Loss:
         """Run all segments, with the average of the weights if there is one. `exact_K` is `exact` after K segments."""
-        with nullcontext() if self.average is None else self.average.instead(model):
-            return self._think(model, batch)
-
-    def _think(self, model: Any, batch: Slots) -> Loss:
         labels = batch["labels"]
-        segments = self.halting.eval_steps or self.halting.halt_max_steps
         metrics: dict[str, Metric] = {}
-        z_h, z_l = model.start(len(batch["inputs"]))
-        puzzle = model.puzzle_emb(batch["ids"])
-        thought = model(z_h, z_l, batch["inputs"], puzzle)
-        for segment in range(1, segments):
-            # Reported after 1, 2, 4, ... segments.
-            if segment & (segment - 1) == 0:
-                metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
-            thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
+        with nullcontext() if self.average is None else self.average.instead(model):
+            z_h, z_l = model.start(len(batch["inputs"]))
+            puzzle = model.puzzle_emb(batch["ids"])
+            thought = model(z_h, z_l, batch["inputs"], puzzle)
+            for segment in range(1, self.halting.eval_steps or self.halting.halt_max_steps):
+                # Reported after 1, 2, 4, ... segments.
+                if segment & (segment - 1) == 0:
+                    metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
+                thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
 
         # The last segment gives the answer that counts.
         labelled, correct = correct_cells(thought.logits.argmax(dim=-1), labels)
@@ -274,36 +227,4 @@ class HRM(Task):
         metrics["exact"] = exact.sum()
         metrics["cell"] = (correct.sum(), labelled.sum())
         metrics["q_halt"] = ((thought.q[:, 0] > 0) == exact).sum()
-        total = cell_loss(self.learning.loss, thought.logits, labels).sum()
-        return Loss(total.float(), len(exact), metrics)
-
-
-def _metrics(counts: Tensor) -> dict[str, Metric]:
-    """Name the COUNTS of a training segment. All are over the puzzles that end with it."""
-    count = dict(zip(COUNTS, counts.unbind(), strict=True))
-    shares: dict[str, Metric] = {name: (count[name], count["ended"]) for name in ("exact", "q_halt", "segments")}
-    return {**shares, "cell": (count["cells"], count["all_cells"])}
-
-
-def _problems(options: Mapping[str, Any], shipped: bool) -> Iterator[UserError]:
-    """Yield a problem for every number that is wrong. `shipped`: the puzzles come with the recipe."""
-    width = options["width"]
-    heads = max(1, options["heads"])
-    if options["mixer"] == "attention" and (options["heads"] < 1 or width % (2 * heads)):
-        yield UserError(
-            f"task.width={width} cannot be divided among task.heads={options['heads']}",
-            "each head needs the same even number of channels",
-            f"type task.width={-(-width // (2 * heads)) * 2 * heads}",
-        )
-
-    for name, least in AT_LEAST.items():
-        value = options[name]
-        if value is not None and value < least:
-            yield UserError(f"task.{name}={value} is less than {least}", "", f"type task.{name}={least} or more")
-
-    if shipped and options["data_seed"]:
-        yield UserError(
-            f"task.data_seed={options['data_seed']} with task.puzzle=sudoku9 has no effect",
-            "puzzles that come with the recipe, the same for every seed",
-            "leave task.data_seed out, or type task.holes=50: those are made from the seed",
-        )
+        return Loss(cell_loss(self.learning.loss, thought.logits, labels).sum().float(), len(exact), metrics)

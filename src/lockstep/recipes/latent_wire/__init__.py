@@ -3,5 +3,3 @@
 from lockstep.recipes.latent_wire.task import LatentWire
 
 TASK = LatentWire
-
-__all__ = ["TASK", "LatentWire"]

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from lockstep.recipes.latent_wire.worlds import MARKS, Drawn, World
 
 MODES = ("context", "prompt")
 WORD_BYTES = 8  # of the tokenizer `bytes`, including at least one blank at the end
-Batch = dict[str, Tensor]
+Batch = dict[str, torch.Tensor]
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------
@@ -47,7 +45,7 @@ class Tokenizer:
 def whole_words(words: Sequence[str]) -> Tokenizer:
     """Make one token of each word, numbered in a shuffled order."""
     order = np.random.RandomState(1).permutation(len(words)) + 1
-    return Tokenizer(words, [[int(i)] for i in order], size=1 + len(words))
+    return Tokenizer(words, order[:, None].tolist(), size=1 + len(words))
 
 
 def split_words(words: Sequence[str]) -> Tokenizer:
@@ -61,8 +59,7 @@ def split_words(words: Sequence[str]) -> Tokenizer:
 def byte_words(words: Sequence[str]) -> Tokenizer:
     """Make one token of each byte. Every word is padded with blanks to the same length."""
     assert max(map(len, words)) < WORD_BYTES
-    ids = [list(word.ljust(WORD_BYTES).encode("ascii")) for word in words]
-    return Tokenizer(words, ids, size=256, blank=ord(" "))
+    return Tokenizer(words, [[*word.ljust(WORD_BYTES).encode("ascii")] for word in words], size=256, blank=ord(" "))
 
 
 TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
@@ -71,7 +68,7 @@ TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
 # ---- the dataset ----------------------------------------------------------------------------------------
 
 
-class WireData(Dataset[Batch]):
+class WireData(torch.utils.data.Dataset[Batch]):
     """Batches for the wire and for every reader.
 
     `context` is what the wire carries, in bytes. In mode `context` that is the context (N, bytes), and the question
@@ -99,19 +96,21 @@ class WireData(Dataset[Batch]):
 
     def __getitems__(self, ids: Sequence[int]) -> Batch:
         """Make a batch at once, which takes hardly longer than one sample."""
-        # The questions of `other` are still this sample's own.
         numbers = np.asarray(ids, np.int64)
         drawn = self.world.draw(self.split, numbers)
         neighbour = self.world.draw(self.split, (numbers + 1) % self.length)
+        # The questions of `other` are still this sample's own.
         batch = {"context": self._carried(drawn.context, drawn), "other": self._carried(neighbour.context, drawn)}
 
-        # What follows the wire in mode `prompt`.
+        # In mode `prompt` only a question mark follows the wire.
         mark = np.full((*drawn.answer.shape, 1), self.world.words.index(MARKS[1]))
         for number, tokenizer in enumerate(self.tokenizers):
-            batch[f"text_{number}"] = tokenizer.encode(drawn.context)
-            batch[f"question_{number}"] = tokenizer.encode(drawn.question)
-            batch[f"answer_{number}"] = tokenizer.encode(drawn.answer[..., None])
-            batch[f"after_{number}"] = tokenizer.encode(drawn.question if self.mode == "context" else mark)
+            batch |= {
+                f"text_{number}": tokenizer.encode(drawn.context),
+                f"question_{number}": tokenizer.encode(drawn.question),
+                f"answer_{number}": tokenizer.encode(drawn.answer[..., None]),
+                f"after_{number}": tokenizer.encode(drawn.question if self.mode == "context" else mark),
+            }
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     def _carried(self, context: np.ndarray, asked: Drawn) -> np.ndarray:

@@ -38,11 +38,9 @@ def evaluation_metrics(
         assert read.written is not None
         expected = batch[f"answer_{number}"].flatten(0, 1).to(read.written.device)
 
-        # The same questions with the text, without it, and with as much of it as the wire has vectors.
+        # The same questions with the text and without it.
         text = from_text(reader, batch, number).right
         none = from_text(reader, batch, number, most=0).right
-        cut = from_text(reader, batch, number, most=shape.read).right
-        replayed = from_replay(reader, batch, number).right
         exact = read.answered.right
         wrong_context = controls[number].answered.right
         sums = {
@@ -50,9 +48,10 @@ def evaluation_metrics(
             "first": read.answered.first.sum(),
             "f1": f1(read.written, expected, blanks[number]).sum(),
             "text": text.sum(),
-            "replay": replayed.sum(),
+            "replay": from_replay(reader, batch, number).right.sum(),
             "none": none.sum(),
-            "cut": cut.sum(),
+            # With as many tokens of the text as the wire has vectors.
+            "cut": from_text(reader, batch, number, most=shape.read).right.sum(),
             "other": wrong_context.sum(),
             "other_above_none": (wrong_context - none).sum(),
             "of_text": (exact.sum(), text.sum()),

@@ -4,8 +4,6 @@
 training the readers and then the wire takes less than eight minutes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 # A wire that carries another sample's context must be no better than no context.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class LayerAdditions:
-    """What trained parts add to one layer, whose own weights stay as they are."""
+    """What trained modules add to one layer, whose own weights stay as they are."""
 
     prefix: tuple[Tensor, Tensor] | None = None  # keys and values (B, H, M, D) that every position can attend to
     qkv: Callable[[Tensor], Tensor] | None = None  # added to the layer's queries, keys and values, from the same input
@@ -56,7 +55,7 @@ class ReaderShape:
 
 
 class ReaderAttention(SelfAttention):
-    """Self-attention with rotary positions, to which trained parts may add."""
+    """Self-attention with rotary positions, to which trained modules may add."""
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, added: LayerAdditions = NOTHING) -> Tensor:
         assert rotation is not None, "readers have rotary positions"
@@ -91,7 +90,7 @@ def cross_attend(q: Tensor, kv: Tensor, heads: int, bias: Tensor | None = None) 
 class Near(nn.Module):
     """Adds the last few positions to each position, channel by channel.
 
-    So attention, which would learn it late, need not find out which words stand together.
+    Attention would learn late which words stand together; here it is given.
     """
 
     def __init__(self, width: int, count: int):
@@ -132,8 +131,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """A stack of blocks."""
-
     def __init__(self, width: int, heads: int, layers: int, causal: bool, near: int = 0):
         super().__init__(Block(width, heads, causal, near) for _ in range(layers))
         self.head_width = width // heads
@@ -172,25 +169,23 @@ class Reader(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
-    def beginning(self, rows: int) -> Tensor:
-        """Embed the token that begins every sequence: (B, 1, W)."""
-        return self.embed(torch.zeros(rows, 1, dtype=torch.int64, device=self.device))
-
     def freeze(self, device: str | None) -> Reader:
         """Freeze the reader, and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
         self.requires_grad_(False).eval()
 
+        if device is None:
+            return self
+
         # Relative to the rank, so that one setting serves all ranks.
-        if device is not None and device.startswith("cuda:+"):
+        if device.startswith("cuda:+"):
             device = f"cuda:{torch.cuda.current_device() + int(device.removeprefix('cuda:+'))}"
+        self.to(device)
 
         # From here on `_apply` ignores moves.
-        if device is not None:
-            self.to(device)
         self.fixed_device = device
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
         """Ignore `.to()`, `.cuda()` and the like if the reader has a device of its own.
 
         They come from this module or from one around it.
@@ -199,8 +194,7 @@ class Reader(nn.Module):
 
     def train(self, mode: bool = True) -> Reader:
         """Stay in evaluation mode if the reader is frozen."""
-        frozen = not any(p.requires_grad for p in self.parameters())
-        return super().train(mode and not frozen)
+        return super().train(mode and any(p.requires_grad for p in self.parameters()))
 
 
 @dataclass

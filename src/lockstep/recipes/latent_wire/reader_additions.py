@@ -40,10 +40,8 @@ class DeepPrefix(nn.Module):
 
     def forward(self, latents: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Map (B, M, Z) to keys and values (B, heads, M, channels) of each layer."""
-        B, M, _ = latents.shape
-
         # One linear layer makes all of them: (layers, key or value, B, heads, M, channels).
-        layers = self.make(latents).view(B, M, self.layers, 2, self.heads, -1).permute(2, 3, 0, 4, 1, 5)
+        layers = self.make(latents).unflatten(-1, (self.layers, 2, self.heads, -1)).permute(2, 3, 0, 4, 1, 5)
         return [(layer[0], layer[1]) for layer in layers]
 
 
@@ -63,8 +61,7 @@ class GatedCrossAttention(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         """Return what is added to x (B, T, W), from the wire `latents` (B, M, Z)."""
-        kv = self.kv(latents)
-        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), kv, self.heads))
+        return torch.tanh(self.gate) * self.out(cross_attend(self.q(self.norm(x)), self.kv(latents), self.heads))
 
 
 class Additions(nn.Module):
@@ -81,9 +78,10 @@ class Additions(nn.Module):
 
         # LoRA changes the two linear layers of each attention.
         into = reader.shape.width
-        self.lora = nn.ModuleList()
-        for _ in range(self.layers if rank else 0):
-            self.lora.append(nn.ModuleDict({"qkv": LowRank(into, 3 * into, rank), "out": LowRank(into, into, rank)}))
+        self.lora = nn.ModuleList(
+            nn.ModuleDict({"qkv": LowRank(into, 3 * into, rank), "out": LowRank(into, into, rank)})
+            for _ in range(self.layers if rank else 0)
+        )
 
     def forward(self, latents: Tensor, asked: int, device: torch.device) -> list[LayerAdditions] | None:
         """Return the additions for each layer of a reader on `device`.

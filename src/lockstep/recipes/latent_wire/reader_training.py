@@ -31,14 +31,11 @@ from lockstep.recipes.latent_wire.worlds import Drawn, World
 
 VERSION = 3  # of the training: part of the key under which a reader is stored
 VALIDATION_CONTEXTS = 256
-PASSED = 0.95  # the accuracy that ends an easier world of a curriculum
 STEPS_PER_DRAW = 16  # steps whose sequences are drawn together
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How a reader is trained."""
-
     # The training ends when the reader answers this share of the questions, on contexts that it is not trained on.
     accuracy: float = 0.985
 
@@ -85,7 +82,7 @@ def frozen_reader(
             facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
 
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
-            # The file `about` comes last, and at once: where it exists, the weights are complete.
+            # `about` is written last and atomically: if it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
             os.replace(temporary, about)
@@ -120,8 +117,6 @@ def _digest(path: Path) -> str:
 
 @dataclass
 class Progress:
-    """What the training of a reader has reached."""
-
     step: int = 0
     stage: int = 0  # the world of the curriculum, the easiest first
     accuracy: float = 0.0
@@ -165,7 +160,6 @@ class ReaderTraining:
         )
 
     def _enter_stage(self) -> None:
-        """Prepare the data of the current world."""
         world = self.worlds[self.progress.stage]
         tokenizer = TOKENIZERS[self.reader.shape.tokens](world.words)
         self.validation = _validation_batch(world, tokenizer, self.device)
@@ -183,6 +177,7 @@ class ReaderTraining:
     def _step(self) -> None:
         with self._autocast():
             loss = sequence_loss(self.reader, *next(self.batches))
+
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.reader.parameters(), 1.0)
 
@@ -207,7 +202,8 @@ class ReaderTraining:
         if self.in_last_stage:
             return progress.accuracy >= self.options.accuracy
 
-        if progress.accuracy >= min(PASSED, self.options.accuracy):
+        # An easier world needs less.
+        if progress.accuracy >= min(0.95, self.options.accuracy):
             progress.stage += 1
             self._enter_stage()
         return False
@@ -218,10 +214,10 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"adam.{number}.{name}": tensor for name, tensor in state.items()}
 
-    # Replaced at once, so that a kill while writing leaves the older file.
+    # Replaced atomically, so that a kill while writing leaves the older file.
     temporary = path.with_suffix(".tmp")
-    metadata = {"progress": json.dumps(asdict(progress))}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, temporary, {"progress": json.dumps(asdict(progress))})
     os.replace(temporary, path)
 
 
@@ -262,8 +258,11 @@ def training_batches(
 
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(draw, first)
-        layout = sequence_layout(coming.result(), tokenizer)
-        columns, positions = (torch.from_numpy(indices).to(device) for indices in layout)
+
+        # Every sequence has the same layout, so the first draw gives it for all.
+        columns, positions = (
+            torch.from_numpy(indices).to(device) for indices in sequence_layout(coming.result(), tokenizer)
+        )
         table = torch.from_numpy(tokenizer.table).to(device)
 
         while True:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import UserError
 from lockstep.recipes.latent_wire.data import MODES, TOKENIZERS, Tokenizer, WireData, collate
 from lockstep.recipes.latent_wire.metrics import LETTERS, compression, evaluation_metrics
 from lockstep.recipes.latent_wire.presets import PRESETS
@@ -20,7 +20,7 @@ from lockstep.recipes.latent_wire.reader import ReaderShape
 from lockstep.recipes.latent_wire.reader_training import TrainingOptions, frozen_reader
 from lockstep.recipes.latent_wire.wire import Read, WireModel, WireShape, from_text
 from lockstep.recipes.latent_wire.worlds import KINDS, NAMES, FactWorld, TopicWorld, World
-from lockstep.recipes.options import OnlyWith, takes_options, warn_unused, wrong_choices
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, uneven_heads, warn_unused
 from lockstep.task import Loss, Task
 
 CHOICES = {"world": ("facts", "topics"), "mode": MODES}
@@ -38,8 +38,6 @@ OF_FACTS = ("facts", "questions", "reader_questions", "reader_curriculum")  # op
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions:
-    """The contexts and the questions about them."""
-
     # Contexts are facts or topics.
     world: str = "facts"
 
@@ -58,8 +56,6 @@ class WorldOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions:
-    """The frozen readers, how they are trained, and what they teach."""
-
     # The weight of the KL to the reader that sees the text.
     teacher: float = 0.0
 
@@ -140,12 +136,9 @@ class LatentWire(Task):
         self.reader_training = readers.training()
         self.reader_questions = readers.reader_questions or self.world.questions
 
-        # All problems are reported together.
         shapes = DEFAULT_READERS if readers.readers is None else readers.readers
-        problems = [*wrong_choices(options, CHOICES), *self._world_problems(), *_shape_problems(wire)]
-        problems += _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
-        if problems:
-            raise ConfigError(problems)
+        wrong_readers = _reader_problems(shapes, readers.reader_homes, wire.latent_adapter or [])
+        check_options(options, [*self._world_problems(), *_shape_problems(wire), *wrong_readers], CHOICES)
         self.readers = [ReaderShape(*shape) for shape in shapes]
         self.devices: list[str | None] = [*readers.reader_homes] if readers.reader_homes else [None] * len(shapes)
 
@@ -161,8 +154,7 @@ class LatentWire(Task):
 
         # Texts of a world have the same number of tokens, so the first one tells all.
         sample = self.data()[0]
-        lengths = [len(sample[f"text_{number}"]) for number in range(len(readers))]
-        return WireModel(self.shape, readers, lengths)
+        return WireModel(self.shape, readers, [len(sample[f"text_{number}"]) for number in range(len(readers))])
 
     def data(self) -> WireData:
         return WireData(self.world, "train", self.questions.size, self._tokenizers(), self.questions.mode)
@@ -185,11 +177,10 @@ class LatentWire(Task):
 
     def eval_loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         blanks = [tokenizer.blank for tokenizer in self._tokenizers()]
-        # Each question is put in six ways, each of another length.
+        # Each question is put in six ways, and each has another length: compiling for all would take too long.
         with lockstep.run_eagerly(model):
             total, rows, reads = self._total(model, batch, write=True)
-            controls = model(batch, "other")
-            metrics = evaluation_metrics(list(model.readers), batch, reads, controls, blanks, self.shape)
+            metrics = evaluation_metrics(list(model.readers), batch, reads, model(batch, "other"), blanks, self.shape)
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
@@ -215,7 +206,7 @@ class LatentWire(Task):
         # The gradient of a softened KL shrinks with the square of the temperature, which the last factor undoes.
         taught = from_text(model.readers[number], batch, number).logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
         student = read.answered.logits[:, :TEACHER_TOKENS] / TEACHER_TEMPERATURE
-        kl = F.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
+        kl = nn.functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="none", log_target=True)
         return kl.sum(-1).mean(1).sum() * TEACHER_TEMPERATURE**2
 
     # ---- wrong options ----
@@ -239,12 +230,7 @@ class LatentWire(Task):
 
 
 def _shape_problems(shape: WireShape) -> Iterator[UserError]:
-    if shape.heads < 1 or shape.width % (2 * shape.heads):
-        yield UserError(
-            f"task.width={shape.width} cannot be divided among task.heads={shape.heads}",
-            "each head needs the same even number of channels",
-            "type a task.width that is a multiple of twice task.heads",
-        )
+    yield from uneven_heads(shape.width, shape.heads)
     for name in ("private", "lora", "near"):
         if getattr(shape, name) < 0:
             yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
@@ -258,11 +244,10 @@ def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks:
         yield UserError(f"task.readers has {len(readers)} readers, and one or two are supported", "", "give one or two")
     for shape in readers:
         if not _is_reader(shape):
-            example = '[["words", 64, 2, 4], ["pieces", 96, 2, 4]]'
             yield UserError(
                 f"the reader {shape} is not [tokens, width, layers, heads] or [tokens, width, layers, heads, near]",
                 f"tokens are one of {', '.join(TOKENIZERS)}, and the width is a multiple of twice the heads",
-                f"type task.readers='{example}'",
+                f"type task.readers='{json.dumps(DEFAULT_READERS)}'",
             )
 
     layers = min((shape[2] for shape in readers if _is_reader(shape)), default=None)

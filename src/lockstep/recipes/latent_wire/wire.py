@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.latent_wire.reader import EPS, Answered, Blocks, Reader, answer, cross_attend, decode
@@ -100,9 +99,7 @@ class CrossAttention(nn.Module):
         kv = self.kv(self.norm(x))
 
         # Without centres every query sees the whole text alike.
-        bias = None
-        if self.centres is not None:
-            bias = distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
+        bias = None if self.centres is None else distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
         return self.queries + self.out(cross_attend(q, kv, self.heads, bias))
 
 
@@ -209,14 +206,11 @@ class WireModel(nn.Module):
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
 
         # From the wire to a reader's embeddings of the text (B, T, W).
-        self.gists = None
-        if shape.gist:
-            self.gists = nn.ModuleList()
-            for reader, length in zip(readers, text_lengths, strict=True):
-                layers: OrderedDict[str, nn.Module] = OrderedDict(
-                    pool=CrossAttention(length, Z, shape.heads), out=nn.Linear(Z, reader.shape.width)
-                )
-                self.gists.append(nn.Sequential(layers))
+        self.gists = nn.ModuleList()
+        for reader, length in zip(readers, text_lengths, strict=True):
+            if shape.gist:
+                pool: nn.Module = CrossAttention(length, Z, shape.heads)
+                self.gists.append(nn.Sequential(OrderedDict(pool=pool, out=nn.Linear(Z, reader.shape.width))))
 
         # The name is part of the parameter names in checkpoints.
         self.aids = nn.ModuleList(
@@ -271,13 +265,13 @@ class WireModel(nn.Module):
 
         # The error of the text that is rebuilt from the wire.
         gist = None
-        if self.gists is not None:
+        if self.gists:
             rebuilt = self.gists[number](seen).to(reader.device)
             embedded = reader.embed(batch[f"text_{number}"].to(reader.device))
 
             # In mode `prompt` a text has several wires.
             embedded = embedded.repeat_interleave(len(rebuilt) // len(embedded), 0)
-            gist = F.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
+            gist = nn.functional.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
         return Read(answered, gist, adapter.drift(), seen, written)
 
 
@@ -285,8 +279,12 @@ class WireModel(nn.Module):
 
 
 def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
-    """Put the beginning and `vectors` (B, T, W) before each of `rows` questions, as many for each row of `vectors`."""
-    before = torch.cat((reader.beginning(len(vectors)), vectors.to(reader.embed.weight.dtype)), 1)
+    """Return the inputs before each of `rows` questions: the token that begins a sequence, then `vectors` (B, T, W).
+
+    Every row of `vectors` serves the same number of questions.
+    """
+    beginning = reader.embed(torch.zeros(len(vectors), 1, dtype=torch.int64, device=reader.device))
+    before = torch.cat((beginning, vectors.to(beginning.dtype)), 1)
     return before.repeat_interleave(rows // len(vectors), 0)
 
 
@@ -313,7 +311,7 @@ def from_text(reader: Reader, batch: dict[str, Tensor], number: int, most: int |
 
 @torch.no_grad()
 def from_replay(reader: Reader, batch: dict[str, Tensor], number: int) -> Answered:
-    """Answer with the reader's embeddings of the text instead of the wire: does that way in lose anything?"""
+    """Answer with the reader's embeddings of the text in place of the wire: does that way in lose anything?"""
     question, expected = ids_of(batch, number, reader.device, "question")
     vectors = reader.embed(batch[f"text_{number}"].to(reader.device))
     return answer(reader, put_before(reader, vectors, len(question)), question, expected)

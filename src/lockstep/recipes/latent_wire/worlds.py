@@ -118,8 +118,9 @@ class FactWorld:
 
     def easier(self) -> list[World]:
         """Return the worlds of a curriculum that ends with this one: of one fact, two and four."""
-        fewer = [count for count in (1, 2, 4) if count < self.facts]
-        return [FactWorld(count, min(self.questions, KINDS * count), self.seed) for count in fewer]
+        return [
+            FactWorld(count, min(self.questions, KINDS * count), self.seed) for count in (1, 2, 4) if count < self.facts
+        ]
 
 
 @cache
@@ -131,8 +132,7 @@ def looks_of(split: str) -> np.ndarray:
         for name in range(len(NAMES))
         for item in range(len(OBJECTS))
     ]
-    table = np.array(every).reshape(len(NAMES), len(OBJECTS), LOOKS)
-    return table[..., SPLITS[split]]
+    return np.array(every).reshape(len(NAMES), len(OBJECTS), LOOKS)[..., SPLITS[split]]
 
 
 def fact_words(name: int, item: int, look: int) -> tuple[str, str, str, str]:

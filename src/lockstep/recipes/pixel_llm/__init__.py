@@ -3,5 +3,3 @@
 from lockstep.recipes.pixel_llm.task import PixelLLM
 
 TASK = PixelLLM
-
-__all__ = ["TASK", "PixelLLM"]

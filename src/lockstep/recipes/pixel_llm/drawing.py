@@ -26,12 +26,6 @@ COLOURS = {
 # The same as arrays (3, 1, 1).
 RGB = {name: np.asarray(rgb, np.float32)[:, None, None] for name, rgb in COLOURS.items()}
 
-# Standard deviation of the noise on every pixel.
-NOISE = 0.06
-
-# The farthest point of any shape from its centre, in radii: a foot of the triangle.
-REACH = 1.03
-
 Mask = NDArray[np.bool_]
 Plane = NDArray[np.float32]
 
@@ -57,7 +51,7 @@ def draw(things: Sequence[Thing], size: int, rng: np.random.Generator) -> NDArra
 
     # In place throughout: a worker of the data loader spends most of its time here.
     noise = rng.standard_normal(image.shape, np.float32)
-    noise *= np.float32(NOISE)
+    noise *= np.float32(0.06)
     image += noise
     np.clip(image, 0.0, 1.0, out=image)
     image *= np.float32(255.0)
@@ -68,7 +62,7 @@ def draw(things: Sequence[Thing], size: int, rng: np.random.Generator) -> NDArra
 def _put(thing: Thing, image: Plane) -> None:
     """Draw a thing into `image` (3, size, size), looking only at the pixels around it."""
     size = image.shape[-1]
-    reach = REACH * thing.radius + 1
+    reach = 1.03 * thing.radius + 1  # the farthest point of any shape is a foot of the triangle
     columns = _span(thing.x, reach, size)
     rows = _span(thing.y, reach, size)
 
@@ -123,9 +117,7 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
         return (y <= 0.8 * r) & (np.abs(x) * 1.75 <= y + r)
 
     if shape == "cross":
-        near = np.minimum(np.abs(x), np.abs(y))
-        far = np.maximum(np.abs(x), np.abs(y))
-        return (near <= 0.3 * r) & (far <= r)
+        return (np.minimum(np.abs(x), np.abs(y)) <= 0.3 * r) & (np.maximum(np.abs(x), np.abs(y)) <= r)
 
     if shape == "ring":
         square = x * x + y * y
@@ -133,6 +125,4 @@ def _inside(shape: str, x: Plane, y: Plane, r: float) -> Mask:
 
     # A star, whose radius follows the angle from straight up.
     assert shape == "star", shape
-    angle = np.arctan2(x, -y)
-    distance = np.sqrt(x * x + y * y)
-    return distance <= r * (0.65 + 0.35 * np.cos(5 * angle))
+    return np.sqrt(x * x + y * y) <= r * (0.65 + 0.35 * np.cos(5 * np.arctan2(x, -y)))

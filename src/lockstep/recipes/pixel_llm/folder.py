@@ -9,46 +9,38 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
 from lockstep.recipes.pixel_llm.png import read_png, write_png
-from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes
+from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, TRAIN, Sample, ShapeScenes, hashed
 from lockstep.recipes.pixel_llm.words import Words
 
 LIST = "captions.json"
 LIST_FORM = '[{"image": "x.png", "caption": "..."}]'
 
-# One picture in ten is for evaluation.
-HELD_OUT = 10
-
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture and its caption."""
-
     image: Path
     caption: str
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation. Only its name decides, so other pictures may be added or removed."""
-        digest = blake2b(self.image.name.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % HELD_OUT == 0
+        """Whether it is for evaluation, as one in ten is. Its name decides: other pictures may come and go."""
+        return hashed(self.image.name) % 10 == 0
 
 
+@dataclass(eq=False)
 class ImageFolder(Dataset[Sample]):
-    """Pictures of a folder, all resized to `size`."""
+    """Pictures of a folder, all resized to `size` pixels on each side."""
 
-    def __init__(self, entries: list[Entry], words: Words, size: int):
-        self.entries = entries
-        self.words = words
-        self.size = size
+    entries: list[Entry]
+    words: Words
+    size: int
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -59,7 +51,9 @@ class ImageFolder(Dataset[Sample]):
 
         # The bytes of an exported scene stay as they are.
         if image.shape[1:] != (self.size, self.size):
-            scaled = F.interpolate(image[None].float(), (self.size, self.size), mode="bilinear", antialias=True)
+            scaled = torch.nn.functional.interpolate(
+                image[None].float(), (self.size, self.size), mode="bilinear", antialias=True
+            )
             image = scaled[0].round().clamp(0, 255).to(torch.uint8)
         ids = torch.tensor(self.words.ids(entry.caption.split()), dtype=torch.int32)
 
@@ -71,9 +65,8 @@ class ImageFolder(Dataset[Sample]):
 def read_folder(folder: Path) -> list[Entry]:
     """Return all pictures with their captions, in the order of the list, or of their names."""
     # If there are both, the list counts.
-    listed = folder / LIST
-    if listed.exists():
-        entries = _from_list(listed)
+    if (folder / LIST).exists():
+        entries = _from_list(folder / LIST)
     else:
         # By name: the order of a folder differs from machine to machine.
         texts = sorted(folder.glob("*.txt"))
@@ -88,7 +81,6 @@ def read_folder(folder: Path) -> list[Entry]:
         raise UserError(
             f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
         )
-
     return entries
 
 
@@ -112,8 +104,9 @@ def export(data: ShapeScenes, folder: Path, form: str = "json") -> None:
         caption = " ".join(data.scene(index).caption)
         write_png(folder / name, data[index].image.numpy())
 
-        # One text for each picture, or one list for all of them.
         rows.append({"image": name, "caption": caption})
+
+        # One text for each picture, or one list for all of them.
         if form == "txt":
             (folder / name).with_suffix(".txt").write_text(f"{caption}\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
@@ -64,19 +63,17 @@ def _sampled(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Sample a word (B,) from logits (B, V)."""
-    # On the CPU in float32, so that one generator serves every device.
+    """Sample a word (B,) from logits (B, V), on the CPU in float32: one generator serves every device."""
     device = logits.device
     logits = logits.cpu() / temperature
     if top_k is not None and top_k < logits.shape[1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
 
     # The fewest likeliest words that make up `top_p`; always at least one.
-    chance, order = F.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+    chance, order = nn.functional.softmax(logits, dim=-1).sort(dim=-1, descending=True)
     if top_p is not None:
         chance = chance.masked_fill(chance.cumsum(-1) - chance >= top_p, 0.0)
-    drawn = torch.multinomial(chance, 1, generator=generator)
-    return order.gather(1, drawn)[:, 0].to(device)
+    return order.gather(1, torch.multinomial(chance, 1, generator=generator))[:, 0].to(device)
 
 
 def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> Tensor:

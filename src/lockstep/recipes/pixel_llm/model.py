@@ -9,13 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.recipes.layers import merge_heads, split_heads
-
-# Pixels on each side of a token of the convolutional stem.
-CONV_STRIDE = 8
 
 # Keys and values, (B, H, N, D) each; empty where nothing was computed yet.
 KeysAndValues = tuple[Tensor, ...]
@@ -23,8 +19,6 @@ KeysAndValues = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How large the model is, and what its encoder begins with."""
-
     # Pixels on each side of a picture.
     image: int = 32
 
@@ -57,7 +51,7 @@ class ModelOptions:
 
     @property
     def pixels_per_token(self) -> int:
-        return CONV_STRIDE if self.stem == "conv" else self.patch
+        return 8 if self.stem == "conv" else self.patch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +74,7 @@ class LayerCache:
     def append(self, new: KeysAndValues) -> KeysAndValues:
         """Append the keys and values of a word to the layer's own. Returns all of them."""
         if self.own:
-            new = tuple(torch.cat(both, dim=2) for both in zip(self.own, new, strict=True))
+            new = tuple(torch.cat(pair, dim=2) for pair in zip(self.own, new, strict=True))
         self.own = new
         return new
 
@@ -114,17 +108,13 @@ class Attention(nn.Module):
 
     def keys_and_values(self, source: Tensor) -> KeysAndValues:
         """Return keys and values (B, H, N, D) of `source` (B, N, W)."""
-        B, N, W = source.shape
-
-        # (2, B, H, N, D): keys first, then values.
-        both = self.key_value(source).view(B, N, 2, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        both = self.key_value(source).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
         """Attend from `x` (B, T, W) to keys and values (B, H, N, D)."""
         query = split_heads(self.query(x), self.heads)
-        y = F.scaled_dot_product_attention(query, keys, values, is_causal=causal)  # (B, H, T, D)
-        return self.out(merge_heads(y))
+        return self.out(merge_heads(nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=causal)))
 
 
 def mlp(width: int) -> nn.Sequential:
@@ -132,8 +122,6 @@ def mlp(width: int) -> nn.Sequential:
 
 
 class EncoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
@@ -150,8 +138,6 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, cross-attention to the memory, and an MLP, each added to its input."""
-
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.self_norm = nn.LayerNorm(width)
@@ -212,7 +198,7 @@ class Encoder(nn.Module):
         else:
             self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
 
-        # `reset_parameters` fills the positions, also after the model was made on the device `meta`.
+        # `reset_parameters` fills the positions, even after the model was made on the device `meta`.
         tokens = (sizes.image // sizes.pixels_per_token) ** 2
         self.positions = nn.Parameter(torch.empty(tokens, width))
 
@@ -239,10 +225,7 @@ class Captioner(nn.Module):
     def __init__(self, sizes: Sizes):
         super().__init__()
         width = sizes.width
-        self.sizes = sizes
         self.encoder = Encoder(sizes)
-
-        # The decoder.
         self.embed = nn.Embedding(sizes.vocabulary, width)
         self.positions = nn.Parameter(torch.empty(sizes.words, width))
         self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))

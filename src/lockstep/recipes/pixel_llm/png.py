@@ -37,12 +37,8 @@ def write_png(path: Path, image: Bytes) -> None:
     rows = np.zeros((height, 1 + 3 * width), np.uint8)
     rows[:, 1:] = image.transpose(1, 2, 0).reshape(height, -1)
 
-    chunks = [
-        _chunk(b"IHDR", struct.pack(HEADER, width, height, 8, RGB, 0, 0, 0)),
-        _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)),
-        _chunk(b"IEND", b""),
-    ]
-    path.write_bytes(SIGNATURE + b"".join(chunks))
+    header = _chunk(b"IHDR", struct.pack(HEADER, width, height, 8, RGB, 0, 0, 0))
+    path.write_bytes(SIGNATURE + header + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)) + _chunk(b"IEND", b""))
 
 
 def read_png(path: Path) -> Bytes:
@@ -98,8 +94,7 @@ def _decode(data: bytes) -> Bytes:
     if raw.size != height * (1 + width * channels):
         raise ValueError("it does not hold the number of pixels that its header says")
 
-    rows = raw.reshape(height, 1 + width * channels)
-    pixels = _unfiltered(rows, channels).reshape(height, width, channels)
+    pixels = _unfiltered(raw.reshape(height, 1 + width * channels), channels).reshape(height, width, channels)
     if colour == PALETTE:
         palette = np.frombuffer(parts.get(b"PLTE", b""), np.uint8).reshape(-1, 3)
         if pixels.size and int(pixels.max()) >= len(palette):
@@ -113,9 +108,10 @@ def _decode(data: bytes) -> Bytes:
 
 def _unfiltered(rows: Bytes, step: int) -> Bytes:
     """Undo the filters of all rows: each row was written as differences to the bytes left of it and above it."""
-    width = rows.shape[1] - 1
-    pixels = np.zeros((len(rows), width), np.uint8)
-    above = np.zeros(width, np.uint8)
+    pixels = np.zeros_like(rows[:, 1:])
+
+    # Above the first row everything counts as 0.
+    above = np.zeros_like(rows[0, 1:])
     for number, row in enumerate(rows):
         kind, line = int(row[0]), row[1:]
         if kind == 0:
@@ -130,7 +126,6 @@ def _unfiltered(rows: Bytes, step: int) -> Bytes:
         else:
             raise ValueError(f"a row has the filter {kind}, which does not exist")
         pixels[number] = above
-
     return pixels
 
 
@@ -151,5 +146,4 @@ def _byte_by_byte(line: list[int], above: list[int], step: int, kind: int) -> By
             else:
                 guess = up if to_above <= to_corner else c
         left[i + step] = (line[i] + guess) & 255
-
     return np.array(left[step:], np.uint8)

@@ -1,7 +1,5 @@
 """Sizes: seconds for tests, minutes on two cores, one large GPU, and a large model to measure speed and memory with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ Sample `index` of a split is a pure function of (seed, split, index): any rank m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -45,8 +45,6 @@ Spot = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kind:
-    """What scenes are made of."""
-
     colours: tuple[str, ...]
     shapes: tuple[str, ...]
 
@@ -62,13 +60,13 @@ class Kind:
     @property
     def slots(self) -> tuple[str, ...]:
         """The members of SLOTS that its captions have."""
-        has = (self.says_size, bool(self.textures), True, True, self.fewest == 1, self.most > 1)
-        return tuple(slot for slot, present in zip(SLOTS, has, strict=True) if present)
+        present = (self.says_size, self.textures, True, True, self.fewest == 1, self.most > 1)
+        return tuple(slot for slot, used in zip(SLOTS, present, strict=True) if used)
 
     @property
     def words(self) -> Words:
         places = ("in", "the", *PLACES) if self.fewest == 1 else ()
-        sizes = tuple(self.radii) if self.says_size else ()
+        sizes = self.radii if self.says_size else ()
         relations = RELATIONS if self.most > 1 else ()
         words = ("a", *places, *sizes, *self.textures, *self.colours, *self.shapes, *relations)
 
@@ -96,16 +94,12 @@ KINDS = {
 
 
 class Part(NamedTuple):
-    """One word of a caption, and the slot it fills, if the picture decides it."""
-
     word: str
-    slot: str | None = None
+    slot: str | None = None  # the slot it fills, if the picture decides it
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The things of a picture, and the words of its caption."""
-
     things: tuple[Thing, ...]
     parts: tuple[Part, ...]
 
@@ -197,14 +191,12 @@ class Stream:
     """Random numbers keyed by seed, name, sample and attempt."""
 
     def __init__(self, seed: int, name: str):
-        number = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        self._philox = np.random.Philox(key=np.array([seed, number], dtype=np.uint64), counter=0)
+        self._philox = np.random.Philox(key=np.array([seed, hashed(name)], dtype=np.uint64), counter=0)
         self._start = self._philox.state
         self.rng = np.random.Generator(self._philox)
 
     def at(self, index: int, attempt: int) -> np.random.Generator:
-        """Return the generator at the beginning of a sample's attempt."""
-        # One generator is moved around: making a new one takes far longer.
+        """Move the generator to the beginning of a sample's attempt: making a new one takes far longer."""
         self._start["state"]["counter"][2:] = attempt, index
         self._philox.state = self._start
         return self.rng
@@ -213,12 +205,16 @@ class Stream:
 def is_held_out(scene: Scene) -> bool:
     """Return whether training never shows this combination: a keyed hash of the words that the picture decides."""
     decided = " ".join(part.word for part in scene.parts if part.slot)
-    digest = blake2b(decided.encode(), digest_size=8, key=b"compositions").digest()
-    return int.from_bytes(digest, "little") < HELD_OUT_SHARE * 2**64
+    return hashed(decided, key=b"compositions") < HELD_OUT_SHARE * 2**64
+
+
+def hashed(text: str, key: bytes = b"") -> int:
+    """Return 64 bits that depend on `text` and `key` alone."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
 
 
 def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
-    """Draw a scene. Its colours differ and its things are named in their order: a picture has one right caption."""
+    """Draw a scene. Its colours differ, and captions name them in a fixed order: a picture has one right caption."""
     # The order of these draws decides every picture. It must never change.
     count = int(rng.integers(kind.fewest, kind.most + 1))
     colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())
@@ -227,8 +223,7 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     textures = choices(kind.textures, count, rng) if kind.textures else ["solid"] * count
 
     # A single thing is near a named place; several are anywhere, apart from each other.
-    scale = size / REFERENCE_SIZE
-    radii = [scale * between(*kind.radii[name], rng.random()) for name in size_names]
+    radii = [size / REFERENCE_SIZE * between(*kind.radii[name], rng.random()) for name in size_names]
     place = tuple(PLACES)[int(rng.integers(len(PLACES)))] if count == 1 else None
     spots = [_near(place, size, rng)] if place else _apart(radii, size, rng)
     brightness = [between(0.75, 1.0, share) for share in rng.random(count).tolist()]
@@ -264,10 +259,10 @@ def between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share
 
 
-def relation(one: Spot, other: Spot) -> str:
-    """Return where the first spot lies as seen from the second, along the longer way."""
-    right = one[0] - other[0]
-    down = one[1] - other[1]
+def relation(spot: Spot, origin: Spot) -> str:
+    """Return where `spot` lies as seen from `origin`, along the longer way."""
+    right = spot[0] - origin[0]
+    down = spot[1] - origin[1]
     if abs(right) > abs(down):
         return "right-of" if right > 0 else "left-of"
     return "below" if down > 0 else "above"
@@ -285,10 +280,13 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
     while True:
         spots: list[Spot] = []
         for radius in radii:
-            fitting = (spot for spot in _candidates(radius, size, rng) if _fits(spot, radius, spots, radii, size))
-            spot = next(fitting, None)
+            candidates = (
+                (between(radius, size - radius, x), between(radius, size - radius, y))
+                for x, y in rng.random((20, 2)).tolist()
+            )
+            spot = next((spot for spot in candidates if _fits(spot, radius, spots, radii, size)), None)
 
-            # There is no room left: begin again with the first thing.
+            # If there is no room left, begin again with the first thing.
             if spot is None:
                 break
             spots.append(spot)
@@ -296,20 +294,14 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
             return spots
 
 
-def _candidates(radius: float, size: int, rng: np.random.Generator, tries: int = 20) -> Iterator[Spot]:
-    for x, y in rng.random((tries, 2)).tolist():
-        yield between(radius, size - radius, x), between(radius, size - radius, y)
-
-
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:
-    # The things that were placed before, with their radii.
+    if not spots:
+        return True
+
     gap = size / REFERENCE_SIZE
     for placed, placed_radius in zip(spots, radii, strict=False):
         if math.dist(spot, placed) < radius + placed_radius + gap:
             return False
-
-    if not spots:
-        return True
 
     # For things that lie diagonally, neither "above" nor "left-of" would be clear.
     right = abs(spots[-1][0] - spot[0])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, default_collate
 
 import lockstep
-from lockstep.errors import ConfigError, UserError
-from lockstep.recipes.options import OnlyWith, below_one, takes_options, warn_unused
+from lockstep.errors import UserError
+from lockstep.recipes.options import OnlyWith, check_options, takes_options, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
 from lockstep.recipes.pixel_llm.model import Captioner, ModelOptions, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from lockstep.recipes.pixel_llm.folder import ImageFolder
 
 SCENE_OPTIONS = ("scenes", "train_size", "eval_size", "data_seed", "unrelated_captions")
-STEMS = ("conv", "patch")
+CHOICES = {"scenes": tuple(KINDS), "stem": ("conv", "patch")}
 
-# Options that must be at least 1.
-COUNTS = ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size")
+# The smallest values of options that count something.
+COUNTS = dict.fromkeys(
+    ("image", "patch", "width", "heads", "vision_layers", "text_layers", "train_size", "eval_size"), 1
+)
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which pictures there are, and how many."""
-
     # The kind of generated scenes: few, one, pair or many.
     scenes: str = "one"
 
@@ -79,14 +79,13 @@ class PixelLLM(Task):
         warn_unused(PixelLLM, self.option_rules, options)
 
         # The vocabulary of a preset is for the words of scenes; a folder brings words of its own.
-        sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
-        if data.folder is not None and model.vocabulary in sizes:
+        preset_sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
+        if data.folder is not None and model.vocabulary in preset_sizes:
             model = replace(model, vocabulary=None)
+        check_options(options, _shape_problems(model), CHOICES, COUNTS)
+
         self.data_options = data
         self.model_options = model
-        self._check(below_one({name: options[name] for name in COUNTS}))
-
-        # A folder brings words of its own; scenes have those of their kind.
         self.entries = read_folder(data.folder) if data.folder is not None else None
         self.kind = KINDS[data.scenes]
         self.words = Words.of([entry.caption for entry in self.entries]) if self.entries else self.kind.words
@@ -99,8 +98,7 @@ class PixelLLM(Task):
 
     def model(self) -> Captioner:
         vocabulary = self.model_options.vocabulary or len(self.words)
-        sizes = vars(self.model_options) | {"vocabulary": vocabulary, "words": self.words.length}
-        return Captioner(Sizes(**sizes))
+        return Captioner(Sizes(**vars(self.model_options) | {"vocabulary": vocabulary, "words": self.words.length}))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW. Only matrices decay: no norm, no bias, no vector that stands for a word or a position."""
@@ -109,10 +107,7 @@ class PixelLLM(Task):
         # By identity, since comparing parameters would compare their numbers.
         decaying = {id(p) for p in decay}
         rest = [p for p in model.parameters() if id(p) not in decaying]
-        groups = [
-            {"params": decay, "weight_decay": 0.01},
-            {"params": rest, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decay, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def data(self) -> Any:
@@ -135,7 +130,7 @@ class PixelLLM(Task):
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         sample = Sample(*batch)
-        # There are only a few batches, and their size is not that of training.
+        # Eager, because there are only a few batches, and their size is not that of training.
         with lockstep.run_eagerly(model):
             total, weight = self._cross_entropy(model, sample)
 
@@ -145,10 +140,9 @@ class PixelLLM(Task):
 
     def _cross_entropy(self, model: nn.Module, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the summed cross entropy of the words to write, and their number. <pad> does not count."""
-        targets = sample.ids[:, 1:].long()
-        logits = model(sample.image, sample.ids[:, :-1]).float()  # (B, T, V)
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
-        return total, (targets != PAD).sum()
+        targets = sample.ids[:, 1:].long().flatten()
+        logits = model(sample.image, sample.ids[:, :-1]).float().flatten(0, 1)  # (B * T, V)
+        return nn.functional.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum"), (targets != PAD).sum()
 
     def _score(self, written: Tensor, sample: Sample) -> dict[str, Metric]:
         """Count right captions and right words of each slot in `written` (B, T), by split."""
@@ -174,7 +168,6 @@ class PixelLLM(Task):
 
     def show(self, model: nn.Module) -> str:
         """Return captions that the model writes for pictures it was not trained on."""
-        # Held-out combinations, or pictures for evaluation.
         data = self._pictures(held_out=True) if self.entries is not None else self._scenes(COMP, 4)
         samples = [data[index] for index in range(min(4, len(data)))]
         images = torch.stack([sample.image for sample in samples]).to(next(model.parameters()).device)
@@ -198,43 +191,25 @@ class PixelLLM(Task):
                 f"{len(self.entries)} pictures, whose names decide what they are for",
                 "add pictures: about one in ten is for evaluation",
             )
-
         return ImageFolder(chosen, self.words, self.model_options.image)
 
-    def _check(self, problems: list[UserError]) -> None:
-        """Raise `problems`, numbers that are too small, together with every other problem of the options."""
-        model, data = self.model_options, self.data_options
-        for name, value, known in (("scenes", data.scenes, tuple(KINDS)), ("stem", model.stem, STEMS)):
-            if value not in known:
-                problems.append(
-                    UserError(
-                        f"task.{name}={value} is not one of {', '.join(known)}",
-                        "",
-                        f"type task.{name}={' or '.join(known)}",
-                    )
-                )
 
-        # The picture must divide into tokens. A token or head that is too small is reported already.
-        step = model.pixels_per_token
-        if step >= 1 and (model.image < step or model.image % step):
-            problems.append(
-                UserError(
-                    f"task.image={model.image} is not a multiple of {step}, the pixels of a token",
-                    "",
-                    f"type task.image={max(1, round(model.image / step)) * step}",
-                )
-            )
+def _shape_problems(model: ModelOptions) -> Iterator[UserError]:
+    # The picture must divide into tokens. A token or head that is too small has been reported already.
+    step = model.pixels_per_token
+    if step >= 1 and (model.image < step or model.image % step):
+        yield UserError(
+            f"task.image={model.image} is not a multiple of {step}, the pixels of a token",
+            "",
+            f"type task.image={max(1, round(model.image / step)) * step}",
+        )
 
-        # The convolutional stem normalises its channels in groups of 8.
-        groups = 8 if model.stem == "conv" else 1
-        if model.heads >= 1 and (model.width % model.heads or model.width % groups):
-            multiple = math.lcm(model.heads, groups)
-            problems.append(
-                UserError(
-                    f"task.width={model.width} is not a multiple of {multiple}",
-                    f"task.heads={model.heads}" + ", and a stem that normalises groups of 8 channels" * (groups > 1),
-                    f"type task.width={-(-max(1, model.width) // multiple) * multiple}",
-                )
-            )
-        if problems:
-            raise ConfigError(problems)
+    # The convolutional stem normalises its channels in groups of 8.
+    groups = 8 if model.stem == "conv" else 1
+    if model.heads >= 1 and (model.width % model.heads or model.width % groups):
+        multiple = math.lcm(model.heads, groups)
+        yield UserError(
+            f"task.width={model.width} is not a multiple of {multiple}",
+            f"task.heads={model.heads}" + ", and a stem that normalises groups of 8 channels" * (groups > 1),
+            f"type task.width={-(-max(1, model.width) // multiple) * multiple}",
+        )

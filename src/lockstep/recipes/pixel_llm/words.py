@@ -20,23 +20,17 @@ class Words:
         self.words = (*SPECIAL, *dict.fromkeys(words))
         self._id_of = {word: number for number, word in enumerate(self.words)}
 
-        # In words, without <bos> and <eos>.
-        self.longest = longest
+        self.longest = longest  # in words, without <bos> and <eos>
+        self.length = longest + 1  # positions that a model reads, and positions that it writes: the words and one mark
 
     @classmethod
     def of(cls, captions: Sequence[str]) -> Words:
         """Take all words of these captions, in alphabetical order: the same captions give the same ids."""
-        split = [caption.split() for caption in captions]
-        words = sorted({word for caption in split for word in caption})
-        return cls(words, max(map(len, split), default=1))
+        words = sorted(set(" ".join(captions).split()))
+        return cls(words, max((len(caption.split()) for caption in captions), default=1))
 
     def __len__(self) -> int:
         return len(self.words)
-
-    @property
-    def length(self) -> int:
-        """Positions that a model reads, and positions that it writes: the words and one mark."""
-        return self.longest + 1
 
     def ids(self, caption: Sequence[str]) -> list[int]:
         """Return <bos>, the words, <eos>, and <pad> up to length + 1."""
