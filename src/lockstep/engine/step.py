@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.clip import Clipping
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
-from lockstep.parallel.driver import BaseDriver, Driver, Reduced
+from lockstep.parallel.driver import Driver, Reduced
 from lockstep.precision import DynamicScaler, LossScale, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -97,24 +97,20 @@ class Stepper:
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self._apply(control, reduced)
 
-    # ---- one micro-batch at a time, for a loop that the user writes ----
+    # ---- one micro-batch at a time, for a loop that the user writes (the run refuses one in a pipeline) ----
 
     def begin(self, batches: StepBatches) -> None:
         self._new_control(batches)
-        self._one_by_one.begin()
+        self.driver.begin()
 
     def before_forward(self, micro: MicroBatch) -> None:
-        self._one_by_one.before_forward(micro, self.control)
+        self.driver.before_forward(micro, self.control)
 
     def backward(self, loss: Loss) -> None:
-        self._one_by_one.backward(loss, self.control)
+        self.driver.backward(loss, self.control)
 
     def apply(self) -> StepResult | None:
-        return self._apply(self.control, self._one_by_one.reduced())
-
-    @property
-    def _one_by_one(self) -> BaseDriver:
-        return cast(BaseDriver, self.driver)  # the run refuses a loop of the user's own in a pipeline
+        return self._apply(self.control, self.driver.reduced())
 
     @property
     def control(self) -> StepControl:

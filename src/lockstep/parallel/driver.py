@@ -1,6 +1,6 @@
-"""The Driver: what the step needs from any way of executing a model. The step never asks which one it has.
+"""The Driver: one way of executing a model, behind an interface that is the same for all. The step never asks which.
 
-`Driver` is the protocol. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
+`Driver` is the interface, and runs one micro-batch after another. `SingleDriver` does so in one process, and
 `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
 """
 
@@ -90,52 +90,28 @@ class Control(Protocol):
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
 
-class Driver(Protocol):
-    """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
+class Driver:
+    """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks.
+
+    `forward_backward` runs a whole step. A loop that the user writes calls `begin` to `reduced` itself, one micro-batch
+    at a time. A subclass implements `_backward`.
+    """
 
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
-    placement: Placement
-    extra_state: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
-
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
-        """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
-
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        """Return the loss of one batch without gradients; None on ranks that do not know it."""
-
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the model's full tensor of that name. Collective: every rank must call it."""
-
-    def sync_buffers(self) -> None:
-        """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
-
-    def many_forwards(self) -> AbstractContextManager[str | None]:
-        """Enclose many small forwards without gradients. Yields a warning for the user, or None.
-
-        Every rank that takes part in the forwards must enter it, and an error on one of them ends it on all.
-        """
-
-
-class BaseDriver(Driver):
-    """What the drivers share. A loop that the user writes calls `begin` to `reduced` itself, one micro-batch at a time.
-
-    A subclass implements `_backward`, which backpropagates `total * start` and, given the control word, reduces.
-    """
-
+    runtime: Runtime
     placement = Placement()
-    extra_state: Mapping[str, Any] = {}
-    gradient_factor = 1.0
+    extra_state: Mapping[str, Any] = {}  # what a checkpoint must also hold: objects with state_dict and load_state_dict
     broadcasts_buffers = False  # before every step
+
     names: list[str]  # of the trainable parameters, in the model's order
     parameters: list[nn.Parameter]
+    gradient_factor = 1.0
     codec: ControlWordCodec
     _word: Tensor  # the reduced control word of the newest step
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
         for micro in batches:
             self.before_forward(micro, control)
@@ -163,45 +139,56 @@ class BaseDriver(Driver):
     def reduced(self) -> Reduced:
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
-        # Nearly always every parameter has a gradient, and the list of all names will do.
         names = self.names
+        # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+
         norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+        """Return the loss of one batch without gradients; None on ranks that do not know it."""
         with autocast():
             return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the model's full tensor of that name. Collective: every rank must call it."""
         return full_tensor(tensor)
 
+    def sync_buffers(self) -> None:
+        """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
+        """Enclose many small forwards without gradients. Yields a warning for the user, or None.
+
+        Every rank that takes part in the forwards must enter it, and an error on one of them ends it on all.
+        """
         return nullcontext()
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        """Backpropagate `total * start`, both (). Given the control word, also reduce it and the gradients."""
         raise NotImplementedError
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self.norms(grads))  # of gradients as reduced: the same bits on every rank
 
 
-class SingleDriver(BaseDriver):
+class SingleDriver(Driver):
     """One process: there is nothing to reduce."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, runtime: Runtime):
         self.model = model
         self.module = model
+        self.runtime = runtime
         self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(device, torch.float64)
-
-    def sync_buffers(self) -> None:
-        pass
+        self.codec = ControlWordCodec(runtime.device, torch.float64)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
@@ -218,18 +205,13 @@ class _RanksDiffer(Exception):
 
 
 class ShardedDriver(SingleDriver):
-    """The base of drivers whose ranks hold shards of the parameters.
+    """The base of drivers whose ranks hold shards of the parameters. The model is sharded before `__init__` gets it.
 
     Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
     ranks.
     """
 
     placement = Placement(replicated=False, collective_forwards=True)
-
-    def __init__(self, model: nn.Module, runtime: Runtime):
-        """`model` is sharded already."""
-        super().__init__(model, runtime.device)
-        self.runtime = runtime
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -250,9 +232,6 @@ class ShardedDriver(SingleDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
-
-    def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _reduce(self, word: ControlWord) -> None:
         self._reduce_gradients()
@@ -289,6 +268,6 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
-    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must be equal by themselves."""
+    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))

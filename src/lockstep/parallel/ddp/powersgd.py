@@ -8,12 +8,12 @@ iteration finds them, from the last step's Q:
     M ~ P Q'    r (n + m) numbers instead of n m
 
 The error of a rank is what this leaves out of its own gradient. With error feedback it is added to the next step's
-gradient, so that nothing is lost, only late. Gradients here are sums, so errors are kept per unit of weight and loss
-scale: in a step that weighs half as much they count half as much. Vectors, and matrices that would not get smaller,
-travel as they are; if that holds for all of them, as with a large rank, the result has the bits of an exchange without
-a hook.
+gradient, so that nothing is lost, only delayed. Gradients here are sums, so errors are kept per unit of weight and loss
+scale: in a step that weighs half as much, they count half as much. Vectors, and matrices that would not get smaller,
+are sent as they are; if no matrix would get smaller (with a large rank, say), the result has the same bits as without a
+hook.
 
-A step that is skipped for a NaN or an infinite gradient leaves the state of its matrices as it was. One that is skipped
+A step that is skipped for a NaN or an infinite gradient does not change the state of its matrices. One that is skipped
 as a spike has already changed it. All ranks must compute the same bits from the same sums, so all must have the same
 kind of device.
 """
@@ -53,7 +53,7 @@ class Matrix:
 class PowerSGDHook(Hook):
     """Exchange matrices as products of two thin ones, from step `powersgd_start` on.
 
-    The first steps are exact, as usual for PowerSGD: gradients change most then.
+    The first steps are exact, as is usual for PowerSGD: gradients change most at the beginning.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PowerSGDHook(Hook):
         self.steps = 0
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
-        # Vectors and small matrices have none, and travel as they are.
+        # Vectors and small matrices are not among them, and are sent as they are.
         self.matrices: dict[str, Matrix] = {}
 
         for number, (name, p) in enumerate(named.items()):
@@ -72,7 +72,7 @@ class PowerSGDHook(Hook):
                 matrix_seed = derive(seed, "powersgd", number)
                 self.matrices[name] = _fresh(p, config.powersgd_rank, matrix_seed, self.feedback)
 
-        # One unit of the mean gradient in this step's sums; its all-reduce runs while backward does.
+        # One unit of the mean gradient in this step's sums; its all-reduce runs during the backward.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
         self._unit = self._scale
         self._unit_work: dist.Work | None = None
@@ -94,7 +94,7 @@ class PowerSGDHook(Hook):
         if not (self.feedback and self.compresses):
             return
 
-        # The loss scale is 0 for padding, which says nothing.
+        # Padding has a loss scale of 0, which means nothing.
         self._scale = torch.maximum(self._scale, start.double())
         if word is not None:
             self._unit = self._scale * word.weight
@@ -216,8 +216,7 @@ class PowerSGDHook(Hook):
         return sum(others, first) / self.ranks
 
     def _row(self, error: Tensor) -> DTensor:
-        """`error` (n, m) as this rank's row of the tensor (ranks, n, m)."""
-        assert self._mesh is not None
+        """Return `error` (n, m) as this rank's row of a tensor (ranks, n, m)."""
         return DTensor.from_local(
             error[None],
             self._mesh,
