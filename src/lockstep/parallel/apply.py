@@ -96,13 +96,16 @@ def _drive(
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver
         return single(model, runtime)
+
     if axes and axes.mesh.sizes["pp"] > 1:
         from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
 
         return PipelineDriver(model, task, config, axes, runtime, compiled, data)
+
     if config.sharing.shards_parameters:
         fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
         return fsdp(model, config, runtime, axes)
+
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:

@@ -118,11 +118,15 @@ class Driver:
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)
             self.backward(loss, control)
+
         return self.reduced()
+
+    # ---- one micro-batch at a time ----
 
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
         if self.broadcasts_buffers:
             self.sync_buffers()
 
@@ -132,6 +136,7 @@ class Driver:
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
         start = control.record(loss)
+        # After `record`: the word carries the weights of all micro-batches.
         word = control.word() if control.last else None
         self._backward(loss.total, control.constant(start, loss.total.dtype), word)
         control.backwards_done += 1
@@ -147,6 +152,8 @@ class Driver:
         norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
 
+    # ---- outside a step ----
+
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch without gradients; None on ranks that do not know it."""
         with autocast():
@@ -154,6 +161,7 @@ class Driver:
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
+        # In half precision, squares would overflow or lose their bits.
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
@@ -172,6 +180,8 @@ class Driver:
         """
         return nullcontext()
 
+    # ---- for subclasses ----
+
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * start`, both (). Given the control word, also reduce it and the gradients."""
         raise NotImplementedError
@@ -181,7 +191,7 @@ class Driver:
 
 
 class SingleDriver(Driver):
-    """One process: there is nothing to reduce."""
+    """Runs the model in one process. There is nothing to reduce, and collectives return at once."""
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         self.model = model
@@ -215,7 +225,7 @@ class ShardedDriver(SingleDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # A forward waits for the other ranks, so before each one they all say that they continue.
+        # A forward waits for the other ranks. So before each one, all ranks tell the others what they do next.
         handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
         try:
             yield None
@@ -264,6 +274,7 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
             "",
             "unfreeze what should be trained before Lockstep gets the model",
         )
+
     return [name for name, _ in pairs], [p for _, p in pairs]
 
 

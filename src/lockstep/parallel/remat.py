@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -85,16 +80,14 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: b
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
+    # Only where it is needed: torch.compile takes any `context_fn`, even torch's default, for a selective checkpoint.
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
+    )
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
     # their devices among the positional arguments only, so all arguments are passed that way.
-    return checkpoint(
-        partial(_call, run, len(args), tuple(kwargs)),
-        *args,
-        *kwargs.values(),
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=partial(create_selective_checkpoint_contexts, _keep_costly) if selective else noop_context_fn,
-    )
+    call = partial(_call, run, len(args), tuple(kwargs))
+    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
 
 def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: Any) -> Any:

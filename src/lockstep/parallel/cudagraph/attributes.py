@@ -40,6 +40,8 @@ class AttributeWatch:
             return
 
         self._sizes = sizes
+
+        # By the kind of value. Values of other kinds are not watched.
         self._plain: list[Slot] = []
         self._tensors: list[Slot] = []
         self._callables: list[Slot] = []
@@ -64,6 +66,7 @@ class AttributeWatch:
         if not same_objects(values, self._last_values):
             self._last_values = values
             self._last_key = tuple(value if type(value) in PLAIN_TYPES else type(value) for value in values)
+
         return self._last_key
 
     def tensors(self) -> list[Tensor]:

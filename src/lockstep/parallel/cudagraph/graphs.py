@@ -150,7 +150,7 @@ class GraphedCall(Link):
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside another tracer, or where autograd is off for good, there is nothing to capture.
+        # Inside another tracer, or where autograd is off permanently, there is nothing to capture.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
             return self.inner(*args, **kwargs)
 
@@ -223,6 +223,7 @@ class GraphedCall(Link):
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
         elif any(self._hooks):
             self._refuse(variant, "a module has hooks, which a replay would not call")
+
         return variant
 
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
@@ -241,7 +242,8 @@ class GraphedCall(Link):
                     f"not launch-bound: the host launches in {host_s * 1e3:.2f} ms what takes the device "
                     f"{device_s * 1e3:.2f} ms",
                 )
-        # Each capture holds activations and gradients of its own.
+
+        # Each capture has its own memory for activations and gradients.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
 
@@ -276,6 +278,7 @@ class GraphedCall(Link):
                 return self._refuse(variant, why)
 
         capture.compared = True
+
         times = ""
         if variant.forwards:
             host_s, device_s = self._seconds(variant)
@@ -338,6 +341,7 @@ class GraphedCall(Link):
             raise UserError(
                 f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "type graph=auto"
             )
+
         self._log_once(call, f"not captured: {why}")
 
     def _log_once(self, call: str, reason: str) -> None:
@@ -358,8 +362,10 @@ class GraphedCall(Link):
         begin = self.device.record_event()
         result = self.inner(*args, **kwargs)
 
-        if variant.calls > 1:  # the first call compiles and allocates
+        # The first call compiles and allocates.
+        if variant.calls > 1:
             variant.forwards.append(Timing(time.perf_counter() - begin_s, begin, self.device.record_event()))
+
         if not variant.training or variant.refused is not None:
             return result
 
@@ -389,6 +395,7 @@ class GraphedCall(Link):
         for timings in filter(None, (variant.forwards, variant.backwards)):
             host_s += min(timing.host_s for timing in timings)
             device_s += min(self.device.elapsed_s(timing.begin, timing.end) for timing in timings)
+
         return host_s, device_s
 
 
@@ -405,10 +412,12 @@ class _BackwardWatch:
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
+
         if not any(self._arrived):
             self._begin_s = time.perf_counter()
             self._begin = self._device.record_event()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
         self._arrived[index] = True
 
     def _end(self) -> None:
@@ -417,8 +426,10 @@ class _BackwardWatch:
         if self._timed:
             seconds = time.perf_counter() - self._begin_s
             variant.backwards.append(Timing(seconds, self._begin, self._device.record_event()))
+
+        # The call returns other outputs than before.
         if variant.patterns and len(variant.patterns[0]) != len(self._arrived):
-            variant.patterns = []  # the call returns other outputs than before
+            variant.patterns = []
 
         pattern = tuple(self._arrived)
         if pattern not in variant.patterns:

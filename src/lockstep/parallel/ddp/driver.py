@@ -169,6 +169,8 @@ class DDPDriver(Driver):
             )
         if self.hook:
             self.hook.prepare(start, word)
+
+        # Not the last backward of the step: gradients stay on this rank.
         if word is None:
             torch.autograd.backward(total, start)
             return
@@ -190,6 +192,8 @@ class DDPDriver(Driver):
                 return HalfHook(word, group, torch.float16)
             case "bf16":
                 return HalfHook(word, group, torch.bfloat16)
+
+        # DDP would sum bf16 gradients in bf16.
         return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _check_complete(self) -> None:
@@ -246,6 +250,7 @@ def _frozen_names(model: nn.Module) -> list[str]:
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
+
     return sorted(set(frozen))
 
 

@@ -29,9 +29,9 @@ from lockstep.task import MicroBatch
 
 
 class _FullParameters(Driver):
-    """What the drivers share whose ranks hold full parameters: a tree of gradients, and norms.
+    """What drivers share whose ranks hold full parameters: a tree of gradients, and norms.
 
-    Norms follow the formula that ranks with shards use.
+    Norms are computed with the formula that ranks with shards use.
     """
 
     tree: TreeSum[Gradients]  # of this rank's micro-batches
@@ -65,6 +65,8 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, start, word)
         self._push_gradients()
+
+        # After the last backward of the step.
         if word is not None:
             summed = self.tree.finish()
             for parameter in self.parameters:
@@ -84,6 +86,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
+
         super()._backward(total, start, word)
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
@@ -124,6 +127,7 @@ class OrderedFSDPDriver(FSDPDriver):
         self._round += 1
         for reduction in self._reductions:
             reduction.expected = self._round, _micro_batches(control), control.last
+
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to it, and it has no meaning before the last round
 
@@ -139,6 +143,7 @@ class OrderedFSDPDriver(FSDPDriver):
                 "earlier ones use it",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
+
         grads = [p.grad for p in self.parameters if p.grad is not None]
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # the sum of these numbers is exact in any order
@@ -185,6 +190,7 @@ class _OrderedReduceScatter(ReduceScatter):
                 "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
+
         number, total, last = self.expected
         self.expected = None
 
@@ -194,6 +200,7 @@ class _OrderedReduceScatter(ReduceScatter):
         for index, term in enumerate(received.chunk(group.size()), number * group.size()):
             if index < total:  # the rest is padding, which adds nothing
                 self.tree.push(Subtree(index, 0), term)
+
         if last:
             output_tensor.copy_(self.tree.finish())
             return

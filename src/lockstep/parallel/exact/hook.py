@@ -62,7 +62,8 @@ def _add_up(chunk: _Chunk) -> None:
 class OrderedHook(Hook):
     """Leaves the sum over all micro-batches of the step in every bucket, not a mean.
 
-    Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
+    The gradients of this rank's earlier micro-batches wait in `tree`; DDP hands over those of the last one, bucket by
+    bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
@@ -199,7 +200,7 @@ class OrderedHook(Hook):
         return buffer.new_empty(size)
 
     def _own_roots(self, bucket: Bucket) -> list[Tensor]:
-        """Return this rank's sums, laid out like the bucket. The last one is the bucket itself, the others are copies."""
+        """Return this rank's sums, laid out like the bucket: copies, and as the last one the bucket itself."""
         if self._last is None:
             return []
 
