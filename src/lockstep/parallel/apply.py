@@ -38,15 +38,15 @@ def apply(
 ) -> Driver:
     """Move `model` to its device and return the driver that executes it.
 
-    `task` may say how to shard the model. `log_event` receives what is decided later, while the model runs. `data`
-    gives samples, for a pipeline that must see the model running to find its stages.
+    `task` may say how to shard the model. `log_event` receives decisions that are made later, while the model runs.
+    `data` returns samples, for a pipeline that must run the model to find its stages.
     """
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
-    # By default on a GPU, but not in exact mode.
-    by_default = runtime.device.type == "cuda" and not config.exact
-    compiled = by_default if config.compile == "auto" else config.compile
+    compiled = config.compile
+    if compiled == "auto":
+        compiled = runtime.device.type == "cuda" and not config.exact
 
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
@@ -63,7 +63,7 @@ def apply(
     if not pipelined and not empty:
         model.to(runtime.device)
 
-    # What changes single layers comes before what wraps the model's calls.
+    # Changes to single layers come before wrappers around the model's calls.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
@@ -76,28 +76,36 @@ def apply(
         warm_up_compile(model, config, runtime)
     capture_calls(model, config, runtime, log_event)
 
-    # The driver shards or replicates the model.
-    driver: Driver
-    if axes and pipelined:
-        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
-
-        driver = PipelineDriver(model, task, config, axes, runtime, compiled, data)
-    else:
-        driver = _drive(model, config, runtime, axes)
+    driver = _drive(model, task, config, runtime, axes, compiled, data)
     driver.placement = replace(
-        driver.placement, data_rank=mesh.data_rank, data_size=mesh.data_size, reports_loss=mesh.reports_loss
+        driver.placement, data_rank=mesh.coordinate("dp"), data_size=mesh.data_size, reports_loss=mesh.reports_loss
     )
     return driver
 
 
-def _drive(model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None) -> Driver:
+def _drive(
+    model: nn.Module,
+    task: Any,
+    config: RunConfig,
+    runtime: Runtime,
+    axes: Axes | None,
+    compiled: bool,
+    data: Callable[[], Any] | None,
+) -> Driver:
     # The configuration has refused what exact mode does not support: other meshes, and unused parameters.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver
-        return single(model, runtime.device)
+        return single(model, runtime)
+
+    if axes and axes.mesh.sizes["pp"] > 1:
+        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
+
+        return PipelineDriver(model, task, config, axes, runtime, compiled, data)
+
     if config.sharing.shards_parameters:
         fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
         return fsdp(model, config, runtime, axes)
+
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:

@@ -1,4 +1,4 @@
-"""The repeated parts of a model, such as the layers of a transformer: what is gathered, recomputed or staged as one."""
+"""Blocks: the repeated parts of a model (transformer layers, say), each gathered, recomputed or staged as a unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
 
         return _outermost([module for module, names in classes.items() if names.intersection(named)])
 
-    # A list of one module is no repetition, and one of several classes is a sequence of different steps.
+    # A list of one module repeats nothing, and a list of several classes is a sequence of different steps.
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [members for members in lists if len(members) > 1 and len(set(map(_user_class, members))) == 1]
     members = chain.from_iterable(repeated)
@@ -44,7 +44,7 @@ def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Mod
     named = list(model.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
     block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
-    # Modules with a name outside all blocks, including those that also lie inside one under another name.
+    # A module inside a block counts here if it also has a name outside.
     outside = [module for name, module in named if not f"{name}.".startswith(block_prefixes)]
 
     # Count the holders of each parameter: blocks count once each, all the rest together once.
@@ -57,29 +57,24 @@ def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Mod
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of the class as the user wrote it."""
     return _user_class(module).__name__
 
 
 def class_to_name(model: nn.Module, typed: str = "") -> str | None:
-    """Return what to type in `blocks`, None if the model has no parts.
+    """Return a class to propose for the setting `blocks`; None if the model has no parts.
 
-    That is a class with a name close to what was `typed`, or the class of the blocks that we would find, or that of the
-    largest part.
+    It is one with a name close to what the user has `typed`, or else the class of the blocks that we would find, or
+    that of the largest part.
     """
-    # Small layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
     parts = [module for module in _candidates(model) if _has_parameters(module)]
-    containers = [module for module in parts if any(True for _ in module.children())]
     blocks = find_blocks(model)
-    likely = [*containers, *blocks] or parts
+    # Layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
+    likely = [module for module in parts if any(True for _ in module.children())] + blocks or parts
 
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):
         return close[0]
-
-    if blocks:
-        return class_name(blocks[0])
-    largest = max(parts, key=lambda module: sum(p.numel() for p in module.parameters()), default=None)
-    return None if largest is None else class_name(largest)
+    largest_first = sorted(parts, key=lambda module: -sum(p.numel() for p in module.parameters()))
+    return next((class_name(module) for module in [*blocks, *largest_first]), None)
 
 
 def _no_such_blocks(word: str, model: nn.Module) -> UserError:
@@ -101,12 +96,11 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called. Lists and dicts of modules cannot."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward  # lists and dicts of modules have none
 
 
 def _user_class(module: nn.Module) -> type:
-    """Return the class as the user wrote it: torch makes a class of its own for a sharded module."""
+    """Return the class as the user wrote it: torch derives a class from it when it shards a module."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 

@@ -1,8 +1,8 @@
-"""Flatten the arguments or results of a call into tensors and a spec, and build them again from both.
+"""Flatten the arguments or results of a call into tensors and a spec, and rebuild them from both.
 
 The spec is hashable and can be compared: two calls with equal specs and tensors of equal shapes do the same work. A
-value that might hide tensors is refused (`OpaqueValue`), not guessed at. torch's own pytrees would treat such a value,
-and every dataclass, as one opaque leaf.
+value that might hide tensors is refused (`OpaqueValue`). torch's own pytrees would treat such a value, and every
+dataclass, as one opaque leaf.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-TENSOR = "a tensor"  # takes a tensor's place in a spec
-CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, range)
+TENSOR = "a tensor"  # stands for a tensor in a spec
+CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 
 
 class OpaqueValue(Exception):
@@ -37,11 +37,6 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
     return tensors, spec
 
 
-def unflatten(tensors: list[Tensor], spec: Any) -> Any:
-    """Build the value that `flatten` would take apart into `tensors` and `spec`."""
-    return _unflatten(spec, iter(tensors))
-
-
 def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
 
@@ -57,19 +52,18 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     if value is None or isinstance(value, CONSTANTS):
         return "constant", kind, value
 
-    # Exact types: a subclass may keep tensors in attributes of its own.
+    # torch's own context of a dict is a list of keys, which cannot be hashed.
     if kind in (dict, OrderedDict):
-        return "mapping", kind, tuple(value), _flatten_all(value.values(), tensors)
+        return "node", kind, tuple(value), _flatten_all(value.values(), tensors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple", kind, _flatten_all(value, tensors)
-    if kind in (list, tuple, torch.Size):
-        return "sequence", kind, _flatten_all(value, tensors)
 
     # A Hugging Face ModelOutput is both a dataclass and a mapping; torch knows it as a registered node.
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         names = tuple(field.name for field in dataclasses.fields(value))
         return "dataclass", kind, names, _flatten_all([getattr(value, name) for name in names], tensors)
 
+    # Lists, tuples and registered types. Not their subclasses, which may keep tensors in other attributes.
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
         return "node", kind, context, _flatten_all(children, tensors)
@@ -81,28 +75,25 @@ def _flatten_all(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Hashable
     return tuple(_flatten(value, tensors) for value in values)
 
 
-def _unflatten(spec: Any, tensors: Iterator[Tensor]) -> Any:
+def unflatten(tensors: Iterable[Tensor], spec: Any) -> Any:
+    """Rebuild the value that `flatten` took apart into `tensors` and `spec`."""
+    # Tensors were flattened depth first, and are handed out in the same order.
+    remaining = iter(tensors)
     if spec == TENSOR:
-        return next(tensors)
+        return next(remaining)
 
-    # The last element of a spec holds the children; a name, keys or a context may come before.
+    # The last element of a spec holds the children; names, keys or a context may come before.
     what, kind, *inside = spec
     if what == "constant":
         return inside[0]
 
-    # Tensors were flattened depth first, and are handed out in the same order.
-    children = [_unflatten(child, tensors) for child in inside[-1]]
-    match what:
-        case "mapping":
-            return kind(zip(inside[0], children, strict=True))
-        case "namedtuple":
-            return kind(*children)
-        case "sequence":
-            return kind(children)
-        case "node":
-            return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
+    children = [unflatten(remaining, child) for child in inside[-1]]
+    if what == "node":
+        return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
+    if what == "namedtuple":
+        return kind(*children)
 
-    # A dataclass, as it was and not as its __init__ would make it.
+    # A dataclass gets its fields back as they were, without its __init__, which might compute others.
     instance = object.__new__(kind)
     for name, child in zip(inside[0], children, strict=True):
         object.__setattr__(instance, name, child)

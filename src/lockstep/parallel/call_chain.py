@@ -46,7 +46,7 @@ class CallChain:
     @classmethod
     def of(cls, module: nn.Module) -> CallChain:
         """Return the chain that is installed on `module`, or a new one without links."""
-        # The attribute itself says whether there is a chain: no second place that could disagree with it.
+        # The attribute itself says whether there is a chain: no second record could disagree with it.
         current = module._compiled_call_impl
         return current if isinstance(current, CallChain) else cls(module)
 
@@ -54,13 +54,13 @@ class CallChain:
         return self._outermost(*args, **kwargs)
 
     def install(self, name: str, link: Link) -> None:
-        """Put `link` at the place that ORDER gives to `name`; it replaces a link of the same name."""
+        """Put `link` into the position that ORDER gives to `name`; it replaces a link of the same name."""
         assert name in ORDER, name
         self._links[name] = link
         self._connect()
 
     def remove(self, name: str) -> None:
-        """Take the link `name` out, if there is one. The module is as before when the last link is gone."""
+        """Remove the link `name`, if there is one. Without its last link the module is as it was before."""
         self._links.pop(name, None)
         self._connect()
 

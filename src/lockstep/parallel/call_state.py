@@ -1,4 +1,4 @@
-"""Call a model without side effects: snapshot and restore what a call changes, and run forward and backward aside.
+"""Call a model without side effects: snapshot and restore what a call changes, and run trial forwards and backwards.
 
 Used before something irreversible is built on a call: a CUDA graph, a split into pipeline stages, or compiled code that
 all ranks wait for.
@@ -26,7 +26,7 @@ Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module keeps besides parameters, buffers, submodules and hooks."""
+    """Return the attributes of a module except its parameters, buffers, submodules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES}
 
 
@@ -37,13 +37,13 @@ class StateSnapshot:
     """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
-        """`generator` is that of the model's device; those of the host (torch, numpy, random) are always included."""
+        """`generator` is that of the model's device. The host's (torch, numpy, random) are always included."""
         self._generators = [torch.default_generator, generator]
         self._generator_states = [g.get_state() for g in self._generators]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
 
-        # Which buffers a module has, and which of them are not saved: a forward may register new ones.
+        # The buffers of each module, and which of them are not persistent: a forward may register new ones.
         self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
         unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
@@ -56,7 +56,7 @@ class StateSnapshot:
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back. May be called more than once."""
+        """Restore everything. May be called more than once."""
         for generator, state in zip(self._generators, self._generator_states, strict=True):
             generator.set_state(state)
 
@@ -82,7 +82,7 @@ class StateSnapshot:
 
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
-        # On a CPU both are the same generator, and drawing from it is fine: the snapshot puts it back.
+        # On a CPU both are the same generator, and drawing from it is fine: the snapshot restores it.
         host, device = self._generators
         torch_drawn = host is not device and not torch.equal(host.get_state(), self._generator_states[0])
         numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
@@ -90,7 +90,7 @@ class StateSnapshot:
         return torch_drawn or numpy_drawn or random.getstate() != self._python_random
 
     def replaced_buffers(self) -> list[str]:
-        """Return the names of buffers that are now other tensors, or did not exist."""
+        """Return the names of buffers that are now different tensors, new or gone."""
         return [
             name
             for module, buffers, _ in self._owned
@@ -106,7 +106,7 @@ class AttributeSnapshot:
         self._before = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
     def changed(self) -> list[str]:
-        """Return `Class.name` of attributes that are new, are other objects, or hold other objects."""
+        """Return `Class.name` of attributes that are new, are different objects, or hold different objects."""
         return [
             f"{type(module).__name__}.{name}"
             for module, before in self._before
@@ -116,11 +116,10 @@ class AttributeSnapshot:
 
     def restore(self) -> None:
         for module, before in self._before:
-            # Remove what the call has added.
             for name in own_attributes(module).keys() - before.keys():
                 del vars(module)[name]
 
-            # Bring back what it has replaced or changed, as the same object.
+            # Also what was replaced or changed in place becomes the same object again, with the same contents.
             for name, (value, contents) in before.items():
                 vars(module)[name] = value
                 if type(value) is list:
@@ -170,17 +169,14 @@ class TrialCall:
         self.inputs = [t.detach().clone().requires_grad_(self.grad and t.requires_grad) for t in tensors]
         self.parameters = parameters if self.grad else []
 
-        # What gradients are computed for: inputs that require one, then all parameters.
+        # Gradients are computed for these: the inputs that require one, then all parameters.
         self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
 
-        # Results, filled by forward() and backward().
-        self.outputs: list[Tensor] = []
-        self.output_spec: Hashable = None
-        self.keeps_arguments = True  # False: the call has put something else into its arguments
-        self.gradients: dict[Pattern, list[Tensor | None]] = {}  # for each of `sources`, by the outputs that got one
+        # A gradient (or None) for each of `sources`, by the pattern of the backward that has computed it.
+        self.gradients: dict[Pattern, list[Tensor | None]] = {}
 
     def forward(self) -> None:
-        """Run the call, and keep its flattened outputs."""
+        """Run the call and set its results: `outputs` and `output_spec`, and whether it `keeps_arguments`."""
         args, kwargs = unflatten(self.inputs, self.spec)
         # Autocast caches converted weights; a trial must not read copies made outside, nor leave its own there.
         torch.clear_autocast_cache()
@@ -190,7 +186,7 @@ class TrialCall:
         self.keeps_arguments = self._has_kept(args, kwargs)
 
     def _has_kept(self, args: Any, kwargs: Any) -> bool:
-        """Whether the arguments still hold the same objects. A cache of keys and values would not."""
+        """Whether the arguments still hold the same objects. A key-value cache, say, would not."""
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue:
@@ -231,8 +227,8 @@ class TrialCall:
     @property
     def has_compiled_backward(self) -> bool:
         """Whether a part of the backward is compiled; such a part runs once only. Valid before the backward."""
-        starts = [output.grad_fn for output in self.differentiable]
-        return any(type(node).__name__.startswith("CompiledFunction") for node in autograd_nodes(starts))
+        nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
+        return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
 
 
 # ---- the autograd graph ----

@@ -1,6 +1,6 @@
-"""The Driver: what the step needs from any way of executing a model. The step never asks which one it has.
+"""The Driver: one way of executing a model, behind an interface that is the same for all. The step never asks which.
 
-`Driver` is the protocol. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
+`Driver` is the interface. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
 `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
 """
 
@@ -89,10 +89,10 @@ class Control(Protocol):
 class Driver(Protocol):
     """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
 
+    placement: Placement
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
-    placement: Placement
-    extra_state: Mapping[str, Any]  # what a checkpoint must hold of it, by name: has state_dict and load_state_dict
+    extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
@@ -117,17 +117,18 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """What the drivers share. A loop that the user writes calls `begin` to `reduced` itself, one micro-batch at a time.
+    """Runs one micro-batch after another. A loop that the user writes calls `begin` to `reduced` itself.
 
-    A subclass implements `_backward`, which backpropagates `total * start` and, given the control word, reduces.
+    A subclass implements `_backward`.
     """
 
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
-    gradient_factor = 1.0
+    runtime: Runtime
     broadcasts_buffers = False  # before every step
     names: list[str]  # of the trainable parameters, in the model's order
     parameters: list[nn.Parameter]
+    gradient_factor = 1.0
     codec: ControlWordCodec
     _word: Tensor  # the reduced control word of the newest step
 
@@ -138,11 +139,15 @@ class BaseDriver(Driver):
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)
             self.backward(loss, control)
+
         return self.reduced()
+
+    # ---- one micro-batch at a time ----
 
     def begin(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
         if self.broadcasts_buffers:
             self.sync_buffers()
 
@@ -152,6 +157,7 @@ class BaseDriver(Driver):
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
         start = control.record(loss)
+        # After `record`: the word carries the weights of all micro-batches.
         word = control.word() if control.last else None
         self._backward(loss.total, control.constant(start, loss.total.dtype), word)
         control.backwards_done += 1
@@ -159,28 +165,38 @@ class BaseDriver(Driver):
     def reduced(self) -> Reduced:
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
-        # Nearly always every parameter has a gradient, and the list of all names will do.
         names = self.names
+        # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+
         norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
         return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
+
+    # ---- outside a step ----
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         with autocast():
             return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        # In half precision, squares would overflow or lose their bits.
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         return full_tensor(tensor)
 
+    def sync_buffers(self) -> None:
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
+    # ---- for subclasses ----
+
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        """Backpropagate `total * start`, both (). Given the control word, also reduce it and the gradients."""
         raise NotImplementedError
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
@@ -188,16 +204,14 @@ class BaseDriver(Driver):
 
 
 class SingleDriver(BaseDriver):
-    """One process: there is nothing to reduce."""
+    """Runs the model in one process. There is nothing to reduce, and collectives return at once."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, runtime: Runtime):
         self.model = model
         self.module = model
+        self.runtime = runtime
         self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(device, torch.float64)
-
-    def sync_buffers(self) -> None:
-        pass
+        self.codec = ControlWordCodec(runtime.device, torch.float64)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         torch.autograd.backward(total, start)
@@ -214,7 +228,7 @@ class _RanksDiffer(Exception):
 
 
 class ShardedDriver(SingleDriver):
-    """The base of drivers whose ranks hold shards of the parameters.
+    """The base of drivers whose ranks hold shards of the parameters. The model is sharded before `__init__` gets it.
 
     Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
     ranks.
@@ -222,14 +236,9 @@ class ShardedDriver(SingleDriver):
 
     placement = Placement(replicated=False, collective_forwards=True)
 
-    def __init__(self, model: nn.Module, runtime: Runtime):
-        """`model` is sharded already."""
-        super().__init__(model, runtime.device)
-        self.runtime = runtime
-
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # A forward waits for the other ranks, so before each one they all say that they continue.
+        # A forward waits for the other ranks. So before each one, all ranks tell the others what they do next.
         handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
         try:
             yield None
@@ -246,9 +255,6 @@ class ShardedDriver(SingleDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
-
-    def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _reduce(self, word: ControlWord) -> None:
         self._reduce_gradients()
@@ -281,10 +287,11 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
             "",
             "unfreeze what should be trained before Lockstep gets the model",
         )
+
     return [name for name, _ in pairs], [p for _, p in pairs]
 
 
 def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
-    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must be equal by themselves."""
+    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))

@@ -1,4 +1,4 @@
-"""Settings that replace single layers of a model: precision=fp8 and ddp.sync_batchnorm=true."""
+"""Replace single layers of a model, as precision=fp8 and ddp.sync_batchnorm=true ask."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FLOAT8_MULTIPLE = 16  # float8 matrix units take dimensions that are multiples o
 def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
     """Compute the matrix products inside blocks in float8 (torchao), with one scale per tensor.
 
-    The layers outside the blocks, the first and the last ones, stay in bfloat16: they lose most by fewer bits, and are
-    the smaller part of the work. Parameters keep their names, dtypes and objects.
+    The layers outside the blocks (the first and the last ones) stay in bfloat16: they suffer most from fewer bits, and
+    are the smaller part of the work. The parameters stay the same objects, with their names and dtypes.
     """
     from torchao.float8 import convert_to_float8_training  # pyrefly: ignore[missing-import]
 
-    # torchao decides per module; ids, since a module may have several names.
+    # By id, since a module may have several names.
     blocks = find_blocks(model, named)
     chosen = {id(module) for block in blocks for module in block.modules() if _fits_float8(module)}
     if not chosen:
@@ -34,9 +34,11 @@ def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
 
 
 def _fits_float8(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear):
-        return False
-    return module.in_features % FLOAT8_MULTIPLE == 0 and module.out_features % FLOAT8_MULTIPLE == 0
+    return (
+        isinstance(module, nn.Linear)
+        and module.in_features % FLOAT8_MULTIPLE == 0
+        and module.out_features % FLOAT8_MULTIPLE == 0
+    )
 
 
 def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
@@ -47,9 +49,8 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
     if runtime.world.alone:
         return
 
-    # torch converts children, never the model itself.
-    children = [child for module in model.modules() for child in module.children()]
-    if not any(isinstance(child, _BatchNorm) for child in children):
+    # torch converts submodules, never the model itself.
+    if not any(isinstance(module, _BatchNorm) for module in model.modules() if module is not model):
         raise UserError(
             f"ddp.sync_batchnorm=true, but {type(model).__name__} contains no BatchNorm",
             "",

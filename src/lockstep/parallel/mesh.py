@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -37,7 +37,7 @@ class Mesh:
 
     @property
     def plain(self) -> bool:
-        """Whether only samples are divided between the ranks, whatever the strategy does along dp."""
+        """Whether dp is the only axis: each rank has its own samples, whatever the strategy shards."""
         return self.sizes["pp"] == self.sizes["tp"] == 1
 
     def coordinate(self, axis: str) -> int:
@@ -46,17 +46,13 @@ class Mesh:
         return self.rank // stride % self.sizes[axis]
 
     @property
-    def data_rank(self) -> int:
-        """Which samples: ranks that differ in pp or tp train on the same ones."""
-        return self.coordinate("dp")
-
-    @property
     def data_size(self) -> int:
+        """How many groups of ranks have samples of their own. Ranks that differ in pp or tp only train on the same."""
         return self.sizes["dp"]
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss and weight count: of the ranks with the same samples, one in the last stage."""
+        """Whether this rank's loss and weight count. Of the ranks with the same samples, one in the last stage does."""
         return self.coordinate("tp") == 0 and self.coordinate("pp") == self.sizes["pp"] - 1
 
     def __str__(self) -> str:
@@ -68,7 +64,7 @@ class Axes:
 
     def __init__(self, mesh: Mesh, runtime: Runtime):
         self.mesh = mesh
-        self.devices: DeviceMesh = init_device_mesh(runtime.device.type, mesh.shape, mesh_dim_names=AXES)
+        self.devices = init_device_mesh(runtime.device.type, mesh.shape, mesh_dim_names=AXES)
         self._runtime = runtime
 
     def along(self, axis: str) -> Collectives:
@@ -82,11 +78,11 @@ class Axes:
 
 
 def plan_mesh(config: RunConfig, world: World) -> Mesh:
-    """Return the mesh that `mesh` and `strategy` ask for, or raise a UserError with the nearest one that fits."""
+    """Return the mesh that the settings `mesh` and `strategy` ask for, or refuse it and name the nearest that fits."""
     sizes = {"pp": config.mesh.pp, "dp": config.mesh.dp, "tp": config.mesh.tp}
     _check_strategy(config, sizes)
 
-    # One axis without a size takes what the others leave: the strategy's own, or dp.
+    # One axis without a size takes the ranks that are left: the strategy's own axis, or dp.
     filled = next((axis for axis in (config.sharing.axis, "dp") if axis and sizes[axis] is None), None)
     shape = {axis: sizes[axis] or 1 for axis in AXES}
     product = math.prod(shape.values())
@@ -100,22 +96,24 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
 def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> UserError:
     """Name the nearest mesh for this number of ranks, and the nearest number of ranks for this mesh."""
     product = math.prod(asked_sizes.values())
-    fixes = []
+    ranks = product * max(1, round(size / product)) if filled else product
+    fixes = [f"--nproc {ranks}"]
+
+    # The first axis whose size can be changed so that the mesh fits.
     for axis in [name for name in ("dp", "tp", "pp") if name in asked_sizes]:
         rest = product // asked_sizes[axis]
         fitting = [n for n in range(1, size + 1) if (size % (n * rest) == 0 if filled else n * rest == size)]
         if fitting:
             nearest = min(fitting, key=lambda n: abs(n - asked_sizes[axis]))
-            fixes.append(f"type mesh.{axis}={nearest}")
+            fixes.insert(0, f"type mesh.{axis}={nearest}")
             break
-    ranks = product * max(1, round(size / product)) if filled else product
 
     asked = ", ".join(f"mesh.{axis}={asked_sizes[axis]}" for axis in AXES if axis in asked_sizes)
     why = f"{size} is not a multiple of {product}" if filled else f"it has {product} places"
     return UserError(
         f"the mesh {asked} does not fit {size} rank{'s' * (size > 1)}: {why}",
         "",
-        ", or ".join([*fixes, f"--nproc {ranks}"]),
+        ", or ".join(fixes),
     )
 
 

@@ -1,6 +1,6 @@
 """init=meta: construct a model without memory for its parameters, then initialise and shard it block by block.
 
-That is for a model that no single rank could hold. Buffers, and tensors that are plain attributes, stay as their
+This allows models that no single rank could hold. Buffers, and tensors that are plain attributes, stay as their
 constructors make them.
 
 Parameters are set by the `reset_parameters()` of their modules, as full tensors in host memory, children before
@@ -29,7 +29,7 @@ from lockstep.runtime.seeds import derive, seed_torch
 
 
 def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
-    """Return `make()`, with init=meta without memory for parameters."""
+    """Return `make()`; with init=meta its parameters take no memory."""
     if config.init != "meta":
         return make()
     _check_strategy(config)
@@ -39,8 +39,8 @@ def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter moves to the meta device as soon as a module registers it."""
-    # By the original, compared by identity: a parameter that two modules share stays one.
+    """Move each parameter to the meta device as soon as a module registers it."""
+    # Keyed by the original, compared by identity: a parameter that two modules share stays one.
     empty = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -72,7 +72,7 @@ def _check_strategy(config: RunConfig) -> None:
 
 
 def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
-    """Check that the model matches `init`: in a loop of their own, users construct it themselves."""
+    """Check that the model matches `init`: users who write their own loop construct it themselves."""
     on_meta = [p.is_meta for p in model.parameters()]
     if config.init == "meta":
         _check_strategy(config)
@@ -94,9 +94,9 @@ def fill(
     model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], seed: int, runtime: Runtime
 ) -> None:
     """Give `model` its weights, the same on every rank, and `shard` each block as soon as it is initialised."""
-    # As before a constructor, so that the same numbers are drawn.
+    # The same seed as before a constructor, so that the same numbers are drawn.
     seed_torch(derive(seed, "init"), runtime.device)
-    # Before any memory is allocated: the model may be too large to fail late.
+    # Before any memory is allocated: initialising a large model takes too long to fail late.
     _check_can_be_filled(model)
     filling = _Filling({id(block) for block in blocks}, shard)
     filling.fill(model, "")
@@ -106,22 +106,24 @@ def fill(
 class _FilledParameter(NamedTuple):
     """A parameter with memory, and the empty one that it replaces."""
 
-    place: tuple[str, nn.Module, str]  # name of the module, the module, name of the parameter in it
+    module_name: str
+    module: nn.Module
+    name: str  # in the module
     empty: nn.Parameter
     full: nn.Parameter
-    version: int  # of `full` when it was made: torch counts changes in place
+    version: int  # of `full` when it was made: torch counts in-place changes
 
 
 @dataclass
 class _Filling:
     """Walks through the modules, children before parents.
 
-    At any time the full tensors of one block, and of what lies outside the blocks, are in host memory.
+    Host memory never holds more full tensors than those of one block and of everything outside the blocks.
     """
 
     blocks: set[int]  # ids of modules
     shard: Callable[[nn.Module], Any]
-    # By id of the parameter that it replaces, which it keeps alive: tied parameters stay tied.
+    # Keyed by the id of the empty parameter, which the value keeps alive: tied parameters stay tied.
     _filled: dict[int, _FilledParameter] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # ids of modules
     _sharded: list[nn.Parameter] = field(default_factory=list)
@@ -138,22 +140,25 @@ class _Filling:
 
         self._fill_own(module, name)
 
-        # From here on the block's full tensors are not needed.
+        # The block's full tensors are not needed any more.
         if id(module) in self.blocks:
             self.finish(module)
             self.shard(module)
             self._sharded += module.parameters()
 
     def finish(self, module: nn.Module) -> None:
-        """Check the parameters inside `module`, and drop their records, so that sharding frees the full tensors."""
+        """Check the parameters inside `module`, and drop their records so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
         for key in [key for key, record in self._filled.items() if id(record.full) in inside]:
             record = self._filled.pop(key)
             # torch counts in-place changes on meta as well: the constructor must not have made more of them.
             if record.full._version - record.version < record.empty._version:
-                name, owner, own_name = record.place
-                problem = f"does not set {own_name} as a constructor does, which changes it once more"
-                raise _not_filled(name, owner, problem, "do that in it, or in a reset_parameters() of its block")
+                raise _not_filled(
+                    record.module_name,
+                    record.module,
+                    f"does not set {record.name} as a constructor does, which changes it once more",
+                    "do that in it, or in a reset_parameters() of its block",
+                )
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
         reset = _reset_of(module)
@@ -165,7 +170,7 @@ class _Filling:
         versions = [p._version for p in self._sharded]
         reset()
 
-        # A tied parameter was drawn once more, as its constructor did; the earlier values count.
+        # The reset has drawn tied parameters again, as the constructor did; the earlier values count.
         for tensor, value in tied:
             tensor.detach().copy_(value)
 
@@ -179,8 +184,8 @@ class _Filling:
     def _allocate(self, module: nn.Module, name: str) -> tuple[list[tuple[nn.Parameter, Tensor]], list[str]]:
         """Allocate memory for the module's own parameters and buffers.
 
-        Returns the parameters that an earlier module has set already, with their values, and the names of all that had
-        no memory.
+        Returns the parameters that an earlier module has already set, with their values, and the names of all
+        parameters and buffers that had no memory.
         """
         tied = []
         blank = list(_own_empty(module))
@@ -191,14 +196,14 @@ class _Filling:
                 tied.append((new, new.detach().clone()))
             else:
                 # In host memory: the device need not hold even one full block.
-                new = nn.Parameter(_blank(torch.empty_like(old, device="cpu")), old.requires_grad)
-                self._filled[id(old)] = _FilledParameter((name, module, key), old, new, new._version)
+                new = nn.Parameter(_blank_like(old), old.requires_grad)
+                self._filled[id(old)] = _FilledParameter(name, module, key, old, new, new._version)
 
-            setattr(module, key, new)  # not into `_parameters`: recurrent modules keep a list of their own
+            setattr(module, key, new)  # not into `_parameters`: recurrent modules also keep them in a list
 
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                setattr(module, key, _blank(torch.empty_like(buffer, device="cpu")))
+                setattr(module, key, _blank_like(buffer))
 
         return tied, blank
 
@@ -227,10 +232,10 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _blank(tensor: Tensor) -> Tensor:
-    """Fill `tensor` with a value that no initialisation sets."""
+def _blank_like(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory, filled with a value that no initialisation sets."""
     inexact = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.fill_(torch.nan if inexact else torch.iinfo(tensor.dtype).min)
+    return torch.full_like(tensor, torch.nan if inexact else torch.iinfo(tensor.dtype).min, device="cpu")
 
 
 def _is_blank(tensor: Tensor) -> bool:

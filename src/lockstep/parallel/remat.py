@@ -1,8 +1,8 @@
-"""Rematerialisation (activation checkpointing): drop a block's activations, and compute them again in the backward.
+"""Rematerialisation (activation checkpointing): drop a block's activations, and recompute them in the backward.
 
 full        only the input of every block is kept
-selective   the outputs of matrix products and attention are kept as well: what is recomputed is cheap
-every-K     every K-th block, starting with the first one
+selective   the outputs of matrix products and attention are also kept: recomputing the rest is cheap
+every-K     every K-th block is recomputed, starting with the first one
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
 
     for block in recomputed(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
-        original = vars(block).get("forward")  # something may have replaced it before us
+        original = vars(block).get("forward")  # set if something has replaced it before us
         # A partial, not a closure: in a copy of the model it belongs to the copied block.
         block.forward = partial(_forward, block, original, config.remat == "selective")
 
 
 def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
-    """Return those of the model's blocks that are recomputed."""
     if not remat.startswith("every-"):
         return blocks
 
@@ -77,15 +76,16 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: bool, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
-    # Without a backward nothing is kept anyway.
+    # Without a backward, no activations are kept anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
+    # Only where it is needed: torch.compile takes any `context_fn`, even torch's default, for a selective checkpoint.
     options: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
     )
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
-    # their devices among the positional arguments only, so all arguments are passed as such.
+    # their devices among the positional arguments only, so all arguments are passed that way.
     call = partial(_call, run, len(args), tuple(kwargs))
     return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
@@ -100,16 +100,13 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
     Leaving that out of the recomputation would shift the random numbers of what follows.
     """
-    if op in _COSTLY and not _dropout(op, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    if op not in _COSTLY:
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     # Operations get their arguments by position or by name.
     names = [argument.name for argument in op._schema.arguments]
     named_args = dict(zip(names, args, strict=False)) | kwargs
-    return named_args.get("dropout_p", 0.0)
+    return CheckpointPolicy.PREFER_RECOMPUTE if named_args.get("dropout_p") else CheckpointPolicy.MUST_SAVE
 
 
 def _check_no_running_statistics(block: nn.Module, remat: str) -> None:

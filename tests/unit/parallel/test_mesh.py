@@ -19,7 +19,7 @@ def test_the_grid_has_tp_innermost_and_one_voice_per_share_of_the_data() -> None
         (pp, dp, tp) for pp in range(2) for dp in range(3) for tp in range(2)
     ]
     assert [place.rank for place in places if place.reports_loss] == [6, 8, 10]
-    assert {place.data_rank for place in places if place.reports_loss} == {0, 1, 2}
+    assert {place.coordinate("dp") for place in places if place.reports_loss} == {0, 1, 2}
 
 
 ACCEPTED = [

@@ -1,6 +1,6 @@
-"""What modules keep besides parameters and buffers, read in every call.
+"""The attributes of modules besides parameters and buffers, checked in every call.
 
-A forward may read such attributes, so a changed value makes another variant of the call, or invalidates a capture.
+A forward may read them, so a changed value makes another variant of the call, or invalidates a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AttributeWatch:
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = list(modules)
-        # Live dicts of the modules. Their sizes show cheaply whether names have come or gone.
+        # The modules' own dicts. Their sizes are a cheap test of whether a name was added or deleted.
         self._dicts = [held for m in self._modules for held in (vars(m), m._modules)]
         self._sizes: list[int] = []
 
@@ -34,12 +34,14 @@ class AttributeWatch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find all attributes again if names have come or gone. To be called before the values are read."""
+        """Find all attributes again if any was added or deleted. Must be called before the values are read."""
         sizes = list(map(len, self._dicts))
         if sizes == self._sizes:
             return
 
         self._sizes = sizes
+
+        # By the kind of value. Values of other kinds are not watched.
         self._plain: list[Slot] = []
         self._tensors: list[Slot] = []
         self._callables: list[Slot] = []
@@ -58,12 +60,13 @@ class AttributeWatch:
 
     def settings(self) -> Hashable:
         """Return the plain values (a temperature, a probability) as a key."""
-        # `get`: an attribute may have been deleted, which then is None, and another value.
+        # `get`: an attribute may have been deleted; None is then a changed value.
         values = [held.get(name) for held, name in self._plain]
         # Nearly always nothing has changed, and building the key costs more than this comparison.
         if not same_objects(values, self._last_values):
             self._last_values = values
             self._last_key = tuple(value if type(value) in PLAIN_TYPES else type(value) for value in values)
+
         return self._last_key
 
     def tensors(self) -> list[Tensor]:
@@ -76,6 +79,5 @@ class AttributeWatch:
         return [held.get(name) for held, name in self._callables]
 
 
-def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether both hold the same objects in the same order."""
-    return len(one) == len(other) and all(map(is_, one, other))
+def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))

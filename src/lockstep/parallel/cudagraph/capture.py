@@ -1,7 +1,7 @@
 """One captured forward of a model with its backwards, as a differentiable function.
 
-A replay works in memory of its own. So inputs are copied in and results are copied out: a task may keep the results
-(the carry of a recurrent model), and autograd may take ownership of a gradient that it is given.
+A replay always works in the same memory. So inputs are copied in and results are copied out: a task may keep the
+results (the carry of a recurrent model), and autograd may take ownership of a gradient that it gets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.parallel.cudagraph.device import CudaDevice, Work
 class Capture:
     """A captured trial call.
 
-    Each of `patterns` has a backward of its own: where no gradient arrives, none goes on, since zeros would become NaN
+    Each of `patterns` has its own backward: an output without a gradient passes none on, since zeros would become NaN
     at a node whose derivative is infinite. A pattern without its own backward, and every pattern of a compiled model
     (which fills in zeros by itself), uses the backward of all outputs, with zeros.
     """
@@ -40,12 +40,15 @@ class Capture:
         self._all: Pattern = (True,) * len(reached)
         # The pattern of all outputs comes last; it is always captured.
         self.patterns = [*(pattern for pattern in patterns if pattern != self._all), self._all]
-        self.unknown_pattern: Pattern | None = None  # one that arrived and has no backward of its own
+        self.unknown_pattern: Pattern | None = None  # one that arrived and does not have its own backward
         # Returns the ticket of a forward whose backward may still come: another forward would overwrite what it needs.
         self.pending_backward: Callable[[], object] = lambda: None
 
-        self._grad_outputs: list[Tensor] = []  # fixed memory that the backwards read
-        self._single_backward = False
+        # What a replay relies on; GraphedCall sets and checks it.
+        self.compared = False  # with a plain call
+        self.addresses: list[int] = []  # of the tensors that it reads in place
+        self.callables: list[Any] = []  # submodules and functions at the time of the capture
+
         # The trial has its gradients by pattern, in the order of their captures.
         self._forward, *backwards = device.capture(self._works())
         self._backwards = dict(zip(trial.gradients, backwards, strict=True))
@@ -53,13 +56,13 @@ class Capture:
     def _works(self) -> Iterator[Work]:
         """Yield the forward, then the backwards. The device runs each one before it asks for the next.
 
-        They refer to the trial, never to the Capture, or a reference cycle would keep its memory.
+        They refer to the trial, never to the Capture: a reference cycle would keep its memory alive.
         """
         yield self.trial.forward
         if not self.trial.grad:
             return
 
-        # Allocated between two captures, so that no replay writes into them.
+        # The backwards read this memory. It is allocated between two captures, so that no replay writes into it.
         self._grad_outputs = [torch.zeros_like(output) for output in self.trial.differentiable]
         self._single_backward = self.trial.has_compiled_backward
         for pattern in [self._all] if self._single_backward else self.patterns:

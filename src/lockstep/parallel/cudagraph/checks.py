@@ -12,7 +12,8 @@ from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.device import CudaDevice
 
-# Relative to the norm of the tensor. Kernels that add in no fixed order differ by rounding; a wrong replay by more.
+# Relative to the norm of the tensor. Kernels that add in no fixed order cause rounding differences; a wrong replay
+# differs by more.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 LOW_TOLERANCE = 3e-2  # where something is computed in 16 bits or less
 
@@ -28,13 +29,13 @@ def dry_run(
         try:
             reached: list[set[int]] = []
             for pattern in patterns:
-                # Whatever is still to be compiled, tuned or allocated happens here.
+                # The first run compiles, tunes and allocates whatever is still missing.
                 reached = _run(make_trial(), pattern)
                 before.restore()
 
                 trial = make_trial()
                 versions = [tensor._version for tensor in trial.inputs]
-                # The second time nothing is new any more, so a synchronisation is the model's own.
+                # In the second run nothing is missing, so a synchronisation comes from the model itself.
                 with device.forbid_sync():
                     _run(trial, pattern)
 
@@ -58,6 +59,7 @@ def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
     if trial.grad:
         pairs = zip(trial.differentiable, pattern, strict=True)
         trial.backward([torch.ones_like(output) if arrives else None for output, arrives in pairs])
+
     return reached
 
 
@@ -71,12 +73,14 @@ def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
         return f"it replaces the buffer {replaced[0]} instead of changing it in place"
     if changed := before.attributes.changed():
         return f"it sets {changed[0]}, which a replay would not"
+
     return None
 
 
 def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Module, device: CudaDevice) -> str | None:
     """Return how a replay differs from a plain call in outputs, gradients or buffers. The host waits here."""
-    inputs = [tensor.detach().clone() for tensor in trial.inputs]  # the trial may change its own
+    # The trial may change its inputs in place.
+    inputs = [tensor.detach().clone() for tensor in trial.inputs]
     with StateSnapshot(model, device.generator()) as before:
         trial.forward()
         plain_outputs = [output.detach() for output in trial.outputs]
@@ -119,6 +123,7 @@ def difference(expected: Sequence[Tensor | None], replayed: Sequence[Tensor | No
                 return why
         elif plain is not replay:
             return "is there only sometimes"
+
     return None
 
 
@@ -131,16 +136,18 @@ def _tensor_difference(plain: Tensor, replay: Tensor, low: bool, largest: float)
     if not plain.is_floating_point():
         return "differs"
 
-    # Equal infinities, and NaN on both sides, are no difference.
+    # Equal infinities, and NaN on both sides, do not count as a difference.
     both_nan = plain.isnan() & replay.isnan()
     gap = torch.where((plain == replay) | both_nan, 0.0, plain.double() - replay.double())
     off = float(torch.linalg.vector_norm(gap))
     norm = _finite_norm(plain)
     tolerance = LOW_TOLERANCE if low else TOLERANCE.get(plain.dtype, LOW_TOLERANCE)
 
-    # A gradient that is zero but for rounding is measured by the others. `not <=`: NaN is a difference.
+    # Relative to the other tensors as well: a gradient that should be zero may consist of rounding errors. `not <=`:
+    # NaN counts as a difference.
     if not off <= tolerance * (norm + 1e-3 * largest):
         return f"differs by {off:.2g}, its norm is {norm:.2g}"
+
     return None
 
 

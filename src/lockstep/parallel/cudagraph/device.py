@@ -1,4 +1,4 @@
-"""What a device does for captures: capture and replay work, forbid synchronisation, and measure time."""
+"""The device behind captures: it captures and replays work, forbids synchronisation, and measures time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ class CudaDevice:
         They share one memory pool, since the later ones read what the earlier ones leave. No other capture shares the
         pool, so captures may be replayed in any order.
         """
+        # The default stream cannot be captured.
         stream = before = torch.cuda.current_stream(self.device)
         if before == torch.cuda.default_stream(self.device):
-            stream = torch.cuda.Stream(self.device)  # the default stream cannot be captured
+            stream = torch.cuda.Stream(self.device)
+
         pool = torch.cuda.graph_pool_handle()
         graphs = []
 
-        # A tensor that is collected during a capture may call CUDA in ways that invalidate it.
+        # Garbage collection during a capture may free a tensor, and with it call CUDA in ways that spoil the capture.
         was_collecting = gc.isenabled()
         gc.collect()
         gc.disable()
@@ -55,10 +57,11 @@ class CudaDevice:
 
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
-        """Make every operation fail that makes the host wait for the device."""
+        """Raise an error from every operation that makes the host wait for the device."""
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # torch warns that it does not notice every synchronisation
             torch.cuda.set_sync_debug_mode("error")
+
         try:
             yield
         finally:
@@ -73,19 +76,20 @@ class CudaDevice:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # The host waits a few times in a run, when it is decided what to capture.
+        # The host waits only a few times in a run, when we decide what to capture.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def _recover(self, pool: Any, before: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
-        """Leave capture mode after a failed capture, which torch does not do by itself.
+        """Leave capture mode after a failed capture.
 
-        It leaves the stream, the allocator and the generator as in the middle of a capture. The generator recovers with
-        the next capture that succeeds, so we make one.
+        torch leaves the stream, the allocator and the generator as they were in the middle of the capture. The
+        generator recovers with the next capture that succeeds, so we make one.
         """
         torch.cuda.set_stream(before)
-        with suppress(RuntimeError):  # if torch got this far by itself
+        with suppress(RuntimeError):  # if torch has already done it
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
+
         torch.cuda.synchronize(self.device)
 
         numbers = torch.zeros(1, device=self.device)

@@ -1,9 +1,9 @@
 """Capture the calls of a launch-bound model and replay them: one whose kernels end sooner than the host launches them.
 
 We capture the model's forward and backward, never `task.loss`, which may run arbitrary Python. Every variant of a call
-(shapes, modes, other arguments) goes through the same stages: a few plain calls are timed, to see whether the host is
-what the device waits for; then the call is tried, captured, and compared with a plain one; from then on it is replayed.
-What is not replayed is logged with the reason.
+(shapes, modes, other arguments) goes through the same stages: a few plain calls are timed, to see whether the device
+waits for the host; then the call is tried, captured, and compared with a plain one; from then on it is replayed. The
+reason why a variant is not replayed is logged.
 
 torch's own ways were measured against this: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile
 and does not trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 from lockstep.parallel.cudagraph.capture import Capture
@@ -34,7 +34,7 @@ from lockstep.runtime.context import Runtime
 WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the device's time to launch the work
 MAX_CAPTURES = 8
-MAX_VARIANTS = 64  # that are distinguished at all
+MAX_VARIANTS = 64  # with or without a capture
 MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
 MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with a backward of its own
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,13 +72,12 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
-        # The chain puts it outside of torch.compile and of the warm-up, so that compiled kernels are captured.
-        device = CudaDevice(runtime.device)
-        CallChain.of(model).install("graph", GraphedCall(model, device, config.graph is True, log))
+        # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
+        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
+        CallChain.of(model).install("graph", link)
 
 
 def has_captures(model: nn.Module) -> bool:
-    """Whether captures of `model` take memory now."""
     link = CallChain.of(model).find("graph")
     return isinstance(link, GraphedCall) and any(variant.capture for variant in link.variants.values())
 
@@ -88,63 +87,52 @@ def release_captures(model: nn.Module) -> None:
     chain = CallChain.of(model)
     link = chain.find("graph")
     if isinstance(link, GraphedCall):
-        # The model and its link refer to each other; the captures, which hold GPU memory, go first.
+        # The model and its link refer to each other, so the captures would stay as long as both.
         chain.remove("graph")
         link.variants.clear()
 
 
-@dataclass
-class Timing:
-    """How long the host took to launch some work, and the device to run it: the least of several times."""
+class Timing(NamedTuple):
+    """One run of some work: how long the host took to launch it, and events where the device began and ended it.
 
-    host_s: float = float("inf")
-    events: list[tuple[Any, Any]] = field(default_factory=list)  # where the device's work began and ended
+    The events are read later: to read them at once, the host would have to wait for the device.
+    """
 
-    def add(self, host_s: float, begin: Any, end: Any) -> None:
-        # The least counts, since the host may have been busy with something else. The events are read later: to read
-        # them now, the host would have to wait for the device.
-        self.host_s = min(self.host_s, host_s)
-        self.events.append((begin, end))
+    host_s: float
+    begin: Any
+    end: Any
 
 
 @dataclass
 class Variant:
     """One way of calling the model, with what is known about it.
 
-    Its life: `calls` counts up to WARMUP_CALLS, then `capture` is set, then `ready`; or it is `refused`, for good.
+    Its life: `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
     """
 
     name: str  # for people
     training: bool  # with gradients; graph=true requires that such a variant is captured
     calls: int = 0
-    forward: Timing = field(default_factory=Timing)
-    backward: Timing = field(default_factory=Timing)
-    patterns: list[Pattern] = field(default_factory=list)  # of outputs that gradients arrived at, each once
-
+    forwards: list[Timing] = field(default_factory=list)
+    backwards: list[Timing] = field(default_factory=list)
+    patterns: list[Pattern] = field(default_factory=list)  # of outputs that gradients arrived at, without duplicates
     capture: Capture | None = None
-    ready: bool = False  # captured, and compared with a plain call
-    addresses: list[int] = field(default_factory=list)  # of the tensors that the capture reads in place
-    callables: list[Any] = field(default_factory=list)  # submodules and functions at the time of the capture
     moves: int = 0
-
     refused: str | None = None  # why it is not captured
 
+    @property
+    def ready(self) -> bool:
+        return self.capture is not None and self.capture.compared
 
-class GraphedCall:
-    """The link of a model's call chain that captures and replays.
 
-    A call that is not replayed goes on to `inner` unchanged.
+class GraphedCall(Link):
+    """The link of a model's call chain that captures and replays. Any other call goes to `inner` unchanged.
+
+    `required` (graph=true): it is an error if a training call cannot be captured. Each decision is logged as
+    `log("graph", call=..., reason=...)`.
     """
 
-    inner: Call
-
     def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log: LogEvent):
-        """Watch the calls of `model`.
-
-        device: captures and times; the tests have one without a GPU
-        required: training calls must be captured (graph=true), or it is an error
-        log: called as log("graph", call=..., reason=...) with each decision
-        """
         self.model = model
         self.device = device
         self.required = required
@@ -154,35 +142,38 @@ class GraphedCall:
         self._inspect_model()
 
     def _inspect_model(self) -> None:
-        # Looked up once: walking the module tree in every call would cost more than a replay saves. Again before a
-        # capture, since a part may have been replaced.
+        # Not in every call: walking the module tree would cost more than a replay saves. Again before a capture, since
+        # a submodule may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = AttributeWatch(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside another tracer, or where autograd is off for good, there is nothing to capture.
+        # Inside another tracer, or where autograd is off permanently, there is nothing to capture.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
             return self.inner(*args, **kwargs)
 
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue as error:
-            self._log_refusal(
-                "calls with other arguments than tensors and plain values",
-                f"among them {error}",
-                training=torch.is_grad_enabled(),
-            )
+            call = "calls with other arguments than tensors and plain values"
+            self._log_refusal(call, f"among them {error}", torch.is_grad_enabled())
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
         if variant is None or variant.refused is not None:
             return self.inner(*args, **kwargs)
 
-        # A capture may be ready and still not usable in this call.
+        # Capture after the warm-up, and compare in the call after that.
         if not variant.ready:
-            self._advance(variant, tensors, spec)
+            variant.calls += 1
+            if variant.capture is not None:
+                self._compare(variant, variant.capture, tensors, spec)
+            elif variant.calls > WARMUP_CALLS:
+                self._capture(variant, tensors, spec)
+
+        # A capture may be ready and still not usable in this call.
         if capture := self._usable_capture(variant):
             return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
@@ -192,23 +183,20 @@ class GraphedCall:
     # ---- variants ----
 
     def _find_variant(self, tensors: list[Tensor], spec: Hashable) -> Variant | None:
-        """Return the variant of this call, a new one if needed, and None if there are too many."""
+        """Return the variant of this call, a new one if necessary; None if there are too many."""
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
-            self._log_refusal(
-                "further calls",
-                f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)",
-                training=torch.is_grad_enabled(),
-            )
+            reason = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
+            self._log_refusal("further calls", reason, torch.is_grad_enabled())
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
 
         return variant
 
     def _key(self, tensors: list[Tensor], spec: Hashable) -> Hashable:
-        """Return all that decides which kernels a call launches."""
-        # Names of attributes may have come or gone since the last call.
+        """Return everything that decides which kernels a call launches."""
+        # Attributes may have been added or deleted since the last call.
         self._attributes.refresh()
         grad = torch.is_grad_enabled()
         kind = self.device.type
@@ -235,18 +223,11 @@ class GraphedCall:
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")
         elif any(self._hooks):
             self._refuse(variant, "a module has hooks, which a replay would not call")
+
         return variant
 
-    def _advance(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
-        """Count a call; capture after the warm-up, and compare in the call after that."""
-        variant.calls += 1
-        if variant.capture is not None:
-            self._compare(variant, variant.capture, tensors, spec)
-        elif variant.calls > WARMUP_CALLS:
-            self._capture(variant, tensors, spec)
-
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
-        """Capture the call, or refuse the variant. The call itself still runs plainly after this."""
+        """Capture the call, or refuse the variant. After this, the call itself still runs plainly."""
         self._inspect_model()
         make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
 
@@ -261,7 +242,8 @@ class GraphedCall:
                     f"not launch-bound: the host launches in {host_s * 1e3:.2f} ms what takes the device "
                     f"{device_s * 1e3:.2f} ms",
                 )
-        # Each capture holds activations and gradients of its own.
+
+        # Each capture has its own memory for activations and gradients.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
 
@@ -277,16 +259,15 @@ class GraphedCall:
             except Exception as error:
                 return self._refuse(variant, first_line(error))
 
-        # What the capture reads in place; _usable_capture compares with it.
-        variant.addresses = self._addresses()
-        variant.callables = self._attributes.callables()
+        variant.capture.addresses = self._addresses()
+        variant.capture.callables = self._attributes.callables()
 
     def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
-        """Compare a replay with a plain call, on other arguments than those of the capture.
+        """Compare a replay with a plain call, on different arguments than those of the capture.
 
         With the same arguments, values that were computed on the host and baked into the capture would agree.
         """
-        # Every captured backward is compared, each with a forward of its own.
+        # Every captured backward is compared, each with its own forward.
         for pattern in capture.patterns:
             try:
                 trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
@@ -296,9 +277,10 @@ class GraphedCall:
             if why:
                 return self._refuse(variant, why)
 
-        variant.ready = True
+        capture.compared = True
+
         times = ""
-        if variant.forward.events:
+        if variant.forwards:
             host_s, device_s = self._seconds(variant)
             times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
 
@@ -309,7 +291,7 @@ class GraphedCall:
     def _usable_capture(self, variant: Variant) -> Capture | None:
         """Return the capture if this call may replay it. A capture that no longer fits is dropped."""
         capture = variant.capture
-        if capture is None or not variant.ready:
+        if capture is None or not capture.compared:
             return None
 
         # A second forward would overwrite the activations that the pending backward needs.
@@ -321,23 +303,22 @@ class GraphedCall:
             # Beyond the limit, the backward of all outputs serves further patterns.
             variant.patterns.append(capture.unknown_pattern)
             self._capture_again(variant, "gradients came back to other results than before")
-        elif variant.addresses != self._addresses():
+        elif capture.addresses != self._addresses():
             self._moved(variant, "a parameter, buffer or other tensor has moved in memory")
-        elif not same_objects(variant.callables, self._attributes.callables()):
+        elif not same_objects(capture.callables, self._attributes.callables()):
             self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
 
         return variant.capture
 
     def _addresses(self) -> list[int]:
-        """Return where all tensors of the model lie in memory."""
-        # This runs in every replay, so in one comprehension each.
+        # Comprehensions, since this runs in every replay.
         named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
-        self._inspect_model()  # which also lets go of the parts that were replaced
+        self._inspect_model()  # this also drops references to submodules that were replaced
         if variant.moves > MAX_MOVES:
             self._refuse(variant, f"{what}, again and again")
         else:
@@ -345,31 +326,26 @@ class GraphedCall:
 
     def _capture_again(self, variant: Variant, why: str) -> None:
         """Drop the capture; the next call makes a new one, without another warm-up."""
-        self._drop(variant)
+        variant.capture = None
         variant.calls = WARMUP_CALLS
         self._log_once(variant.name, f"captured again: {why}")
 
     def _refuse(self, variant: Variant, why: str) -> None:
-        self._drop(variant)
+        variant.capture = None
         variant.refused = why
         self._log_refusal(variant.name, why, variant.training)
 
-    def _drop(self, variant: Variant) -> None:
-        variant.ready = False
-        variant.capture = None
-        variant.callables = []
-
     def _log_refusal(self, call: str, why: str, training: bool = False) -> None:
-        """`training`: graph=true requires that this call is captured."""
         # An evaluation that cannot be captured is no reason to stop a run.
         if self.required and training:
             raise UserError(
                 f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "type graph=auto"
             )
+
         self._log_once(call, f"not captured: {why}")
 
     def _log_once(self, call: str, reason: str) -> None:
-        """Log a decision; the same one again, in every step, would bury the rest of the log."""
+        """Log a decision once: repeated in every step, it would bury the rest of the log."""
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
             self.log("graph", call=call, reason=reason)
@@ -381,13 +357,15 @@ class GraphedCall:
 
         The device is timed by events on its stream, so the host does not wait here.
         """
-        # The event goes into the stream before the work does, so it marks its beginning.
+        # The event goes into the stream before the work, so it marks the beginning.
         begin_s = time.perf_counter()
         begin = self.device.record_event()
         result = self.inner(*args, **kwargs)
 
-        if variant.calls > 1:  # the first call compiles and allocates
-            variant.forward.add(time.perf_counter() - begin_s, begin, self.device.record_event())
+        # The first call compiles and allocates.
+        if variant.calls > 1:
+            variant.forwards.append(Timing(time.perf_counter() - begin_s, begin, self.device.record_event()))
+
         if not variant.training or variant.refused is not None:
             return result
 
@@ -412,16 +390,17 @@ class GraphedCall:
 
     def _seconds(self, variant: Variant) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
-        # Evaluations have no backward.
-        timings = [timing for timing in (variant.forward, variant.backward) if timing.events]
-        return (
-            sum(timing.host_s for timing in timings),
-            sum(min(self.device.elapsed_s(*events) for events in timing.events) for timing in timings),
-        )
+        host_s = device_s = 0.0
+        # The fastest run counts: the host may have been busy with something else. Evaluations have no backward.
+        for timings in filter(None, (variant.forwards, variant.backwards)):
+            host_s += min(timing.host_s for timing in timings)
+            device_s += min(self.device.elapsed_s(timing.begin, timing.end) for timing in timings)
+
+        return host_s, device_s
 
 
 class _BackwardWatch:
-    """One backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
+    """Watches the backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
 
     def __init__(self, device: CudaDevice, variant: Variant, outputs: int):
         self._device = device
@@ -433,20 +412,24 @@ class _BackwardWatch:
         # torch also calls the hook for an output without gradient, if its node has several outputs.
         if gradient is None:
             return
-        is_first = not any(self._arrived)
-        self._arrived[index] = True
-        if is_first:
+
+        if not any(self._arrived):
             self._begin_s = time.perf_counter()
             self._begin = self._device.record_event()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+        self._arrived[index] = True
 
     def _end(self) -> None:
         """Called by autograd when the backward has finished."""
         variant = self._variant
         if self._timed:
-            variant.backward.add(time.perf_counter() - self._begin_s, self._begin, self._device.record_event())
+            seconds = time.perf_counter() - self._begin_s
+            variant.backwards.append(Timing(seconds, self._begin, self._device.record_event()))
+
+        # The call returns other outputs than before.
         if variant.patterns and len(variant.patterns[0]) != len(self._arrived):
-            variant.patterns = []  # the call returns other outputs than before
+            variant.patterns = []
 
         pattern = tuple(self._arrived)
         if pattern not in variant.patterns:

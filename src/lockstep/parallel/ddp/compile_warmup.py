@@ -1,10 +1,10 @@
 """Compile forward and backward on all replicas before the first gradient all-reduce.
 
-Otherwise the backward is compiled inside the first all-reduce, where ranks that finish sooner wait in a collective that
-has a time limit of its own. Here they wait at the store instead, with the time limit for things that happen for the
-first time (`hang.first`).
+Otherwise the backward is compiled inside the first all-reduce, where ranks that finish sooner wait in a collective,
+which has its own time limit. Here they wait at the store instead, with the time limit for anything that happens for
+the first time (`hang.first`).
 
-This happens inside a step only, because every rank gets there. A call elsewhere (on rank 0 only, to print a shape) is
+This happens only inside a step, because every rank gets there. A call elsewhere (on rank 0 only, to print a shape) is
 left alone.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.call_state import StateSnapshot, TrialCall
 from lockstep.runtime.context import Runtime
 
@@ -32,14 +32,12 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
     """
     replicated = config.sharing.local_forward and not config.uses_axis("tp")
     if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
-        timeout = timedelta(seconds=config.hang.first)
-        CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timeout))
+        link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
+        CallChain.of(model).install("warmup", link)
 
 
-class CompileWarmup:
+class CompileWarmup(Link):
     """The link of a model's call chain that compiles before the first training forward."""
-
-    inner: Call
 
     def __init__(self, model: nn.Module, runtime: Runtime, timeout: timedelta):
         self.model = model
@@ -50,7 +48,7 @@ class CompileWarmup:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         heartbeat = self.runtime.heartbeat
         if self._pending and torch.is_grad_enabled() and heartbeat.phase == "compute":
-            # Once only, also if the trial fails.
+            # Only once, even if the trial fails.
             self._pending = False
             heartbeat.beat("compile")
             self._trial(args, kwargs)
@@ -72,16 +70,15 @@ class CompileWarmup:
     def _trial(self, args: Any, kwargs: Any) -> None:
         """Run forward and backward once, without side effects, to have both compiled."""
         device = self.runtime.device
-        on_cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
-        # Frozen ones get no gradient, and need no compiled code for it.
+        generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
+        # Frozen parameters get no gradient, and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-        # A call that cannot be tried is compiled later, when it is needed: its arguments are opaque, or a second set of
-        # gradients does not fit into memory.
-        with StateSnapshot(self.model, generator), suppress(OpaqueValue, torch.OutOfMemoryError):
+        # If the trial is not possible, the call is compiled later, when it is needed: its arguments are opaque, or a
+        # second set of gradients does not fit into memory.
+        with StateSnapshot(self.model, generators[device.index or 0]), suppress(OpaqueValue, torch.OutOfMemoryError):
             tensors, spec = flatten((args, kwargs))
             trial = TrialCall(self.inner, parameters, tensors, spec, device.type)
             trial.forward()
-            # Any gradient will do: it is the code that counts.
+            # Any gradient will do: only the code matters.
             trial.backward([torch.ones_like(output) for output in trial.differentiable])

@@ -1,4 +1,4 @@
-"""Replicas whose gradients are reduced: by torch's DistributedDataParallel in buckets, or by us all at once."""
+"""Replicas that reduce their gradients: in buckets, with torch's DistributedDataParallel, or all at once without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
 
-# torch 2.13 renamed it.
+# The option that broadcasts buffers before every forward; torch 2.13 renamed it.
 BUFFERS_OPTION = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -29,16 +29,16 @@ BUFFERS_OPTION = next(
 
 
 class _WithControlWord(nn.Module):
-    """The model plus a handful of numbers that look like one more parameter.
+    """The model plus a few numbers that look like one more parameter.
 
-    Their "gradient" is this rank's control word. So the word is summed inside a gradient bucket that travels anyway,
-    and agreeing costs no collective of its own (on gloo one costs about a fifth of the step of a tiny model).
+    Their "gradient" is this rank's control word. So the word is summed in a gradient bucket that is sent anyway, and
+    needs no collective of its own (on gloo that would cost about a fifth of the step of a tiny model).
     """
 
     def __init__(self, model: nn.Module, word: Tensor):
         super().__init__()
         self.model = model
-        # In a module of its own, after the model: DDP fills buckets from the back, and this gradient is known first.
+        # In its own module after the model: DDP fills buckets from the back, and this gradient is known first.
         self.last = nn.ParameterList([nn.Parameter(word)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,20 +46,20 @@ class _WithControlWord(nn.Module):
 
 
 class Replica(DistributedDataParallel):
-    """What the task calls. Apart from the reduction it looks like the user's model: same parameters, same names."""
+    """The module that the task calls. It looks like the user's model, with the same parameters and names."""
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
-        # Assign parameters to buckets once, before the first step. torch does it again after the first step. From three
-        # ranks on, the position of a gradient in its bucket decides in which order the ranks are added, so a resumed
-        # run would differ in its last bits.
+        # Assign parameters to buckets now. torch would assign them again after the first step, and a resumed run would
+        # differ in its last bits: with three or more ranks, the position of a gradient in its bucket decides the order
+        # in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
         self.armed = False
         self._complete = True  # from here on, attributes that the user's model has are set there
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Order the last parameter first: about the order in which gradients come, and that of the buckets."""
+        """Order the last parameter first: buckets fill in about the order in which gradients are computed."""
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
 
@@ -110,7 +110,7 @@ class DDPDriver(BaseDriver):
         dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
         self.codec = ControlWordCodec(runtime.device, dtype)
 
-        # The control word is one more parameter; what is frozen is moved, but never reduced.
+        # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
         self._word_parameter = carrier.last[0]
         self._frozen = _frozen_names(model)
@@ -122,7 +122,7 @@ class DDPDriver(BaseDriver):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            # torch would also broadcast in evaluations, where ranks may run different numbers of forwards.
+            # torch would also broadcast in evaluations, where the ranks may run different numbers of forwards.
             **{BUFFERS_OPTION: False},
         )
         self.module: nn.Module = self._replica
@@ -134,15 +134,14 @@ class DDPDriver(BaseDriver):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
-        self.broadcasts_buffers = config.broadcast_buffers
 
-        # The parameters that backward has reached, where the gradients themselves do not show it.
-        reached: set[int] = set()
-        self._reached = reached
-        self._gradients_are_views = config.gradient_as_bucket_view
-        if not self._gradients_are_views:
+        # The parameters that backward has reached. Gradients that are views of buckets show it themselves.
+        self._reached = reached = set[int]()
+        if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
+
+        self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 
     def begin(self) -> None:
@@ -170,11 +169,13 @@ class DDPDriver(BaseDriver):
             )
         if self.hook:
             self.hook.prepare(start, word)
+
+        # Not the last backward of the step: gradients stay on this rank.
         if word is None:
             torch.autograd.backward(total, start)
             return
 
-        # DDP divides by the world size, so the word is multiplied by it before.
+        # DDP divides by the world size, so the word is multiplied by it first.
         packed = self.codec.pack(word, times=self.gradient_factor)
         torch.autograd.backward((total, self._word_parameter), (start, packed))
         self._check_complete()
@@ -191,37 +192,34 @@ class DDPDriver(BaseDriver):
                 return HalfHook(word, group, torch.float16)
             case "bf16":
                 return HalfHook(word, group, torch.bfloat16)
+
+        # DDP would sum bf16 gradients in bf16.
         return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter: its bucket was not sent.
 
-        DDP itself says so one step later, without names, and after the last step not at all. A gradient that was
-        reduced is a view into a bucket.
+        DDP itself reports this one step later and without names, and never after the last step.
         """
         pairs = zip(self.names, self.parameters, strict=True)
-        if self._gradients_are_views:
-            unsent = [name for name, p in pairs if p.grad is None or not p.grad._is_view()]
+        # A gradient that was reduced is a view of its bucket.
+        if self._replica.gradient_as_bucket_view:
+            check_reached([name for name, p in pairs if p.grad is None or not p.grad._is_view()])
         else:
-            unsent = [name for name, p in pairs if id(p) not in self._reached]
-        check_reached(unsent)
+            check_reached([name for name, p in pairs if id(p) not in self._reached])
 
 
 class UnusedParametersDriver(SingleDriver):
     """Replicas that reduce all gradients at once, after the last backward.
 
-    Slower than DDP's buckets, which are reduced while backward runs, but nothing is expected of the graph: parameters
+    This is slower than DDP's buckets, which are reduced while backward runs. But it works with any graph: parameters
     may be unused on some ranks, in some micro-batches, or everywhere.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
-        super().__init__(model, runtime.device)
-        self.runtime = runtime
+        super().__init__(model, runtime)
         self.broadcasts_buffers = broadcast_buffers
         broadcast_model(model, runtime.collectives)
-
-    def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _reduce(self, word: ControlWord) -> None:
         # The first sum carries the control word and says which parameters any rank has used.
@@ -230,35 +228,33 @@ class UnusedParametersDriver(SingleDriver):
         self.runtime.collectives.sum_(packed)
         self._word = packed[:LENGTH]
 
-        # Unused on all ranks: no gradient at all, so that the optimizer leaves it alone, as in a single process.
+        # A parameter that no rank uses gets no gradient, so that the optimizer leaves it alone, as in a single process.
         live = [p for p, users in zip(self.parameters, packed[LENGTH:].tolist(), strict=True) if users > 0]
 
         # One sum for each dtype, in the same order on all ranks (a set would not keep it).
         for dtype in dict.fromkeys(p.dtype for p in live):
-            self._sum_gradients([p for p in live if p.dtype == dtype], dtype)
+            parameters = [p for p in live if p.dtype == dtype]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat = torch.cat([grad.flatten() for grad in grads])
 
-    def _sum_gradients(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([grad.flatten() for grad in grads])
-
-        # Half-precision gradients are added in float32 and rounded once.
-        flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
-        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad = part.view_as(p)
+            # Half-precision gradients are added in float32 and rounded once.
+            flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+            for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                p.grad = summed.view_as(p)
 
 
 def _frozen_names(model: nn.Module) -> list[str]:
-    """Return frozen parameters, and buffers of modules without any trainable parameter."""
+    """Return the names of frozen parameters, and of buffers in modules whose parameters are all frozen."""
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for prefix, module in model.named_modules():
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):
             frozen += [f"{prefix}.{name}" for name, _ in module.named_buffers()]
+
     return sorted(set(frozen))
 
 
 def check_reached(missed: list[str]) -> None:
-    """Raise if a backward did not reach some parameters."""
     if missed:
         raise UserError(
             f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "

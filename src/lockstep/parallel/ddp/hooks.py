@@ -3,11 +3,11 @@
 fp16, bf16    numbers of half the size (`HalfHook`)
 powersgd      thin matrices (powersgd.py)
 
-DDP hands over bucket after bucket while backward runs, on all ranks in the same order. An exchange may need several
-collectives, each of which depends on the one before. If the second were started in a callback of the first, every rank
-would start them in a different order, and gloo would wait for ever. So an exchange is a generator that yields after
-each collective it has started, and is advanced by one when the next bucket comes: one order on all ranks, and the
-network is busy while backward goes on.
+DDP hands over one bucket after another while backward runs, in the same order on all ranks. An exchange may need
+several collectives, each of which depends on the one before. If the second were started in a callback of the first,
+the ranks would start them in different orders, and gloo would wait forever. So an exchange is a generator that yields
+after each collective it has started, and is advanced once when the next bucket comes: the order is the same on all
+ranks, and the network is busy while backward continues.
 
 Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
 and always travels as it is.
@@ -30,7 +30,7 @@ from lockstep.runtime.control_word import ControlWord
 class Bucket(NamedTuple):
     """The gradients that DDP exchanges at once."""
 
-    buffer: Tensor  # (elements,): all of it
+    buffer: Tensor  # (elements,): all gradients, one after another
     gradients: list[tuple[Tensor, Tensor]]  # each parameter with its gradient, a view of the buffer
 
 
@@ -61,16 +61,15 @@ class Hook:
         """Called when all buckets of a step have been exchanged."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
-        pairs = zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)
-        bucket = Bucket(ddp_bucket.buffer(), list(pairs))
+        bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
-        # The new exchange first, so that the network never runs dry while we wait for an older one.
+        # The new exchange first, so that the network is never idle while we wait for an older one.
         begun = _advance([self._complete(bucket, done)])
         self._pending = _advance(self._pending) + begun
 
-        # No further bucket comes that would advance them.
+        # No further bucket will advance them.
         if ddp_bucket.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
@@ -83,7 +82,6 @@ class Hook:
         done.set_result(bucket.buffer)
 
     def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        """Start an all-reduce of `tensor`, in place."""
         return started(dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
@@ -93,15 +91,15 @@ class Hook:
 
 
 class HalfHook(Hook):
-    """Gradients as bf16 or fp16: half the bytes of float32.
+    """Sends gradients as bf16 or fp16: half the bytes of float32.
 
     bf16 keeps 8 bits of every number, fp16 11, and every addition on the way rounds again: with N ranks a sum is off by
     at most N x 2^-8 (2^-11) of the sum of the absolute values.
 
-    bf16 has the range of float32. fp16 does not: it would lose gradients below 6e-8, and parts of sums below 6e-5. So a
+    bf16 has the range of float32. fp16 does not: it would lose gradients below 6e-8, and bits of sums below 6e-5. So a
     bucket is first multiplied by a power of two that brings its largest element, over all ranks, just below the upper
-    end of the range. An element that is smaller than that by a factor of 2^29 / N loses bits, by 2^39 / N everything.
-    This costs one small collective per bucket.
+    end of the range. An element that is smaller than the largest by a factor of 2^29 / N loses bits, and one that is
+    smaller by 2^39 / N is lost. This costs one small collective per bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype):
@@ -139,7 +137,7 @@ class HalfHook(Hook):
 
 
 class WideHook(Hook):
-    """Gradients that are stored in bf16 are summed in float32, and rounded once."""
+    """Sums gradients that are stored in bf16 in float32, and rounds once."""
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
@@ -156,8 +154,8 @@ def _advance(exchanges: list[Iterator[None]]) -> list[Iterator[None]]:
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
     """Return the power of two () that makes the sum of `ranks` numbers, none above `largest` (), at most 2^15."""
-    # A power of two, so that scaling itself rounds nothing.
-    # frexp: largest <= 2^exponent. At most 2^126: twice 2^127 is no longer a float32.
+    # A power of two, so that scaling itself does not round. frexp gives largest <= 2^exponent. The result is at most
+    # 2^126: twice 2^127 is no longer a float32.
     exponent = 15 - (ranks - 1).bit_length() - torch.frexp(largest).exponent
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(max=126))
     # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
@@ -165,7 +163,7 @@ def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
 
 
 def about(config: DDPConfig) -> str:
-    """Return a line for the banner: what the hook loses."""
+    """Return a line for the banner that says what the hook loses."""
     if config.hook == "powersgd":
         feedback = "is sent later" if config.error_feedback else "is lost (ddp.error_feedback=false)"
         return (

@@ -8,12 +8,12 @@ iteration finds them, from the last step's Q:
     M ~ P Q'    r (n + m) numbers instead of n m
 
 The error of a rank is what this leaves out of its own gradient. With error feedback it is added to the next step's
-gradient, so that nothing is lost, only late. Gradients here are sums, so errors are kept per unit of weight and loss
-scale: in a step that weighs half as much they count half as much. Vectors, and matrices that would not get smaller,
-travel as they are; if that holds for all of them, as with a large rank, the result has the bits of an exchange without
-a hook.
+gradient, so that nothing is lost, only delayed. Gradients here are sums, so errors are kept per unit of weight and loss
+scale: in a step that weighs half as much, they count half as much. Vectors, and matrices that would not get smaller,
+are sent as they are; if no matrix would get smaller (with a large rank, say), the result has the same bits as without a
+hook.
 
-A step that is skipped for a NaN or an infinite gradient leaves the state of its matrices as it was. One that is skipped
+A step that is skipped for a NaN or an infinite gradient does not change the state of its matrices. One that is skipped
 as a spike has already changed it. All ranks must compute the same bits from the same sums, so all must have the same
 kind of device.
 """
@@ -51,20 +51,20 @@ class Matrix:
 
 
 class PowerSGDHook(Hook):
-    """Exchange matrices as products of two thin ones, from step `powersgd_start` on.
+    """Exchanges matrices as products of two thin ones, from step `powersgd_start` on.
 
-    The first steps are exact, as usual for PowerSGD: gradients change most then.
+    The first steps are exact, as is usual for PowerSGD: gradients change most at the beginning.
     """
 
     def __init__(
         self, word: nn.Parameter, group: dist.ProcessGroup, named: dict[str, nn.Parameter], config: DDPConfig, seed: int
     ):
         super().__init__(word, group)
-        self.start = config.powersgd_start
+        self.first_step = config.powersgd_start
         self.steps = 0
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
-        # Vectors and small matrices have none, and travel as they are.
+        # Vectors and small matrices are not among them, and are sent as they are.
         self.matrices: dict[str, Matrix] = {}
 
         for number, (name, p) in enumerate(named.items()):
@@ -72,7 +72,7 @@ class PowerSGDHook(Hook):
                 matrix_seed = derive(seed, "powersgd", number)
                 self.matrices[name] = _fresh(p, config.powersgd_rank, matrix_seed, self.feedback)
 
-        # One unit of the mean gradient in this step's sums; its all-reduce runs while backward does.
+        # One unit of the mean gradient in this step's sums; its all-reduce runs during the backward.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
         self._unit = self._scale
         self._unit_work: dist.Work | None = None
@@ -84,17 +84,17 @@ class PowerSGDHook(Hook):
 
     @property
     def compresses(self) -> bool:
-        return self.steps >= self.start and bool(self.matrices)
+        return self.steps >= self.first_step and bool(self.matrices)
 
     def prepare(self, start: Tensor, word: ControlWord | None) -> None:
         """Start to sum one unit of the mean gradient: global weight x loss scale.
 
-        The weight is needed before the control word brings it, so it travels ahead.
+        The exchange needs the weight before the control word has arrived, so it is sent separately.
         """
         if not (self.feedback and self.compresses):
             return
 
-        # The loss scale is 0 for padding, which says nothing.
+        # The maximum of the micro-batches: padding has a loss scale of 0, which must not count.
         self._scale = torch.maximum(self._scale, start.double())
         if word is not None:
             self._unit = self._scale * word.weight
@@ -123,7 +123,7 @@ class PowerSGDHook(Hook):
             work.wait()
             return
 
-        # P = M Q, in one collective with the gradients that travel in full, the control word among them.
+        # P = M Q, in one collective with everything that is sent in full, such as the control word.
         for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
         firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in compressed]
@@ -131,7 +131,7 @@ class PowerSGDHook(Hook):
         for gradient, mean in zip(full, summed[len(firsts) :], strict=True):
             gradient.copy_(mean)
 
-        # Q = M' P, with the orthonormal P that all ranks have in common.
+        # Q = M' P, with the orthonormal P, which is the same on all ranks.
         bases = [torch.linalg.qr(first).Q for first in summed[: len(firsts)]]
         seconds = [_as_matrix(gradient).T @ basis for (_, gradient), basis in zip(compressed, bases, strict=True)]
         means = yield from self._mean(seconds)
@@ -139,7 +139,7 @@ class PowerSGDHook(Hook):
             self._update(matrix, gradient, basis, own, mean)
 
     def _mean(self, tensors: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-        """Return the means over all ranks, in the dtype of the first tensor; one collective carries them all."""
+        """Return the means over all ranks, in the dtype of the first tensor, with one collective for all."""
         flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors]).div_(self.ranks)
         work = self.start_reduce(flat)
         yield
@@ -153,28 +153,29 @@ class PowerSGDHook(Hook):
             if self._unit_work is not None:
                 self._unit_work.wait()
                 self._unit_work = None
+
             gradient.add_((matrix.error * self._unit.to(matrix.error.dtype)).view_as(gradient))
 
     def _update(self, matrix: Matrix, gradient: Tensor, basis: Tensor, own: Tensor, mean: Tensor) -> None:
         """Write the approximation into `gradient`, and update the matrix.
 
-        `basis` (n, r) is P; `own` (m, r) is this rank's Q, `mean` (m, r) that of all. Without a host synchronisation:
-        the device decides what is kept.
+        `basis` (n, r) is P; `own` (m, r) is this rank's Q, and `mean` (m, r) the mean of all. The host does not wait
+        for the device, which evaluates the conditions.
 
-        The error is what the basis leaves out of this rank's own gradient. It could be measured against the mean of all
-        ranks, as is often done, with the same sum over ranks; but then each error would also hold how far its rank was
-        from that mean in all steps so far, which only grows.
+        The error is what the basis leaves out of this rank's own gradient. It is often measured against the mean of all
+        ranks instead, and the sum over ranks would be the same. But then each error would also accumulate how far its
+        rank has been from that mean in every step, which only grows.
         """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
-        # A step with inf or NaN is skipped; its Q would spoil the steps that follow.
+        # A step with inf or NaN is skipped, and its Q would spoil the steps after it.
         matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
 
         if matrix.error is not None:
             left_out = (_as_matrix(gradient) - basis @ own.T) / self._unit.to(own.dtype)
             matrix.error.copy_(torch.where(finite & (self._unit > 0), left_out, matrix.error))
 
-        # What the optimizer sees.
+        # The optimizer gets the approximation.
         gradient.copy_(approximation.view_as(gradient))
 
     # ---- checkpoint state ----
@@ -188,7 +189,7 @@ class PowerSGDHook(Hook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state. A matrix that was not compressed before, or with another rank, keeps its random start."""
+        """Load a saved state. A matrix that it lacks, or that had another `powersgd_rank`, keeps its random Q."""
         self.steps = state["steps"]
         for name, matrix in self.matrices.items():
             query = state["queries"].get(name)
@@ -216,8 +217,7 @@ class PowerSGDHook(Hook):
         return sum(others, first) / self.ranks
 
     def _row(self, error: Tensor) -> DTensor:
-        """`error` (n, m) as this rank's row of the tensor (ranks, n, m)."""
-        assert self._mesh is not None
+        """Return `error` (n, m) as this rank's row of a tensor (ranks, n, m)."""
         return DTensor.from_local(
             error[None],
             self._mesh,

@@ -1,4 +1,4 @@
-"""Drivers that add gradients along one tree (tree.py), so that the number of ranks leaves no trace in them."""
+"""Drivers that add gradients along one tree (tree.py), so that their bits do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, check_reached
-from lockstep.parallel.driver import Control, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
@@ -28,72 +28,82 @@ from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
-class _NormsByRow:
-    """Norms of full tensors by the formula that ranks with shards use."""
+class _FullParameters(BaseDriver):
+    """What drivers share whose ranks hold full parameters: a tree of gradients, and norms.
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
+    Norms are computed with the formula that ranks with shards use.
+    """
 
-
-class OrderedSingleDriver(_NormsByRow, SingleDriver):
-    """One process: it runs all micro-batches in order, and keeps at most log2(their number) partial sums."""
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        super().__init__(model, device)
-        self._tree: TreeSum[Gradients] = TreeSum(add_gradients_)
+    tree: TreeSum[Gradients]  # of this rank's micro-batches
 
     def begin(self) -> None:
         super().begin()
-        self._tree.roots.clear()
-
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
-        self._subtree = Subtree(micro.index, 0)
-
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        super()._backward(total, start, word)
-        self._tree.push(self._subtree, _take_gradients(self.parameters))
-        if word is not None:
-            summed = self._tree.finish()
-            for parameter in self.parameters:
-                parameter.grad = summed.get(id(parameter))
-
-
-class OrderedDDPDriver(_NormsByRow, DDPDriver):
-    """Replicas. This rank's own partial sums meet those of the others in the hook, with the last micro-batch."""
-
-    leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
-    word_dtype = torch.float64
-
-    def begin(self) -> None:
-        super().begin()
-        self._ordered.tree.roots.clear()
+        self.tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._subtree = None if micro.padding else Subtree(micro.index, 0)
+
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
+
+    def _push_gradients(self) -> None:
+        """Move the gradients of the micro-batch from the parameters into the tree."""
+        assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
+        self.tree.push(self._subtree, {id(p): p.grad for p in self.parameters if p.grad is not None})
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class OrderedSingleDriver(_FullParameters, SingleDriver):
+    """One process: it runs all micro-batches in order, and keeps at most log2(their number) partial sums."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        super().__init__(model, runtime)
+        self.tree = TreeSum(add_gradients_)
+
+    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+        super()._backward(total, start, word)
+        self._push_gradients()
+
+        # After the last backward of the step.
+        if word is not None:
+            summed = self.tree.finish()
+            for parameter in self.parameters:
+                parameter.grad = summed.get(id(parameter))
+
+
+class OrderedDDPDriver(_FullParameters, DDPDriver):
+    """Replicas. With the last micro-batch, the hook adds this rank's partial sums to those of the others."""
+
+    leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
+    word_dtype = torch.float64
+
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
         self._total = _micro_batches(control)
 
     def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
+
         super()._backward(total, start, word)
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
-            assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
-            self._ordered.tree.push(self._subtree, _take_gradients(self.parameters))
+            self._push_gradients()
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
         self._ordered = OrderedHook(self._word_parameter, group)
+        self.tree = self._ordered.tree
         return self._ordered
 
 
 class OrderedFSDPDriver(FSDPDriver):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
-    So the ranks take turns: round k of a step is micro-batches kN .. kN+N-1, one on each rank, and the owner of a shard
-    adds them in order along a tree of shards.
+    So the ranks take turns: round k of a step computes micro-batches kN .. kN+N-1, one on each rank, and the owner of a
+    shard adds them in order along a tree of shards.
     """
 
     placement = replace(ShardedDriver.placement, interleaved=True)
@@ -117,8 +127,9 @@ class OrderedFSDPDriver(FSDPDriver):
         self._round += 1
         for reduction in self._reductions:
             reduction.expected = self._round, _micro_batches(control), control.last
+
         for parameter in self.parameters:
-            parameter.grad = None  # FSDP would add to what has no meaning before the last round
+            parameter.grad = None  # FSDP would add to it, and it has no meaning before the last round
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
@@ -132,9 +143,10 @@ class OrderedFSDPDriver(FSDPDriver):
                 "earlier ones use it",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
+
         grads = [p.grad for p in self.parameters if p.grad is not None]
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
-        self._word = words.sum(0)  # of numbers whose sum is exact in any order
+        self._word = words.sum(0)  # the sum of these numbers is exact in any order
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
@@ -143,9 +155,9 @@ class OrderedFSDPDriver(FSDPDriver):
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
 
-        One collective does both. The first ranks hold the same number of rows, those after them fewer, or none.
+        One collective does both. The first ranks hold the same number of rows, the last ones fewer, or none.
         """
-        # Every rank sends the same number of elements, so that one gather does; zeros fill up.
+        # One gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
         most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
         message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
         message[:LENGTH] = packed
@@ -159,11 +171,11 @@ class OrderedFSDPDriver(FSDPDriver):
 
 
 class _OrderedReduceScatter(ReduceScatter):
-    """For one group of parameters: instead of a sum over ranks in any order, it adds this rank's shards in order."""
+    """The reduce-scatter of one group of parameters. It adds this rank's shards in order; FSDP's own may not."""
 
     def __init__(self) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        # The backward that comes next: the number of its round, micro-batches of the step, whether it is the last.
+        # About the next backward: the number of its round, the micro-batches of the step, whether it is the last.
         self.expected: tuple[int, int, bool] | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -178,6 +190,7 @@ class _OrderedReduceScatter(ReduceScatter):
                 "the gradients of that block come in pieces",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
+
         number, total, last = self.expected
         self.expected = None
 
@@ -185,13 +198,14 @@ class _OrderedReduceScatter(ReduceScatter):
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         for index, term in enumerate(received.chunk(group.size()), number * group.size()):
-            if index < total:  # what comes after it is padding, and adds nothing
+            if index < total:  # the rest is padding, which adds nothing
                 self.tree.push(Subtree(index, 0), term)
+
         if last:
             output_tensor.copy_(self.tree.finish())
             return
 
-        # A term must not keep everything alive that was received with it.
+        # A term must not keep alive everything that was received with it.
         storage = received.untyped_storage().data_ptr()
         self.tree.roots = [
             (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
@@ -203,10 +217,3 @@ def _micro_batches(control: Control) -> int:
     total = control.batches.total
     assert total is not None, "exact mode needs a source that knows its micro-batches"
     return total
-
-
-def _take_gradients(parameters: list[nn.Parameter]) -> Gradients:
-    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
-    for parameter in parameters:
-        parameter.grad = None
-    return gradients

@@ -1,7 +1,7 @@
 """A DDP hook that adds gradients in the order of the tree (tree.py).
 
-Every rank owns a slice of each chunk of a bucket. All ranks send it their part of that slice, it adds in order, and
-sends the sum back to all. Gradients are sent from where they lie, and sums arrive where they belong.
+Every rank owns a slice of each chunk of a bucket. All ranks send the owner their terms of that slice; it adds them in
+order and sends the sum to all. Gradients are sent without a copy, and sums are received in place.
 
 With one root on every rank, each rank sends and receives 2(N-1)/N of the gradient: no more than a ring all-reduce.
 """
@@ -33,18 +33,18 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
 
 
 class _Chunk(NamedTuple):
-    """A part of a bucket that is being exchanged."""
+    """A contiguous range of a bucket that is being exchanged."""
 
     slices: list[Tensor]  # of the bucket, one per rank
-    own: Tensor  # the slice that this rank owns, where its sum belongs
-    terms: list[tuple[Subtree, Tensor]]  # what is to be added, in order
+    own: Tensor  # the slice that this rank owns, and leaves the sum in
+    terms: list[tuple[Subtree, Tensor]]  # to be added, in order
     works: list[dist.Work]
 
 
 def _add_up(chunk: _Chunk) -> None:
-    """Add the terms into the rank's own slice; without a copy if one term lies there already.
+    """Add the terms into the rank's own slice, without a copy if one of them is already there.
 
-    Addition may take that term on either side, since a + b and b + a have the same bits.
+    That one may be on either side of an addition, since a + b and b + a have the same bits.
     """
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -62,7 +62,8 @@ def _add_up(chunk: _Chunk) -> None:
 class OrderedHook(Hook):
     """Leaves the sum over all micro-batches of the step in every bucket, not a mean.
 
-    Gradients of this rank's earlier micro-batches wait in `tree`; DDP brings those of the last one, bucket by bucket.
+    The gradients of this rank's earlier micro-batches wait in `tree`; DDP hands over those of the last one, bucket by
+    bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
@@ -75,12 +76,12 @@ class OrderedHook(Hook):
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
     def expect(self, total: int, last: Subtree | None) -> None:
-        """Prepare for the backward that exchanges, in a step of `total` micro-batches.
+        """Prepare for this rank's last backward of a step of `total` micro-batches.
 
-        That backward brings the micro-batch `last`; None: this rank has no micro-batch of its own.
+        `last` is its micro-batch; None if this rank has no micro-batch of its own.
         """
         self._last = last
-        # Every rank knows what all ranks will send, without a message about it.
+        # Every rank can compute what all ranks will send, so no message is needed.
         ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
         self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
 
@@ -88,7 +89,7 @@ class OrderedHook(Hook):
         self.tree.roots.clear()
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        # There is one control word per rank, not per micro-batch: all ranks gather all of them.
+        # The control word is per rank, not per micro-batch: every rank gathers all words.
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
@@ -106,7 +107,7 @@ class OrderedHook(Hook):
             work.wait()
 
         for word, every in zip(words, gathered, strict=True):
-            word.copy_(every.sum(0))  # its numbers have an exact sum in any order
+            word.copy_(every.sum(0))  # the sum of these numbers is exact in any order
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
         buffer = bucket.buffer
@@ -115,7 +116,7 @@ class OrderedHook(Hook):
             roots = [root.to("cpu", copy=True) for root in roots]
             buffer = roots[-1] if roots else torch.empty_like(buffer, device="cpu")
 
-        # Every root goes to the rank that owns its slice.
+        # Each slice of a root goes to the rank that owns it.
         received = self._take_buffer(buffer)
         chunks = list(self._start_chunks(buffer, roots, received))
         yield
@@ -142,7 +143,7 @@ class OrderedHook(Hook):
             bucket.buffer.copy_(buffer)
 
     def _start_chunks(self, buffer: Tensor, roots: list[Tensor], received: Tensor) -> Iterator[_Chunk]:
-        """Start the transfers of all chunks. What other ranks send lies in `received`, one term after another."""
+        """Start the transfers of all chunks. Terms from other ranks arrive in `received`, one after another."""
         taken = 0
         for begin in range(0, buffer.numel(), CHUNK):
             # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
@@ -181,9 +182,9 @@ class OrderedHook(Hook):
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _take_buffer(self, buffer: Tensor) -> Tensor:
-        """Return memory for what the other ranks send of a bucket.
+        """Return memory for the terms of a bucket that other ranks send.
 
-        It is kept from step to step: fresh memory costs as much as the additions.
+        It is reused in later steps: fresh memory costs as much as the additions.
         """
         terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
         chunks = -(-buffer.numel() // CHUNK)
@@ -194,41 +195,34 @@ class OrderedHook(Hook):
             if free.numel() >= size and free.dtype == buffer.dtype:
                 return self._free_buffers.pop(number)
 
-        # Those of this dtype are too small: let them go.
+        # Free those of this dtype: they are too small.
         self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
 
     def _own_roots(self, bucket: Bucket) -> list[Tensor]:
-        """Return this rank's sums, laid out like the bucket: the last one is in it, those before are copied."""
+        """Return this rank's sums, laid out like the bucket: copies, and as the last one the bucket itself."""
         if self._last is None:
             return []
 
+        # Without the control word, which has no earlier sums.
+        views = {id(p): view for p, view in bucket.gradients if p is not self.word}
         earlier = list(self.tree.roots)
         subtree = self._last
-        # Additions that the tree makes inside this rank's range happen here, in the bucket itself.
+        # Sums that need no other rank are added here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()
-            views, sums = self._matching(bucket, gradients)
-            torch._foreach_add_(views, sums)
+            torch._foreach_add_(list(views.values()), [gradients[key] for key in views])
             subtree = subtree.joined(left)
 
-        return [self._laid_out(bucket, gradients) for _, gradients in earlier] + [bucket.buffer]
+        return [_laid_out(bucket.buffer, views, gradients) for _, gradients in earlier] + [bucket.buffer]
 
-    def _laid_out(self, bucket: Bucket, gradients: Gradients) -> Tensor:
-        """Return a copy of earlier sums in a flat tensor with the layout of the bucket."""
-        buffer = bucket.buffer
-        flat = torch.zeros_like(buffer)
-        views, sums = self._matching(bucket, gradients)
-        # The views of the bucket, moved to the flat copy: same shapes and strides, another storage.
-        targets = [
-            flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
-            for view in views
-        ]
-        torch._foreach_copy_(targets, sums)
-        return flat
 
-    def _matching(self, bucket: Bucket, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the views of the bucket, and the earlier sums that belong to them."""
-        # The control word is not a gradient, and has no earlier sums.
-        pairs = [(p, view) for p, view in bucket.gradients if p is not self.word]
-        return [view for _, view in pairs], [gradients[id(p)] for p, _ in pairs]
+def _laid_out(buffer: Tensor, views: Gradients, gradients: Gradients) -> Tensor:
+    """Return a copy of earlier sums in a flat tensor, each at the position that its view has in the bucket."""
+    flat = torch.zeros_like(buffer)
+    targets = [
+        flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
+        for view in views.values()
+    ]
+    torch._foreach_copy_(targets, [gradients[key] for key in views])
+    return flat

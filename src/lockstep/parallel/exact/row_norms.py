@@ -1,7 +1,7 @@
-"""Norms that are the same whether a tensor is a full one or sharded along its first dimension.
+"""Norms with the same bits whether a tensor is full or sharded along its first dimension.
 
-How a kernel sums up a tensor depends on the tensor's shape. So every row gets a norm of its own, which does not depend
-on how many rows there are, and the norms of all rows are added by all ranks in the same way.
+The order in which a kernel adds the elements of a tensor depends on its shape. So the norm of each row is computed
+separately, independent of the number of rows, and all ranks add the norms of all rows in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def row_norms(tensor: Tensor) -> Tensor:
         return rows.abs().double().reshape(-1)
 
     rows = rows.flatten(1).contiguous()
-    # The CPU kernel sums up each row by itself, in the same way for any number of rows.
+    # The CPU kernel sums each row separately, in the same way for any number of rows.
     if rows.device.type == "cpu":
         return torch.linalg.vector_norm(rows, dim=1).double()
     return _sum_by_halves(rows.double().square()).sqrt()
@@ -31,11 +31,11 @@ def norm_of_rows(norms: Tensor) -> Tensor:
 
 
 def _sum_by_halves(squares: Tensor) -> Tensor:
-    """Sum up each row of `squares` (rows, columns) by adding its halves.
+    """Sum each row of `squares` (rows, columns) by adding its halves.
 
-    How a GPU sums up a row depends on the number of rows; this uses nothing but additions of single elements.
+    The order in which a GPU sums a row depends on the number of rows; these are all elementwise additions.
     """
-    # Zeros fill the row up to a power of two, and change no sum.
+    # Zeros pad the row to a power of two, and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()
     squares = F.pad(squares, (0, width - squares.shape[1]))
     while width > 1:

@@ -1,8 +1,8 @@
 """The one order in which the gradients of a step's micro-batches are added, on any number of ranks.
 
 Floating-point sums depend on their order, so it is fixed: a binary tree over the micro-batches 0 .. V-1 of the step,
-built like a binary counter counts when they are pushed one after another. Two neighbouring sums of one size become one
-of twice the size; what is left at the end is added from the smallest up.
+which grows like a binary counter when they are pushed one after another. Two neighbouring sums of the same size become
+one of twice the size; the sums that are left at the end are added from the smallest up.
 
     V = 6      0   1   2   3   4   5
                 \\ /     \\ /     \\ /
@@ -13,8 +13,7 @@ of twice the size; what is left at the end is added from the smallest up.
                           +
 
 A rank that has a range of micro-batches can do all additions inside it, and is left with the roots of a few subtrees.
-The roots of all ranks, pushed in order, end in the very same tree. This module is pure arithmetic: values are anything
-that can be added.
+The roots of all ranks, pushed in order, give the same tree. This module is pure arithmetic: it adds values of any type.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class Subtree(NamedTuple):
 
 
 class TreeSum(Generic[T]):
-    """Adds values that come in order, along the tree. `add(left, right)` may change and return `left`."""
+    """Adds values, pushed in order, along the tree. `add(left, right)` may change and return `left`."""
 
     def __init__(self, add: Callable[[T, T], T]):
         self.add = add
         self.roots: list[tuple[Subtree, T]] = []  # in order; no two of them can be added yet
 
     def push(self, subtree: Subtree, value: T) -> None:
-        """Add the sum of a subtree that follows on what was pushed before."""
+        """Add the sum of a subtree, the next one after those pushed before."""
         # Like the carry of a binary counter.
         while self.roots and subtree.completes(self.roots[-1][0]):
             # The left one first: add() may keep its memory.
@@ -68,7 +67,7 @@ class TreeSum(Generic[T]):
         assert roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
         _, total = roots.pop()
-        # What is left has different sizes; the smallest, which are the last, are added first.
+        # The remaining sums have different sizes; the smallest, which come last, are added first.
         while roots:
             total = self.add(roots.pop()[1], total)
 
@@ -76,10 +75,10 @@ class TreeSum(Generic[T]):
 
 
 def roots_of(first: int, stop: int) -> list[Subtree]:
-    """Return what is left of micro-batches [first, stop) when all additions inside the range have been done."""
+    """Return the subtrees that are left when all additions inside micro-batches [first, stop) are done."""
     roots = []
     while first < stop:
-        # The largest subtree that begins at `first`, whose size must divide it, and ends before `stop`.
+        # The largest subtree that begins at `first` and fits: its size must divide `first`.
         level = (stop - first).bit_length() - 1
         if first:
             level = min(level, (first & -first).bit_length() - 1)
