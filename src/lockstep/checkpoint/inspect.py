@@ -210,8 +210,14 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
             check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
-    size = size_text(manifest.bytes)
-    return step, _when(manifest), size, str(len(manifest.tensors)), _metrics(manifest), "not verified"
+    return (
+        step,
+        _when(manifest),
+        size_text(manifest.bytes),
+        str(len(manifest.tensors)),
+        _metrics(manifest),
+        "not verified",
+    )
 
 
 def _when(manifest: Manifest) -> str:

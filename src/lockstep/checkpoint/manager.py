@@ -240,7 +240,9 @@ class CheckpointManager:
 
         self._saved_step = step if own else None
         self._saved_at = time.monotonic()
-        self._seed_host(step)
+
+        # As in `save`, so that the run draws the same numbers as if it had not stopped.
+        seed_host(derive(self.config.seed, "checkpoint", step))
         return Resumed(
             step=step,
             path=reader.checkpoint.path,
@@ -364,7 +366,9 @@ class CheckpointManager:
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._rewinds = 0
-        self._seed_host(step)
+
+        # Python's and numpy's generators: a run that resumes from this checkpoint seeds them in the same way (`_load`).
+        seed_host(derive(self.config.seed, "checkpoint", step))
         heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
@@ -463,10 +467,6 @@ class CheckpointManager:
                 stall_s=save.stall_s,
                 write_s=save.write_s,
             )
-
-    def _seed_host(self, step: int) -> None:
-        """Seed Python's and numpy's generators at every checkpoint, so that a resumed run draws the same numbers."""
-        seed_host(derive(self.config.seed, "checkpoint", step))
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:

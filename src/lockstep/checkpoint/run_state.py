@@ -126,7 +126,10 @@ class RunState:
         values: Values = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "left_out": {name: self._digest(name) for name in sorted(self._left_out - self._remote)},
+                "left_out": {
+                    name: digest(full_tensor(self.model.get_parameter(name)))
+                    for name in sorted(self._left_out - self._remote)
+                },
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(owner.state_dict(), f"part.{name}", tensors) for name, owner in owners.items()},
@@ -270,8 +273,8 @@ class RunState:
         """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
         # Frozen parameters that are in no checkpoint must have the same bits now.
         names = {name for name in state if not is_extra(name)}
-        for name, expected in left_out.items():
-            if name in names - self._remote and self._digest(name) != expected:
+        for name in [name for name in left_out if name in names and name not in self._remote]:
+            if digest(full_tensor(self.model.get_parameter(name))) != left_out[name]:
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
@@ -377,9 +380,6 @@ class RunState:
         return changed, now
 
     # ---- parameters ----
-
-    def _digest(self, name: str) -> str:
-        return digest(full_tensor(self.model.get_parameter(name)))
 
     def _master_of(self, name: str, value: Tensor) -> Tensor | None:
         """Return what is saved for a parameter: its master, if it has one. None means that another rank has it."""

@@ -150,7 +150,7 @@ class Saver:
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
             self._finish()
-        self._snapshot.release()
+        self._snapshot = Snapshot()
 
     def _finish(self) -> None:
         if self._thread is not None and self._pending is not None:

@@ -45,15 +45,12 @@ class Slice:
 
 
 class Snapshot:
-    """The buffer, kept from save to save: fresh memory would cost more than the copy.
+    """Keeps the buffer from save to save: fresh memory would cost more than the copy.
 
-    `fit`, then `take`; then `data` is the data section of the file, as soon as `Copying.run` has returned.
+    First `fit`, then `take`. When `Copying.run` has returned, `data` is the data section of the file.
     """
 
     def __init__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
         self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 

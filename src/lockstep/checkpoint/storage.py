@@ -114,7 +114,7 @@ def folder_name(step: int) -> str:
 
 def committed(store: Store) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
-    # Eight digits, or more if the first is not 0: "step-000000007" is not another name of step 7.
+    # A step has only one name, with eight digits or more: "step-000000007" is not that of step 7.
     name_of_step = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
     checkpoints = [Checkpoint(store, name) for name in store.folders() if name_of_step.fullmatch(name)]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
@@ -139,7 +139,7 @@ def update_latest(store: Store) -> None:
 
 
 def set_aside(store: Store, name: str, why: str) -> str:
-    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`, so that it is not used, but not lost either.
+    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: it is out of the way, but not lost.
 
     Return its new name.
     """
@@ -219,10 +219,7 @@ class FileStore:
 
     def __init__(self, root: Path):
         self.root = Path(root)
-
-    @property
-    def address(self) -> str:
-        return str(self.root)
+        self.address = str(self.root)
 
     def folders(self) -> list[str]:
         return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
@@ -371,17 +368,13 @@ class MemoryStore:
     """Keeps checkpoints in a dict, for tests and as a short example. Ranks must be threads of one process."""
 
     def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
-        self.name = name
+        self.address = f"memory:{name}"
         self.capacity = capacity  # in bytes; tests fill it up
 
         # The contents of each file by its key. A folder is no more than a prefix of keys.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()
-
-    @property
-    def address(self) -> str:
-        return f"memory:{self.name}"
 
     def folders(self) -> list[str]:
         with self._lock:
