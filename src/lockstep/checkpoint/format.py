@@ -161,8 +161,10 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tupl
 
     # Python's integers do not overflow: the bytes of a huge shape are simply not those between the offsets.
     start, end = offsets
-    size = math.prod(shape) * SIZES[dtype]
-    require(start + size == end <= file_size - data_start, f"{what} does not lie in the file")
+    require(
+        start + math.prod(shape) * SIZES[dtype] == end <= file_size - data_start,
+        f"{what} does not lie in the file",
+    )
     return dtype, shape, data_start + start
 
 

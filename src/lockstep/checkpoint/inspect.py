@@ -37,9 +37,8 @@ _PREFIX = "model."
 def ls(place: Path) -> tuple[str, int]:
     """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
     rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
-    if not rows:
-        return "no checkpoints", 0
-    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]), 0
+    titles = ("step", "when", "size", "tensors", "metrics", "state")
+    return _table([titles, *rows]) if rows else "no checkpoints", 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -76,12 +75,12 @@ def verify(place: Path) -> tuple[str, int]:
     """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
     # One row for each checkpoint, and below it one for each of its bad files.
     rows = []
-    any_damaged = False
     for checkpoint in [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
-        any_damaged = any_damaged or bool(problems)
+
+    any_damaged = any(state == "damaged" for _, state in rows)
     return _table(rows) if rows else "no checkpoints", int(any_damaged)
 
 
@@ -113,6 +112,7 @@ def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
         missing = missing.get(key) if isinstance(missing, dict) else None
     if not missing:
         return str(target), 0
+
     names = ", ".join(sorted(missing))
     return f"{target}\n{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {names}", 0
 
@@ -181,6 +181,7 @@ def choose(place: Path, step: int | None = None) -> Checkpoint:
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
     if not checkpoints:
         raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
+
     chosen = max(checkpoints) if step is None else step
     if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))

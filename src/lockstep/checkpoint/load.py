@@ -39,6 +39,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         if view != views[0]:
             raise _not_shared(f"rank {other_rank} does not see there what rank 0 sees")
 
+    # Begin with the newest.
     damaged: list[Damaged] = []
     for name in names:
         checkpoint = Checkpoint(store, name)
@@ -48,6 +49,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
         answers = gather([[[problem.file, problem.why] for problem in problems], digest])
         bad = sorted({(file, why) for problems, _ in answers for file, why in problems})
+
         if manifest is not None and not bad:
             if len({digest for _, digest in answers}) > 1:
                 raise _not_shared("the ranks read different manifests there")
@@ -60,6 +62,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
 
     if not damaged:
         return None
+
     found = "; ".join(map(str, damaged))
     if only:
         raise UserError(
@@ -137,8 +140,8 @@ class CheckpointReader:
             if all(a < b for a, b in zip(low, high, strict=True)):
                 # Only the rows of the overlap are read, but each of them in full.
                 rows = self._rows(piece, entry.dtype, low[0] - piece.offset[0], high[0] - piece.offset[0])
-                inner = _between(low, high, piece.offset)[1:]
-                result[_between(low, high, offset)] = rows[(slice(None), *inner)]
+                rows_offset = (low[0], *piece.offset[1:])
+                result[_between(low, high, offset)] = rows[_between(low, high, rows_offset)]
         return result
 
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:
@@ -158,6 +161,7 @@ class CheckpointReader:
         return data.view(DTYPES[dtype]).view(last - first, *piece.shape[1:])
 
     def _locate(self, piece: Piece, dtype: str) -> int:
+        # Each header is read only once.
         if piece.file not in self._headers:
             self._headers[piece.file] = read_header(self.checkpoint, piece.file)
         return locate(self.checkpoint, self._headers[piece.file], piece, dtype)

@@ -453,20 +453,19 @@ class CheckpointManager:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, saves: list[PendingSave]) -> None:
+        """Log those that are committed. `give_up` logs the others, when all ranks know."""
         for save in saves:
-            # `give_up` logs those that are not committed, when all ranks know.
-            if save.checkpoint is None:
-                continue
-            if save.error:
+            if save.checkpoint and save.error:
                 self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
-            self.log_event(
-                "checkpoint",
-                step=save.step,
-                path=self.folder.as_shown(save.checkpoint.path),
-                mb=save.total_bytes / MIB,
-                stall_s=save.stall_s,
-                write_s=save.write_s,
-            )
+            if save.checkpoint:
+                self.log_event(
+                    "checkpoint",
+                    step=save.step,
+                    path=self.folder.as_shown(save.checkpoint.path),
+                    mb=save.total_bytes / MIB,
+                    stall_s=save.stall_s,
+                    write_s=save.write_s,
+                )
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:

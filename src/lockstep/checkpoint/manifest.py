@@ -125,11 +125,15 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
         # True equals 1, but is not a version.
         version = outer["format"]
-        known = version == FORMAT and not isinstance(version, bool)
-        require(known, f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}")
+        require(
+            version == FORMAT and not isinstance(version, bool),
+            f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
+        )
 
-        intact = outer["digest"] == _digest(outer["content"])
-        require(intact, "the contents do not have the digest that was written with them")
+        require(
+            outer["digest"] == _digest(outer["content"]),
+            "the contents do not have the digest that was written with them",
+        )
         return _manifest(outer["content"])
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, NAME, str(error)[:300] or "nested too deep") from None
@@ -218,8 +222,10 @@ def from_json(value: Any) -> Any:
             [(key, item)] = value.items()
             if key.startswith("$$"):
                 return {key[1:]: from_json(item)}
-            is_float = key == "$float" and isinstance(item, str) and item in _FLOATS
-            require(is_float, f"{key} = {str(item)[:40]!r} stands for no number")
+            require(
+                key == "$float" and isinstance(item, str) and item in _FLOATS,
+                f"{key} = {str(item)[:40]!r} stands for no number",
+            )
             return _FLOATS[item]
         case dict():
             return {key: from_json(item) for key, item in value.items()}
@@ -282,8 +288,7 @@ def check_counts(value: list[Any], what: str) -> tuple[int, ...]:
 
 def _check(value: Any, kind: type, what: str) -> Any:
     # Not isinstance: True is an instance of int.
-    wrong = kind is not object and type(value) is not kind
-    if wrong or (kind is int and not 0 <= value <= _LARGEST):
+    if (kind is not object and type(value) is not kind) or (kind is int and not 0 <= value <= _LARGEST):
         raise ValueError(f"{what} is not {_KINDS[kind]}")
     return value
 
@@ -307,8 +312,10 @@ def _manifest(content: Any) -> Manifest:
 
     # An alias leads to a tensor, not to another alias.
     for name, target in fields["aliases"].items():
-        valid = isinstance(target, str) and target in tensors and name not in tensors
-        require(valid, f"the alias {name!r} leads nowhere")
+        require(
+            isinstance(target, str) and target in tensors and name not in tensors,
+            f"the alias {name!r} leads nowhere",
+        )
 
     values = _check(from_json(fields["values"]), dict, "values")
     return Manifest(fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], values)
@@ -355,8 +362,10 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
     """Check that every element is in exactly one piece: the volumes add up, and no two pieces overlap."""
     # An empty piece overlaps nothing.
     solid = [piece for piece in pieces if math.prod(piece.shape)]
-    volume = sum(math.prod(piece.shape) for piece in solid)
-    require(volume == math.prod(shape), f"the pieces of {what} do not make up the whole of it")
+    require(
+        sum(math.prod(piece.shape) for piece in solid) == math.prod(shape),
+        f"the pieces of {what} do not make up the whole of it",
+    )
     if len(solid) < 2:
         return
 

@@ -53,12 +53,13 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
             if shard.first_copy and shard.local.numel():
                 slices.append(Slice(name, shard.local, shard.shape, shard.offset))
 
+    # Every rank computes who writes which replicated tensor, and takes its own.
     plain = [name for name, writer in _writers(sizes).items() if writer == rank]
     return slices + [Slice.full(name, tensors[name]) for name in plain]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Return which rank writes each replicated tensor. Every rank computes the same answer."""
+    """Return which rank writes each replicated tensor; the answer is the same on every rank."""
     bytes_of = {name: size for held in sizes for name, size in held.items()}
 
     # The largest first, each to the rank with the least to write.

@@ -168,11 +168,12 @@ class RunState:
         A forward may change a model's buffers, and the user's code its parameters.
         """
         names = self._names()
-        changed = set()
-        for number, optimizer in enumerate(self.optimizers.all):
-            for p, state in optimizer.state.items():
-                changed |= {f"optimizer.{number}.{names[id(p)]}.{key}" for key in state}
-        return changed
+        states = [
+            (f"optimizer.{number}.{names[id(p)]}", state)
+            for number, optimizer in enumerate(self.optimizers.all)
+            for p, state in optimizer.state.items()
+        ]
+        return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and user state, and a guess at the optimizers' state, which is allocated later."""
@@ -189,10 +190,10 @@ class RunState:
         if self.optimizers.masters:
             certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
 
-        guess = 0
-        for optimizer in self.optimizers.all:
-            for group in optimizer.param_groups:
-                guess += sum(int(state_copies(optimizer, group) * p.nbytes) for p in group["params"])
+        groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
+        guess = sum(
+            int(state_copies(optimizer, group) * p.nbytes) for optimizer, group in groups for p in group["params"]
+        )
         return certain, guess
 
     def digest_replicated(self) -> dict[str, str]:
@@ -340,13 +341,12 @@ class RunState:
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {min(odd)!r}")
 
     def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
-        """Read an optimizer's state of the parameters that this rank holds, each sharded like its parameter."""
         # A run that does not add back what rounding has cut off has no use for it.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
             saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
 
-        # The name of a tensor contains that of its parameter, which tells how it is sharded.
+        # State is sharded like its parameter, whose name is contained in that of the tensor.
         parameters = dict(self.model.named_parameters())
 
         def read(name: str) -> Tensor:
@@ -392,9 +392,8 @@ class RunState:
     def _names(self) -> dict[int, str]:
         """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        if self.optimizers.masters:
-            names |= self.optimizers.masters.named()
-        return names
+        masters = self.optimizers.masters
+        return names | masters.named() if masters else names
 
 
 def is_extra(name: str) -> bool:

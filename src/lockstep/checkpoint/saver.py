@@ -80,6 +80,8 @@ class Saver:
         # A copy, since training will change the values. What JSON cannot hold is refused now.
         plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
+
+        # From here on, `failure` is about this save.
         self._saves += 1
         self._pending = pending = PendingSave(self._context, step, self._saves)
 
@@ -92,13 +94,15 @@ class Saver:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
             contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
+                # A daemon thread does not keep a process alive that wants to end.
                 self._thread = threading.Thread(target=pending.run, args=contents, name="checkpoint", daemon=True)
                 self._thread.start()
             else:
                 pending.run(*contents)
 
-        # Without a thread, the save has ended.
         pending.stall_s = time.perf_counter() - began
+
+        # Without a thread, the save has ended.
         if self._thread is None:
             self._ended.append(pending)
 
@@ -135,6 +139,8 @@ class Saver:
         """Return the saves that have ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
+
+        # Each save is returned once.
         ended = self._ended
         self._ended = []
         return ended

@@ -152,7 +152,6 @@ class Copying:
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:
-        """Start the copies of one GPU in a stream of their own."""
         # Wait for the work that is already queued: it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -165,7 +164,6 @@ class Copying:
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Return a buffer of `size` bytes that begins at a page."""
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
 
     # Touch the pages now, or the first save would pay for it.
@@ -180,6 +178,7 @@ def _copy(pairs: Pairs) -> None:
     """Copy, and wait until the copies are complete."""
     if not pairs:
         return
+
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
 

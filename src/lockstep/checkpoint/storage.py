@@ -79,7 +79,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One folder of a store: a committed checkpoint, or one that was set aside and has no `step`."""
+    """One folder of a store: a committed checkpoint, or one that was set aside."""
 
     store: Store
     name: str
@@ -87,9 +87,8 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
-        # "." and ".." have no name to look up in their parent.
-        if path.name in ("", ".."):
-            path = path.resolve()
+        # "." and ".." are not the name that the folder has in its parent.
+        path = path.resolve() if path.name in ("", "..") else path
         return cls(FileStore(path.parent), path.name)
 
     @property
@@ -97,6 +96,7 @@ class Checkpoint:
         """Where it is, for messages; a path that can be opened only if the store is a `FileStore`."""
         return Path(self.store.address, self.name)
 
+    # Only a committed checkpoint has a step.
     @property
     def step(self) -> int:
         return int(self.name.removeprefix("step-"))
@@ -131,6 +131,7 @@ def clean(store: Store, token: str) -> None:
 
 
 def update_latest(store: Store) -> None:
+    # For people and the launcher: `load.find` looks at the checkpoints themselves.
     newest = committed(store)[:1]
     if newest:
         store.replace(LATEST, newest[0].name.encode() + b"\n")
@@ -177,11 +178,13 @@ class Retention:
     mode: Literal["min", "max"] = "min"  # which value of the metric is best
 
     def __post_init__(self) -> None:
+        # `lockstep ckpt prune` takes any number; the configuration has checked its own.
         for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and count < 1:
                 raise UserError(
                     f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
                 )
+
         if self.mode not in ("min", "max"):
             raise UserError(
                 f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
@@ -275,6 +278,7 @@ class FileStore:
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
+        # Before the first claim there is no such file.
         with suppress(OSError):
             return (self.root / OWNER).read_text(errors="replace").strip()
         return None
@@ -347,6 +351,7 @@ def _write_all(handle: int, data: memoryview, position: int) -> None:
 
 def _write_directly(handle: int, data: memoryview, position: int) -> bool:
     """Write past the page cache. Return False if this file system, or this memory, does not allow it."""
+    # The flag belongs to the open file: it is set for this chunk only.
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -406,6 +411,7 @@ class MemoryStore:
                 self._files[to + key.removeprefix(folder)] = self._files.pop(key)
 
     def delete(self, key: str) -> None:
+        # `key` may be a file or a folder.
         with self._lock:
             for file in list(self._files):
                 if file == key or file.startswith(f"{key}/"):
