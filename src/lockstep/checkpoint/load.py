@@ -55,7 +55,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, damaged)
 
-        # `Damaged` has one file: the others are named in its reason.
+        # `Damaged` names one file; its reason names the others.
         first = bad[0][0]
         reasons = "; ".join(f"{file}: {why}" for file, why in bad)
         damaged.append(Damaged(checkpoint, first, reasons.removeprefix(f"{first}: ")))

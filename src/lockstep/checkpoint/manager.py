@@ -153,7 +153,7 @@ class CheckpointManager:
         # The save in flight may be the one to go back to.
         self.settle()
 
-        # Without a limit, a run that fails for another reason than its samples would rewind forever.
+        # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
         self._rewinds += 1
         most = self.config.nonfinite.max_in_a_row
         if self._rewinds > most:
@@ -255,18 +255,17 @@ class CheckpointManager:
     # ---- before the first step ----
 
     def check_space(self) -> None:
-        """Refuse a disk without room for the weights, before training has cost any time; warn if two do not fit.
+        """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
 
-        The size of the weights is known; that of the optimizers' state is a guess.
+        This runs before training has cost any time: the size of the optimizers' state is still a guess.
         """
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
 
-        # Rank 0's numbers count, so that either all ranks raise or none does.
-        certain, guess = self.state.bytes_at_start()
-        free = self.store.free_bytes() if self.runtime.is_main else 0
-        free, certain, guess = self.runtime.collectives.gather_json([free, certain, guess])[0]
+        # Rank 0's numbers count on every rank, so that either all ranks raise or none does.
+        sizes = self.state.bytes_at_start()
+        free, certain, guess = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
         if free < certain:
             raise UserError(
                 f"there is no room for a checkpoint in {self.store.address}: {megabytes(free / MIB)} free",

@@ -46,7 +46,7 @@ _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 @dataclass(eq=False)
 class Damaged(Exception):
-    """A checkpoint must not be loaded; `file` is the one that is bad, and `why` says what is wrong with it."""
+    """A checkpoint must not be loaded: `why` says what is wrong with its file `file`."""
 
     checkpoint: Checkpoint
     file: str
@@ -113,7 +113,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the contents of `manifest.json`, with a digest of themselves."""
+    """Return the contents of `manifest.json`, which include a digest of the rest."""
     content = {**asdict(manifest), "values": to_json(manifest.values)}
     return _canonical({"format": FORMAT, "digest": _digest(content), "content": content})
 
@@ -183,7 +183,7 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
 
 
 def to_json(value: Any, where: str = "values") -> Any:
-    """Return a copy that JSON can hold. Raise a UserError that says where something is that it cannot hold."""
+    """Return a copy that JSON can hold. Raise a UserError that names the place of anything it cannot hold."""
     match value:
         case None | bool() | str():
             return value
@@ -369,7 +369,7 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
     if len(solid) < 2:
         return
 
-    # Sweep along the dimension with the most pieces: each is compared only with those that reach as far as it begins.
+    # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in solid}))
     active: list[Piece] = []
     for piece in sorted(solid, key=lambda piece: piece.offset[dim]):

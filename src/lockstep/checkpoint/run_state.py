@@ -76,7 +76,7 @@ class RunState:
         `stepper`: the engine's, which has state, counts steps, and calls `update.before` before parameters change.
         `others`: the task, and what the user's loop has registered.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
-        `holders`: for each parameter that not all ranks hold, those that do.
+        `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: the parameters whose shard on this rank is also held, and saved, by a lower rank.
         """
         self.model = model
@@ -93,13 +93,13 @@ class RunState:
         self._duplicates = duplicates
         self._device = next(model.parameters()).device
 
-        # Frozen parameters of which a checkpoint has only the digests.
+        # Frozen parameters for which a checkpoint holds only digests.
         self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # The groups as the user's code has made them. A resumed run compares: what differs, the user has changed.
+        # The groups as the user's code has made them: a resumed run compares, to find what the user has changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
@@ -341,7 +341,7 @@ class RunState:
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {min(odd)!r}")
 
     def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
-        # A run that does not add back what rounding has cut off has no use for it.
+        # The compensation, which is what rounding cut off, is useless to a run that does not add it back.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
             saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
@@ -432,7 +432,7 @@ def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name of the same identity} for all names but the first, which is that of the saved bytes."""
+    """Return {name: first name with the same identity} for every name that is not itself the first."""
     first_names: dict[Any, str] = {}
     first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
     return {name: first for name, first in first_of.items() if first != name}

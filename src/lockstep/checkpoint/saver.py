@@ -117,7 +117,7 @@ class Saver:
     @property
     def failure(self) -> str | None:
         """Why the last save failed on this rank, until all ranks have agreed to abandon it or another save begins."""
-        # The error first: the thread may commit now and then fail to tidy up, which is no failure.
+        # `error` is read first: the thread may commit right now, and then fail to tidy up, which is not a failed save.
         save = self._pending
         return save.error if save and save.error and not (save.committed or save.abandoned) else None
 

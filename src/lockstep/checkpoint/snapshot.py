@@ -81,9 +81,9 @@ class Snapshot:
         return self.layout
 
     def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
-        """Copy `slices`, for which `fit` has made room; return the copying of those named in `later`.
+        """Copy `slices`, for which `fit` has made room, except those named in `later`.
 
-        The latter must not change before `Copying.wait` has returned.
+        The `Copying` that is returned copies these. They must not change before its `wait` has returned.
         """
         pairs = list(zip(self._views, slices, strict=True))
         _copy([(view, source.tensor) for view, source in pairs if source.name not in later])

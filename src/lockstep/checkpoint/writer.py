@@ -58,7 +58,7 @@ from lockstep.checkpoint.storage import (
 
 @dataclass(frozen=True)
 class SaveContext:
-    """Says who writes, where to, and by which rules; it is the same for every save of a run."""
+    """Says who writes, where, and by which rules. All saves of a run share it."""
 
     store: Store
     rank: int
