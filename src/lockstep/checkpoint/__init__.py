@@ -4,7 +4,7 @@
     step-00000040/manifest.json                what is where, with the size and the digest of each file
     latest                                     the name of the newest checkpoint, for people and the launcher
 
-`manager` decides when to save and how to resume; `run_state` knows what the state of a run is. Below them, nothing
-knows about models and nothing calls a collective: `saver` and `writer` write, `load` and `inspect` read, and all of
-them reach the disk through the `Store` protocol of `storage`.
+`manager` decides when to save and how to resume; `run_state` knows what the state of a run is, and `reshard` which rank
+writes and reads what. The modules below them know nothing about models: `saver` and `writer` write, `load` and
+`inspect` read, and all of them reach the disk through the `Store` protocol of `storage`.
 """

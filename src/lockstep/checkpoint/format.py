@@ -1,7 +1,7 @@
 """One rank's file in the safetensors format: its layout before it is written, its header when it is read.
 
-The safetensors library could write the same file, but not from a buffer that is laid out already, nor past the page
-cache. No torch here.
+The safetensors library could write the same file, but neither from a buffer that is already laid out nor bypassing the
+page cache. No torch here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from lockstep.checkpoint.manifest import (
     open_file,
     parse_json,
     read_manifest,
+    require,
     verify_file,
 )
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
-# Bytes; what the safetensors library accepts.
-_LONGEST_HEADER = 100_000_000
+# The tensors of a file by key: dtype, shape, and where its bytes start, counted from the beginning of the file.
+Header = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece of the tensor `name`, before it is written: everything that the manifest says of it but the file."""
+    """A piece of the tensor `name` before it is written: all that the manifest will say about it, except the file."""
 
     name: str
     dtype: str
@@ -50,7 +51,7 @@ class PieceToWrite:
 class FileLayout:
     """Where each piece lies in a file: a header, and a data section without gaps."""
 
-    # `keys` are the names in the file, `starts` count from the beginning of the data section; one for each piece.
+    # One entry for each piece: `keys` are names in the file, `starts` are offsets in the data section.
     pieces: tuple[PieceToWrite, ...]
     keys: tuple[str, ...]
     starts: tuple[int, ...]
@@ -63,15 +64,6 @@ class FileLayout:
         return len(self.header) + self.size
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a file; `start` counts from the beginning of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-
 def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
@@ -80,18 +72,19 @@ def part_name(rank: int) -> str:
 
 
 def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
-    """Lay out `pieces`, wide elements first: the format allows no gaps, and this way every tensor is still aligned."""
+    """Lay out `pieces`, the widest elements first: this aligns every tensor without gaps, which the format forbids."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     keys = [piece.name for piece in pieces]
     starts = [0] * len(pieces)
     position = 0
 
     for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
+        piece = pieces[index]
+
         # A rank may hold several pieces of one tensor, and a tensor may be called "__metadata__".
-        if keys[index] in header:
+        if piece.name in header:
             keys[index] += f"#{index}"
 
-        piece = pieces[index]
         starts[index] = position
         position += piece.bytes
         header[keys[index]] = {
@@ -100,18 +93,17 @@ def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
             "data_offsets": [starts[index], position],
         }
 
-    # The data begin at a page, where direct writes may begin.
+    # Pad the header, so that the data section begins at a page: direct writes need that.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    header_bytes = len(text).to_bytes(8, "little") + text
-    return FileLayout(tuple(pieces), tuple(keys), tuple(starts), position, header_bytes)
+    return FileLayout(tuple(pieces), tuple(keys), tuple(starts), position, len(text).to_bytes(8, "little") + text)
 
 
 # ---- reading ----
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
-    """Return the manifest, and what is wrong with it or with its files. Of `size` ranks, each reads its own share."""
+    """Return the manifest, and what is wrong with it or with this rank's share of its files."""
     try:
         manifest = read_manifest(checkpoint)
     except Damaged as damaged:
@@ -121,13 +113,13 @@ def verify(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> tuple[Manife
 
 def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
     """Return what is wrong with `files`: a size, a digest, or a piece that the manifest expects and a file lacks."""
-    # The pieces that the manifest expects in each file, with their dtypes.
+    # What the manifest expects in each file: pieces with their dtypes.
     expected: dict[str, list[tuple[Piece, str]]] = {}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             expected.setdefault(piece.file, []).append((piece, entry.dtype))
 
-    # One problem a file is enough: a wrong digest explains a wrong header.
+    # One problem per file is enough: a wrong digest explains a wrong header.
     problems = []
     for file in files:
         try:
@@ -140,46 +132,44 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
     return problems
 
 
-def read_header(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
-    """Return the tensors of one file by key, or raise Damaged."""
+def read_header(checkpoint: Checkpoint, name: str) -> Header:
+    """Read the header of one file, and check every entry. Raise Damaged if anything about it is wrong."""
     try:
         with open_file(checkpoint, name) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
 
-            # Eight bytes with the length of the header, the header as JSON, the data.
+            # The file is eight bytes with the length of the header, the header as JSON, the data. The safetensors
+            # library accepts a header of up to 100 MB.
             length = int.from_bytes(stream.read(8), "little")
-            if length > min(_LONGEST_HEADER, size - 8):
-                raise ValueError("the header is longer than the file")
+            require(length <= min(100_000_000, size - 8), "the header is longer than the file")
             entries = parse_json(stream.read(length))
 
-        if not isinstance(entries, dict):
-            raise ValueError("the header is not an object")
+        require(isinstance(entries, dict), "the header is not an object")
         entries.pop("__metadata__", None)
-        return {key: _stored(repr(key), item, 8 + length, size) for key, item in entries.items()}
+        return {key: _header_entry(repr(key), item, 8 + length, size) for key, item in entries.items()}
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, name, f"not a safetensors file: {error}"[:300]) from None
 
 
-def _stored(what: str, item: Any, data: int, size: int) -> Stored:
-    """Check one entry of a header. `data` is where the data section begins, `size` that of the file."""
+def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tuple[str, tuple[int, ...], int]:
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], f"the shape of {what}")
     offsets = check_counts(fields["data_offsets"], f"an offset of {what}")
-    if dtype not in SIZES or len(offsets) != 2:
-        raise ValueError(f"{what} has an unknown dtype, or not two offsets")
+    require(dtype in SIZES and len(offsets) == 2, f"{what} has an unknown dtype, or not two offsets")
 
-    # Python's integers do not overflow: a huge shape is simply not as long as its data.
-    begin, end = offsets
-    if begin + math.prod(shape) * SIZES[dtype] != end or data + end > size:
-        raise ValueError(f"{what} does not lie in the file")
-    return Stored(dtype, shape, data + begin)
+    # Python's integers do not overflow: the bytes of a huge shape are simply not those between the offsets.
+    start, end = offsets
+    require(
+        start + math.prod(shape) * SIZES[dtype] == end <= file_size - data_start,
+        f"{what} does not lie in the file",
+    )
+    return dtype, shape, data_start + start
 
 
-def locate(checkpoint: Checkpoint, header: dict[str, Stored], piece: Piece, dtype: str) -> Stored:
-    """Return where `piece` lies. Raise Damaged if its file holds no such piece, or another one by that name."""
-    stored = header.get(piece.key)
-    if stored is None or (stored.dtype, stored.shape) != (dtype, piece.shape):
+def locate(checkpoint: Checkpoint, header: Header, piece: Piece, dtype: str) -> int:
+    """Return where `piece` starts in its file. Raise Damaged if the file has no such piece."""
+    if piece.key not in header or header[piece.key][:2] != (dtype, piece.shape):
         raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
-    return stored
+    return header[piece.key][2]

@@ -1,4 +1,4 @@
-"""The command `lockstep ckpt`: each function returns the text to print and the exit code.
+"""The command `lockstep ckpt`: the function of each action returns the text to print and the exit code.
 
 Only `export` imports torch, and only when it is called: looking at checkpoints must be quick.
 """
@@ -37,9 +37,8 @@ _PREFIX = "model."
 def ls(place: Path) -> tuple[str, int]:
     """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
     rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
-    if not rows:
-        return "no checkpoints", 0
-    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]), 0
+    titles = ("step", "when", "size", "tensors", "metrics", "state")
+    return _table([titles, *rows]) if rows else "no checkpoints", 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -60,7 +59,7 @@ def show(place: Path) -> tuple[str, int]:
         ("values", ", ".join(sorted(manifest.values)) or "none"),
     ]
 
-    # One row a tensor; a model of thousands would scroll everything else away.
+    # A model may have thousands of tensors, which would scroll everything else away.
     rows = [
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
@@ -74,24 +73,23 @@ def show(place: Path) -> tuple[str, int]:
 
 def verify(place: Path) -> tuple[str, int]:
     """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
-    # One row a checkpoint, and below it one for each bad file.
+    # One row for each checkpoint, and below it one for each of its bad files.
     rows = []
-    code = 0
     for checkpoint in [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
-        for problem in problems:
-            rows.append(("", f"{problem.file}: {problem.why}"))
-            code = 1
-    return _table(rows) if rows else "no checkpoints", code
+        rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
+
+    any_damaged = any(state == "damaged" for _, state in rows)
+    return _table(rows) if rows else "no checkpoints", int(any_damaged)
 
 
 def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints: a damaged one must not push out a good one."""
-    # First, so that a bad count is refused before anything is read.
+    # A bad count is refused before anything is read.
     retention = Retention(last=keep)
 
-    # Every byte is read: only valid checkpoints count.
+    # This reads every byte: only valid checkpoints count.
     store = _store(place)
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
     damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
@@ -104,23 +102,23 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 
 
 def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
-    """Write the weights to one file."""
     checkpoint = choose(place, step)
     target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
-    # The run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that is not of a
-    # run may have anything among its values.
+    # A run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that no run has
+    # written may hold any values.
     missing: Any = read_manifest(checkpoint).values
     for key in ("state", "model", "left_out"):
         missing = missing.get(key) if isinstance(missing, dict) else None
     if not missing:
         return str(target), 0
+
     names = ", ".join(sorted(missing))
     return f"{target}\n{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {names}", 0
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
-    """Write the tensors `model.*` to `out`, or to `out`/model.safetensors. Every byte is verified first.
+    """Verify every byte, and write the tensors `model.*` to `out`, or to `out`/model.safetensors.
 
     Tied weights are written once; the metadata map their other names to the one that is written.
     """
@@ -176,19 +174,19 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def choose(place: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint `place` itself, or the newest of the run there, or the one of `step`."""
+    """Return the checkpoint `place`, or if it is a run, its checkpoint of `step` or its newest."""
     if _is_checkpoint(place) and step is None:
         return Checkpoint.at(place)
 
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
     if not checkpoints:
         raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
-    if step is None:
-        return checkpoints[max(checkpoints)]
-    if step not in checkpoints:
+
+    chosen = max(checkpoints) if step is None else step
+    if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))
         raise UserError(f"{place} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
-    return checkpoints[step]
+    return checkpoints[chosen]
 
 
 def _store(place: Path) -> Store:
@@ -201,12 +199,11 @@ def _store(place: Path) -> Store:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    # A folder that has lost its manifest is still meant to be a checkpoint, and a damaged one.
+    # A folder that has lost its manifest is a damaged checkpoint.
     return (place / NAME).exists() or place.parent.name == "checkpoints"
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the row of `ls`. Only the manifest is read."""
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)
@@ -214,8 +211,14 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
             check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
-    size = size_text(manifest.bytes)
-    return step, _when(manifest), size, str(len(manifest.tensors)), _metrics(manifest), "not verified"
+    return (
+        step,
+        _when(manifest),
+        size_text(manifest.bytes),
+        str(len(manifest.tensors)),
+        _metrics(manifest),
+        "not verified",
+    )
 
 
 def _when(manifest: Manifest) -> str:
@@ -223,8 +226,7 @@ def _when(manifest: Manifest) -> str:
 
 
 def _metrics(manifest: Manifest) -> str:
-    metrics = manifest.metrics.items()
-    return " ".join(f"{name}={value:.4g}" for name, value in metrics if isinstance(value, int | float))
+    return " ".join(f"{key}={value:.4g}" for key, value in manifest.metrics.items() if isinstance(value, int | float))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

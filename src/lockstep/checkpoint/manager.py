@@ -4,7 +4,7 @@
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
     give_up                         when the control word says that a rank has failed to write its part
-    rewind                          when a step was spoiled, and its policy is rewind
+    rewind                          when a step was spoiled, and the policy is rewind
     settle, close                   at the end
 
 Collective: all ranks call every method at the same step, except `poll`, `save_is_due_by_clock` and `close`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,10 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-# What the loop adds to the state, with the metrics; `Resumed` has fields of these names.
+# What the loop saves with the metrics; `Resumed` has fields of these names.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
-# Settings that may change when a run is resumed without being reported.
+# A resumed run does not report that these settings have changed.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
@@ -60,13 +60,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run has resumed from."""
-
     step: int
-    path: Path
+    path: Path  # of the checkpoint
     world: int  # the number of ranks that wrote it
-    settings: list[Change]  # those that have changed since
-    changes: list[str]  # these with all other changes, as text
+    settings: list[Change]  # those that differ now
+    changes: list[str]  # as text: these settings, and everything else that differs
     evaluation_due: bool  # the run was preempted before it could evaluate
     interval: dict[str, Any]  # sums since the last log line
     seconds: float  # how long the run has taken so far
@@ -85,7 +83,7 @@ class CheckpointManager:
         log_event: Callable[..., None],
         store: Store | None = None,
     ):
-        """`log_event(event, **fields)` logs. Without a `store`, checkpoints are in the run folder."""
+        """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
         self.folder = folder
         self.state = state
         self.config = config
@@ -104,13 +102,14 @@ class CheckpointManager:
             Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode),
             settings.asynchronous,
         )
+
         # A snapshot may still be copying the optimizers' state when the next step wants to change it.
         state.stepper.update.before.append(self.saver.wait_for_copy)
 
         # A save has been started, and the ranks have not yet agreed on how it ended.
         self._in_flight = False
 
-        # The step and the time of the last save, or of the checkpoint that the run has resumed from.
+        # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
 
@@ -123,15 +122,12 @@ class CheckpointManager:
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Resume from this run's own newest valid checkpoint, or from where the user said (`--resume PATH`).
-
-        Return None if the run starts from scratch.
-        """
+        """Resume from this run's newest valid checkpoint, else from `--resume PATH`; None if there is neither."""
         if self.runtime.is_main:
             self.store.claim(self.folder.token)
             clean(self.store, self.folder.token)
 
-        # The run's own checkpoints come first: a restarted attempt must not begin at the origin again.
+        # The run's own checkpoints come first: a restarted attempt must not go back to the origin.
         reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
@@ -156,7 +152,7 @@ class CheckpointManager:
         # The save in flight may be the one to go back to.
         self.settle()
 
-        # Without a limit, a run that is spoiled for another reason would go round in circles.
+        # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
         self._rewinds += 1
         most = self.config.nonfinite.max_in_a_row
         if self._rewinds > most:
@@ -175,7 +171,7 @@ class CheckpointManager:
                 "make room on the disk, or choose the policy skip or stop",
             )
 
-        # The checkpoint does not know what was left out since it was written.
+        # The checkpoint does not know which samples were left out after it was written.
         source: Any = self.state.source
         assert span is not None
         spans = [*source.passed_over, span]
@@ -200,11 +196,10 @@ class CheckpointManager:
         if reader is None:
             return None
 
-        # Only rank 0 renames; its event is the one that is logged.
+        # Only rank 0 renames, and only its event is logged.
         for damage in reader.damaged:
-            name = aside = damage.checkpoint.name
-            if self.runtime.is_main:
-                aside = set_aside(store, name, "damaged").name
+            name = damage.checkpoint.name
+            aside = set_aside(store, name, "damaged") if self.runtime.is_main else name
             self.log_event(
                 "warning",
                 reason=f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from "
@@ -222,30 +217,37 @@ class CheckpointManager:
                 "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
             )
 
-        # Refuse before anything is changed.
+        # The task's own state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
         settings = config_changes(values["config"], self.config)
-        _check_lasting(settings, [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())])
+        lasting = [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())]
+        for key, before, now in settings:
+            if key in lasting:
+                raise UserError(
+                    f"{key}={now} does not fit the checkpoint: the state that the task has saved belongs to "
+                    f"{key}={before}",
+                    "",
+                    f"type {key}={before}, or start a new run from the exported weights",
+                )
 
-        others = self.state.restore(reader, values["state"], settings)
+        other_changes = self.state.restore(reader, values["state"], settings)
         step = self.state.stepper.counters.step
 
-        # The run goes back to this step: its later checkpoints belong to another history.
+        # The run goes back to this step: its later checkpoints belong to another history. All ranks wait here, because
+        # none may save before rank 0 has set them aside.
         own = os.path.realpath(reader.checkpoint.path.parent) == os.path.realpath(self.store.address)
-        if own and self.runtime.is_main:
-            set_aside_after(self.store, step)
-
-        # All ranks wait here: none may save before rank 0 has set them aside.
-        self.runtime.collectives.gather_json(None)
+        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if own else [])
 
         self._saved_step = step if own else None
         self._saved_at = time.monotonic()
-        self._seed_host(step)
+
+        # As in `save`, so that the run draws the same numbers as if it had not stopped.
+        seed_host(derive(self.config.seed, "checkpoint", step))
         return Resumed(
             step=step,
             path=reader.checkpoint.path,
             world=values["world"],
             settings=settings,
-            changes=[*map(str, settings), *others],
+            changes=[*map(str, settings), *other_changes],
             **{key: values[key] for key in LOOP_STATE},
         )
 
@@ -254,26 +256,22 @@ class CheckpointManager:
     def check_space(self) -> None:
         """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
 
-        This runs before training has cost any time: the size of the weights is known, that of the optimizers' state is
-        a guess.
+        This runs before training has cost any time: the size of the optimizers' state is still a guess.
         """
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
-        certain, guess = self.state.bytes_at_start()
 
-        # Rank 0 looks at the disk, and all ranks raise what it raises.
-        def check() -> int:
-            free = self.store.free_bytes()
-            if free < certain:
-                raise UserError(
-                    f"there is no room for a checkpoint in {self.store.address}: {megabytes(free / MIB)} free",
-                    f"{megabytes(certain / MIB)} needed for the weights alone",
-                    f"free {megabytes((certain + guess - free) / MIB)}, or type run_dir=FOLDER on another disk",
-                )
-            return free
+        # Rank 0's numbers count on every rank, so that either all ranks raise or none does.
+        sizes = self.state.bytes_at_start()
+        free, certain, guess = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
+        if free < certain:
+            raise UserError(
+                f"there is no room for a checkpoint in {self.store.address}: {megabytes(free / MIB)} free",
+                f"{megabytes(certain / MIB)} needed for the weights alone",
+                f"free {megabytes((certain + guess - free) / MIB)}, or type run_dir=FOLDER on another disk",
+            )
 
-        free = self.runtime.collectives.run_on_rank0(check)
         needed = 2 * (certain + guess)
         if free < needed:
             self.log_event(
@@ -297,8 +295,14 @@ class CheckpointManager:
 
         # The state before the first step, in the form in which the loop would save it.
         if self._saved_step is None:
-            no_sums = {"names": ["loss"], "totals": [0.0, 0.0]}
-            self.save({"metrics": {}, "evaluation_due": False, "interval": no_sums, "seconds": 0.0})
+            self.save(
+                {
+                    "metrics": {},
+                    "evaluation_due": False,
+                    "interval": {"names": ["loss"], "totals": [0.0, 0.0]},
+                    "seconds": 0.0,
+                }
+            )
             if not self.settle():
                 raise UserError(
                     f"{policy}=rewind needs a checkpoint of the start, and it could not be written",
@@ -320,7 +324,7 @@ class CheckpointManager:
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int, asked: bool) -> bool:
-        """Whether to save after `step`: by its number, or because any rank has `asked` for it."""
+        """Whether to save after `step`: by its number, or because a rank has `asked` for it."""
         every = self.config.checkpoint.every
         return (asked or (every is not None and step % every == 0)) and step != self._saved_step
 
@@ -335,12 +339,12 @@ class CheckpointManager:
         step = self.state.stepper.counters.step
         heartbeat.beat("snapshot", step)
 
-        # Where ranks hold different parameters, rank 0 writes the values of all.
+        # Rank 0 writes the values of all ranks, which may hold different parameters.
         tensors, aliases, state = self.state.capture()
         if not self.state.replicated:
             state = merge_values(self.runtime.collectives.gather_json(state))
 
-        # Once: it costs a digest of the user's state.
+        # Only once, since it takes a digest of the user's state.
         if not self._compared:
             self._warn_of_differences()
             self._compared = True
@@ -348,7 +352,7 @@ class CheckpointManager:
         # The names are part of the format on disk.
         values = {
             "state": state,
-            "config": _as_saved(self.config),
+            "config": _as_typed(self.config),
             "plan": self.plan.as_dict(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
@@ -360,7 +364,9 @@ class CheckpointManager:
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._rewinds = 0
-        self._seed_host(step)
+
+        # Python's and numpy's generators: a run that resumes from this checkpoint seeds them in the same way (`_load`).
+        seed_host(derive(self.config.seed, "checkpoint", step))
         heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
@@ -379,7 +385,7 @@ class CheckpointManager:
         phase_before = heartbeat.phase
         heartbeat.beat("commit")
 
-        # First the parts: rank 0 would otherwise wait for one that has failed.
+        # First this rank's part: rank 0 would otherwise wait for one that has failed.
         self.saver.wait_part()
         given_up = self.give_up()
         if not given_up:
@@ -397,22 +403,21 @@ class CheckpointManager:
 
         Training continues: a full disk costs a checkpoint, and not the run.
         """
-        # The control word comes a step late: the failure may have been dealt with already.
+        # The control word comes a step late: the failure may have been handled already.
         reasons = self.runtime.collectives.gather_json(self.saver.failure)
         if not any(reasons):
             return False
 
-        # Rank 0 repeats the reasons of others as "rank N: ...": take each from the rank that has it.
+        # Rank 0 repeats the reasons of others as "rank N: ...": take each from its own rank.
         own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
         reason = "; ".join(own) or next(filter(None, reasons))
         step = self._saved_step
         self.saver.abandon(reason)
+
+        # What `wait` returns is dropped: the failure is logged here, once, with the reasons of all ranks.
         self.saver.wait()
         self._in_flight = False
         self._saved_step = None
-
-        # The failure is logged here, once, with the reasons of all ranks; this rank's own is dropped.
-        self.saver.poll()
         newest = self.newest_path()
         self.log_event(
             "warning",
@@ -428,14 +433,13 @@ class CheckpointManager:
         self.saver.close()
 
     def newest_path(self) -> Path | None:
-        newest = committed(self.store)[:1]
-        return newest[0].path if newest else None
+        return next((checkpoint.path for checkpoint in committed(self.store)), None)
 
     def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
         world = self.runtime.world
         sizes = plain_sizes(tensors)
 
-        # If all ranks hold the same, they need not ask each other.
+        # Ranks that all hold the same tensors need not ask each other.
         all_sizes = [sizes] * world.size if self.state.replicated else self.runtime.collectives.gather_json(sizes)
         return slices_to_write(tensors, world.rank, all_sizes)
 
@@ -447,51 +451,33 @@ class CheckpointManager:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, saves: list[PendingSave]) -> None:
+        """Log those that are committed. `give_up` logs the others, when all ranks know."""
         for save in saves:
-            # What is not committed is logged by `give_up`, when all ranks know.
-            if save.checkpoint is None:
-                continue
-            if save.error:
+            if save.checkpoint and save.error:
                 self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
-            self.log_event(
-                "checkpoint",
-                step=save.step,
-                path=self.folder.as_shown(save.checkpoint.path),
-                mb=save.total_bytes / MIB,
-                stall_s=save.stall_s,
-                write_s=save.write_s,
-            )
-
-    def _seed_host(self, step: int) -> None:
-        """Seed Python's and numpy's generators again with every checkpoint, so that a resumed run draws the same."""
-        seed_host(derive(self.config.seed, "checkpoint", step))
+            if save.checkpoint:
+                self.log_event(
+                    "checkpoint",
+                    step=save.step,
+                    path=self.folder.as_shown(save.checkpoint.path),
+                    mb=save.total_bytes / MIB,
+                    stall_s=save.stall_s,
+                    write_s=save.write_s,
+                )
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
-    """Return the settings that differ from those of a checkpoint."""
     # An older version may have saved a key under its former name.
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
-    now = _as_saved(config)
+    now = _as_typed(config)
     changes = []
     for key in {**saved, **now}:
-        # A key that the older version did not have counts as its default.
+        # A key that the older version did not know had its default.
         before = saved.get(key, typed(KEYS[key].default) if key in KEYS else None)
         if key not in NOT_COMPARED and before != now.get(key):
             changes.append(Change(key, saved.get(key, "not set"), now.get(key, "not set")))
     return changes
 
 
-def _as_saved(config: RunConfig) -> dict[str, str]:
-    """Return what a checkpoint keeps of the settings: each as one would type it."""
+def _as_typed(config: RunConfig) -> dict[str, str]:
     return {key: typed(value) for key, value in flatten(config).items()}
-
-
-def _check_lasting(settings: list[Change], lasting: Collection[str]) -> None:
-    """Refuse a change of settings that the task's own state depends on (`Task.lasting`)."""
-    for key, before, now in settings:
-        if key in lasting:
-            raise UserError(
-                f"{key}={now} does not fit the checkpoint: the state that the task has saved belongs to {key}={before}",
-                "",
-                f"type {key}={before}, or start a new run from the exported weights",
-            )

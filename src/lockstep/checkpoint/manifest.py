@@ -1,9 +1,10 @@
 """The manifest of a checkpoint: which tensor is where, every plain value, and the size and digest of each file.
 
 Nothing that is read here is trusted: every field is checked before it is used, and a manifest that is wrong in any way
-raises `Damaged` and no other exception. Plain values are strict JSON, which has no NaN and no infinity: such a number
-becomes `{"$float": "nan"}`. A dict of the user that could be mistaken for this (one key, which begins with "$") gets
-one more "$", and loses it again when it is read. No torch here.
+raises `Damaged` and no other exception. No torch here.
+
+Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
+that could be mistaken for this (its only key begins with "$") gets one more "$", and loses it again when it is read.
 """
 
 from __future__ import annotations
@@ -34,20 +35,8 @@ SIZES = {
     **{"I64": 8, "U64": 8, "F64": 8},
 }
 
-# Bytes of a tensor or a file. A larger number is a lie, and would overflow further down.
+# No tensor or file has more bytes: a larger number is a lie, and would overflow further down.
 _LARGEST = 2**60
-
-# The limit of torch.
-_MOST_DIMENSIONS = 64
-
-# Seconds since 1970: the year 5138.
-_END_OF_TIME = 1e11
-
-# Bytes that are read, and digested, at a time.
-_READ = 8 << 20
-
-# No separator, and no dot at the beginning.
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -57,7 +46,7 @@ _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 @dataclass(eq=False)
 class Damaged(Exception):
-    """A checkpoint must not be loaded: `file` says which of its files is bad, and `why` the reason."""
+    """A checkpoint must not be loaded: `why` says what is wrong with its file `file`."""
 
     checkpoint: Checkpoint
     file: str
@@ -88,8 +77,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A full tensor, and the pieces that make it up."""
-
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -126,22 +113,27 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the file `manifest.json`, with a digest of its own contents."""
+    """Return the contents of `manifest.json`, which include a digest of the rest."""
     content = {**asdict(manifest), "values": to_json(manifest.values)}
     return _canonical({"format": FORMAT, "digest": _digest(content), "content": content})
 
 
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Return the manifest in `data`, which was read from `checkpoint`. Raise Damaged if anything about it is wrong."""
+    """Return the manifest in `data`, the contents of `manifest.json`. Raise Damaged if anything about it is wrong."""
     try:
         outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
 
-        # True equals 1, but is not a format.
-        if outer["format"] != FORMAT or isinstance(outer["format"], bool):
-            raise ValueError(f"format {str(outer['format'])[:40]}; this version of Lockstep reads format {FORMAT}")
+        # True equals 1, but is not a version.
+        version = outer["format"]
+        require(
+            version == FORMAT and not isinstance(version, bool),
+            f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
+        )
 
-        if outer["digest"] != _digest(outer["content"]):
-            raise ValueError("the contents do not have the digest that was written with them")
+        require(
+            outer["digest"] == _digest(outer["content"]),
+            "the contents do not have the digest that was written with them",
+        )
         return _manifest(outer["content"])
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, NAME, str(error)[:300] or "nested too deep") from None
@@ -163,7 +155,6 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    """Read the manifest of a checkpoint, or raise Damaged."""
     with open_file(checkpoint, NAME) as stream:
         return decode(stream.read(), checkpoint)
 
@@ -178,11 +169,11 @@ def check_size(checkpoint: Checkpoint, file: File) -> None:
 
 def verify_file(checkpoint: Checkpoint, file: File) -> None:
     """Read a file to its end, and raise Damaged if its size or digest is not what was written."""
-    # The size is cheap to check, and makes a better message than a wrong digest.
+    # A wrong size is found without reading, and says more than a wrong digest.
     check_size(checkpoint, file)
     digest = xxhash.xxh3_128()
     with open_file(checkpoint, file.name) as stream:
-        while chunk := stream.read(_READ):
+        while chunk := stream.read(8 << 20):
             digest.update(chunk)
     if digest.hexdigest() != file.digest:
         raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
@@ -192,7 +183,7 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
 
 
 def to_json(value: Any, where: str = "values") -> Any:
-    """Return a copy that JSON can hold. Raise an error that names the place of what it cannot hold."""
+    """Return a copy that JSON can hold. Raise a UserError that names the place of anything it cannot hold."""
     match value:
         case None | bool() | str():
             return value
@@ -208,7 +199,7 @@ def to_json(value: Any, where: str = "values") -> Any:
                 if not isinstance(key, str):
                     raise _not_json(f"the key {key!r} of {where}", key)
 
-            # A dict that looks like one of ours gets one more "$".
+            # A dict that looks like one of ours is marked with one more "$".
             inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
             return {f"${key}": item for key, item in inner.items()} if _is_marked(inner) else inner
     raise _not_json(where, value)
@@ -223,7 +214,7 @@ def _not_json(where: str, value: object) -> UserError:
 
 
 def from_json(value: Any) -> Any:
-    """Undo `to_json`, but tuples become lists. Raise ValueError where the encoding is wrong."""
+    """Undo `to_json`, except that tuples become lists. Raise ValueError if the encoding is wrong."""
     match value:
         case list():
             return [from_json(item) for item in value]
@@ -231,8 +222,10 @@ def from_json(value: Any) -> Any:
             [(key, item)] = value.items()
             if key.startswith("$$"):
                 return {key[1:]: from_json(item)}
-            if key != "$float" or not isinstance(item, str) or item not in _FLOATS:
-                raise ValueError(f"{key} = {str(item)[:40]!r} stands for no number")
+            require(
+                key == "$float" and isinstance(item, str) and item in _FLOATS,
+                f"{key} = {str(item)[:40]!r} stands for no number",
+            )
             return _FLOATS[item]
         case dict():
             return {key: from_json(item) for key, item in value.items()}
@@ -251,8 +244,7 @@ def parse_json(data: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
-    if len(unique) < len(pairs):
-        raise ValueError("a key occurs twice")
+    require(len(unique) == len(pairs), "a key occurs twice")
     return unique
 
 
@@ -261,7 +253,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _canonical(value: Any) -> bytes:
-    """Write `value` in one fixed way, so that equal values have equal digests."""
+    """Encode `value` in one fixed way, so that equal values have equal digests."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -272,12 +264,17 @@ def _digest(content: Any) -> str:
 # ---- every field, checked ----
 
 
+def require(ok: bool, otherwise: str) -> None:
+    """Raise ValueError with the text `otherwise` if a field is not as it must be."""
+    if not ok:
+        raise ValueError(otherwise)
+
+
 def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """Return the object `value` if it has exactly these keys, and values of these types; `object` is any type."""
     fields = _check(value, dict, what)
     odd = sorted(fields.keys() ^ kinds.keys())
-    if odd:
-        raise ValueError(f"{what} has missing or unknown keys: {', '.join(odd)[:100]}")
+    require(not odd, f"{what} has missing or unknown keys: {', '.join(odd)[:100]}")
     for key, kind in kinds.items():
         _check(fields[key], kind, f"{what}: {key}")
     return fields
@@ -285,15 +282,13 @@ def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
 
 def check_counts(value: list[Any], what: str) -> tuple[int, ...]:
     """Return a shape or an offset, if it is one that torch could have."""
-    if len(value) > _MOST_DIMENSIONS:
-        raise ValueError(f"{what} has too many dimensions")
+    require(len(value) <= 64, f"{what} has too many dimensions")
     return tuple(_check(item, int, what) for item in value)
 
 
 def _check(value: Any, kind: type, what: str) -> Any:
-    # `type is`, not isinstance, since True is an int.
-    wrong = kind is not object and type(value) is not kind
-    if wrong or (kind is int and not 0 <= value <= _LARGEST):
+    # Not isinstance: True is an instance of int.
+    if (kind is not object and type(value) is not kind) or (kind is int and not 0 <= value <= _LARGEST):
         raise ValueError(f"{what} is not {_KINDS[kind]}")
     return value
 
@@ -302,25 +297,25 @@ def _manifest(content: Any) -> Manifest:
     fields = check_fields(
         content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
     )
+    # In seconds: 1e11 is in the year 5138.
     time = fields["time"]
-    if type(time) not in (int, float) or not 0 <= time < _END_OF_TIME:
-        raise ValueError("time is not a time")
+    require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a time")
 
     files = tuple(_file(item) for item in fields["files"])
     names = {file.name for file in files}
-    if len(names) < len(files):
-        raise ValueError("a file is listed twice")
+    require(len(names) == len(files), "a file is listed twice")
 
-    # Each tensor of a file belongs to one piece; else a small file could stand for many large tensors.
+    # Each tensor of a file is one piece; otherwise a small file could stand for many large tensors.
     tensors = {name: _tensor(f"tensor {name!r}", item, names) for name, item in fields["tensors"].items()}
     used = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
-    if len(set(used)) < len(used):
-        raise ValueError("two pieces are the same tensor of the same file")
+    require(len(set(used)) == len(used), "two pieces are the same tensor of the same file")
 
     # An alias leads to a tensor, not to another alias.
     for name, target in fields["aliases"].items():
-        if not isinstance(target, str) or target not in tensors or name in tensors:
-            raise ValueError(f"the alias {name!r} leads nowhere")
+        require(
+            isinstance(target, str) and target in tensors and name not in tensors,
+            f"the alias {name!r} leads nowhere",
+        )
 
     values = _check(from_json(fields["values"]), dict, "values")
     return Manifest(fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], values)
@@ -329,22 +324,20 @@ def _manifest(content: Any) -> Manifest:
 def _file(item: Any) -> File:
     file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
 
-    # A name such as "../x" would lead out of the checkpoint.
-    if not _PLAIN_NAME.fullmatch(file.name) or file.name == NAME:
-        raise ValueError(f"{file.name[:60]!r} is not a plain file name")
+    # A name such as "../x" would lead out of the checkpoint: no separator, and no dot at the beginning.
+    plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != NAME
+    require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
     return file
 
 
 def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
     dtype = fields["dtype"]
-    if dtype not in SIZES:
-        raise ValueError(f"{what} has the unknown dtype {dtype[:40]!r}")
+    require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
     # A dimension of 0 must not hide the size of the others, which torch multiplies as well.
     shape = check_counts(fields["shape"], f"the shape of {what}")
-    if math.prod(max(length, 1) for length in shape) * SIZES[dtype] > _LARGEST:
-        raise ValueError(f"{what} would be too large")
+    require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _LARGEST, f"{what} would be too large")
 
     pieces = tuple(_piece(piece, f"a piece of {what}", shape, files) for piece in fields["pieces"])
     _check_cover(what, shape, pieces)
@@ -357,34 +350,31 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
     shape = check_counts(fields["shape"], f"the shape of {what}")
 
     # Only listed files have a digest.
-    file = fields["file"]
-    if file not in files:
-        raise ValueError(f"{what} is in {file[:60]!r}, which is not listed")
+    require(fields["file"] in files, f"{what} is in {fields['file'][:60]!r}, which is not listed")
 
-    if len(offset) != len(full_shape) or len(shape) != len(full_shape):
-        raise ValueError(f"{what} has another number of dimensions")
-    if any(start + length > limit for start, length, limit in zip(offset, shape, full_shape, strict=True)):
-        raise ValueError(f"{what} reaches beyond it")
-    return Piece(file, fields["key"], offset, shape)
+    require(len(offset) == len(shape) == len(full_shape), f"{what} has another number of dimensions")
+    bounds = zip(offset, shape, full_shape, strict=True)
+    require(all(start + length <= limit for start, length, limit in bounds), f"{what} reaches beyond it")
+    return Piece(fields["file"], fields["key"], offset, shape)
 
 
 def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
     """Check that every element is in exactly one piece: the volumes add up, and no two pieces overlap."""
-    # A rank without rows writes an empty piece, which overlaps nothing.
+    # An empty piece overlaps nothing.
     solid = [piece for piece in pieces if math.prod(piece.shape)]
-    if sum(math.prod(piece.shape) for piece in solid) != math.prod(shape):
-        raise ValueError(f"the pieces of {what} do not make up the whole of it")
+    require(
+        sum(math.prod(piece.shape) for piece in solid) == math.prod(shape),
+        f"the pieces of {what} do not make up the whole of it",
+    )
     if len(solid) < 2:
         return
 
-    # Sweep along the dimension with the most pieces: each is compared with those it meets there, not with all.
+    # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in solid}))
     active: list[Piece] = []
     for piece in sorted(solid, key=lambda piece: piece.offset[dim]):
-        # Forget those that end before this piece begins.
         active = [earlier for earlier in active if earlier.offset[dim] + earlier.shape[dim] > piece.offset[dim]]
-        if any(_overlap(piece, earlier) for earlier in active):
-            raise ValueError(f"two pieces of {what} overlap")
+        require(not any(_overlap(piece, earlier) for earlier in active), f"two pieces of {what} overlap")
         active.append(piece)
 
 

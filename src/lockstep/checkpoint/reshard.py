@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint, and what it reads: a checkpoint of any world can be loaded by any other.
+"""Which part of a checkpoint each rank writes, and which it reads: any world can load the checkpoint of any other.
 
 A DTensor is sharded: every rank writes its shard, and reads the slice that is its shard now. A plain tensor is
 replicated: one of the ranks that hold it writes it, and all that need it read it.
@@ -26,7 +26,7 @@ def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
     """Drop the shards that another rank saves as well: those of the parameters `duplicates`, and of their state."""
-    # A replicated tensor is written once anyway (`slices_to_write`).
+    # Plain tensors stay: `slices_to_write` has each written only once.
     return {
         key: tensor
         for key, tensor in tensors.items()
@@ -35,10 +35,9 @@ def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -
 
 
 def _parameter_of(key: str) -> str:
-    """Return the parameter's name in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
-    if key.startswith("model."):
-        return key.removeprefix("model.")
-    return key.split(".", 2)[-1].rpartition(".")[0]
+    """Return the parameter's NAME in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
+    kind, _, rest = key.partition(".")
+    return rest if kind == "model" else rest.partition(".")[2].rpartition(".")[0]
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
@@ -54,31 +53,31 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
             if shard.first_copy and shard.local.numel():
                 slices.append(Slice(name, shard.local, shard.shape, shard.offset))
 
+    # Every rank computes who writes which replicated tensor, and takes its own.
     plain = [name for name, writer in _writers(sizes).items() if writer == rank]
     return slices + [Slice.full(name, tensors[name]) for name in plain]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Return which rank writes each replicated tensor. Every rank computes the same answer."""
+    """Return which rank writes each replicated tensor; the answer is the same on every rank."""
     bytes_of = {name: size for held in sizes for name, size in held.items()}
 
     # The largest first, each to the rank with the least to write.
     loads = [0] * len(sizes)
     writers = {}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        # The user's own state may differ between ranks: all of it is rank 0's.
-        own = name.startswith("part.")
-        holders = [0] if own else [rank for rank, held in enumerate(sizes) if name in held]
+        # The user's state may differ between ranks: only rank 0's is saved.
+        holders = [0] if name.startswith("part.") else [rank for rank, held in enumerate(sizes) if name in held]
         writers[name] = min(holders, key=lambda rank: (loads[rank], rank))
         loads[writers[name]] += size
     return writers
 
 
 def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the values of all ranks. They differ only in which parameters they hold, and have optimizer state of."""
+    """Merge the values of all ranks, which differ only where the ranks hold different parameters."""
     merged = dict(everybody[0])
 
-    # In a pipeline, each rank knows the extra state of its own stage. If several ranks know it, the lowest counts.
+    # In a pipeline, each rank has the extra state of its own stage. If several ranks have it, the lowest one's counts.
     merged["model"] = {key: {} for key in merged["model"]}
     for values in reversed(everybody):
         for key, entries in merged["model"].items():

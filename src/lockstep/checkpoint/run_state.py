@@ -1,11 +1,11 @@
 """The full state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
 
-Nothing in it knows a rank or a number of ranks: any world can resume from what any other has saved.
+Nothing in it depends on a rank or a number of ranks: any world can resume from what any other has saved.
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of the data source, the task, the user's loop
+    part.NAME                     tensors in the state of the data source, the task, and the user's loop
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Change(NamedTuple):
 class RunState:
     """Captures the state of a run, and restores it.
 
-    Values and tensors are named by parameters, not by ranks or positions: `reshard` decides which rank writes which
-    tensor, and reads for each rank what it holds now.
+    Values and tensors have the names of parameters, not of ranks or positions: `reshard` decides which rank writes
+    which tensor, and reads for each rank what it holds now.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class RunState:
     ):
         """Keep references to what a run consists of; nothing is copied.
 
-        `stepper`: the engine's. It has state, counts steps, and calls `update.before` before parameters change.
+        `stepper`: the engine's, which has state, counts steps, and calls `update.before` before parameters change.
         `others`: the task, and what the user's loop has registered.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
-        `holders`: the ranks that hold a parameter, where not all do.
+        `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: the parameters whose shard on this rank is also held, and saved, by a lower rank.
         """
         self.model = model
@@ -85,45 +85,39 @@ class RunState:
         self.source = source
         self.others = others
 
-        # Every rank has the same values, so that they need not be gathered.
+        # Whether every rank has the same values, so that they need not be gathered.
         self.replicated = type(optimizers) is Optimizers and not holders
 
-        # In a pipeline, the model of a rank has the names of all parameters, and the tensors of its own stage.
+        # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its own stage.
         self._remote = {name for name, ranks in holders.items() if rank not in ranks}
         self._duplicates = duplicates
         self._device = next(model.parameters()).device
 
-        # Frozen parameters that always come from the same file; a checkpoint has their digests.
+        # Frozen parameters for which a checkpoint holds only digests.
         self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # The groups as the user's code has made them. What differs from this after a resume, the user has changed.
+        # The groups as the user's code has made them: a resumed run compares, to find what the user has changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return (tensors, aliases of tied ones, values).
-
-        The tensors are the live ones, sharded as they are: nothing is copied here.
-        """
+        """Return (tensors, aliases of tied ones, values). The tensors are the live ones, sharded as they are."""
         tensors, aliases, values = self.capture_tensors()
         return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
         """Return the same without the stepper, whose last outcome may still be on its way from the device."""
-        # Everything that packs state puts its tensors in here.
+        # `pack` puts the tensors that it meets in here.
         tensors: dict[str, Tensor] = {}
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
         aliases = _tied_names(state)
-        for name, value in state.items():
-            if is_extra(name) or name in aliases or name in self._remote:
-                continue
-
+        for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
             # The master has all bits of the parameter, and more.
-            master = self._master_of(name, value)
+            master = self._master_of(name, state[name])
             if master is not None:
                 tensors[f"model.{name}"] = master.detach()
 
@@ -132,20 +126,23 @@ class RunState:
         values: Values = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "left_out": {name: self._digest(name) for name in sorted(self._left_out - self._remote)},
+                "left_out": {
+                    name: digest(full_tensor(self.model.get_parameter(name)))
+                    for name in sorted(self._left_out - self._remote)
+                },
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
             "parts": {name: pack(owner.state_dict(), f"part.{name}", tensors) for name, owner in owners.items()},
             "next_samples": next_samples(self.source),
         }
-        full_aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return without_duplicates(tensors, self._duplicates), full_aliases, values
+        aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
+        return without_duplicates(tensors, self._duplicates), aliases, values
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
         names = self._names()
 
-        # State is saved by the names of parameters: the order of the groups may change between two runs.
+        # State is saved under the names of parameters: the order of the groups may change between two runs.
         for key in optimizer.state:
             if id(key) not in names:
                 raise UserError(
@@ -154,7 +151,7 @@ class RunState:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # The settings now, and as the user's code has made them: some optimizers change them as they go.
+        # The settings as the user's code has made them, and as they are now: some optimizers change them.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
         return {
@@ -168,17 +165,18 @@ class RunState:
     def changed_only_by_update(self) -> set[str]:
         """Return the names of tensors that only an update changes: the optimizers' state.
 
-        A model's own tensors may change in any forward, and its parameters in any code of the user's.
+        A forward may change a model's buffers, and the user's code its parameters.
         """
         names = self._names()
-        changed = set()
-        for number, optimizer in enumerate(self.optimizers.all):
-            for p, state in optimizer.state.items():
-                changed |= {f"optimizer.{number}.{names[id(p)]}.{key}" for key in state}
-        return changed
+        states = [
+            (f"optimizer.{number}.{names[id(p)]}", state)
+            for number, optimizer in enumerate(self.optimizers.all)
+            for p, state in optimizer.state.items()
+        ]
+        return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and user state, and a guess of the optimizers' state, which is allocated later."""
+        """Return the bytes of model and user state, and a guess at the optimizers' state, which is allocated later."""
         tensors = {
             name: tensor
             for name, tensor in self.model.state_dict().items()
@@ -188,14 +186,14 @@ class RunState:
             pack(owner.state_dict(), f"part.{name}", tensors)
         certain = sum(tensor.nbytes for tensor in tensors.values())
 
-        # Masters are saved in place of parameters: float32, where the model has bfloat16.
+        # Masters are saved in place of parameters: float32 instead of bfloat16.
         if self.optimizers.masters:
             certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
 
-        guess = 0
-        for optimizer in self.optimizers.all:
-            for group in optimizer.param_groups:
-                guess += sum(int(state_copies(optimizer, group) * p.nbytes) for p in group["params"])
+        groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
+        guess = sum(
+            int(state_copies(optimizer, group) * p.nbytes) for optimizer, group in groups for p in group["params"]
+        )
         return certain, guess
 
     def digest_replicated(self) -> dict[str, str]:
@@ -205,13 +203,13 @@ class RunState:
     # ---- restoring ----
 
     def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
-        """Restore everything, on each rank what it holds. Raise a UserError if this is not the run that was saved.
+        """Restore on each rank what it holds. Raise a UserError if this is not the run that was saved.
 
-        `settings`: those that differ from the checkpoint's. Return what else the user has changed since, as text.
+        `settings`: those that differ from the checkpoint's. Return as text what else the user has changed since.
         """
         self._restore_model(reader, values["model"])
 
-        # Each optimizer by its number: their order is part of the task.
+        # Optimizers have no names: the task must make them in the same order.
         saved_optimizers = values["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
             raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
@@ -219,7 +217,7 @@ class RunState:
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
 
-        # The data source knows its position now: is what comes next what would have come next?
+        # When the data source knows its position, its next samples must be those that the saved run would have taken.
         self.stepper.load_state_dict(values["stepper"])
         states = {name: self._read_owned(name, state, reader) for name, state in values["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
@@ -227,13 +225,12 @@ class RunState:
         return changed + self._restore_others(states)
 
     def _restore_others(self, states: Values) -> list[str]:
-        """Restore the task and what the user's loop has registered. Return what is not as it was."""
+        """Restore the task and what the user's loop has registered. Return as text which has gained or lost state."""
         changed = []
         for name, owner in self.others.items():
             saved = states.pop(name, None)
             current = owner.state_dict()
 
-            # A task may gain or lose state when its run is resumed; the user should know.
             if saved:
                 owner.load_state_dict(saved)
                 if not current:
@@ -243,8 +240,8 @@ class RunState:
         return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
 
     def _read_owned(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one owner, which may know which shard this rank needs."""
-        # State without an owner is only named: there is no need to read it.
+        """Read the tensors in the state of one owner, which may have a `read` of its own (see `Stateful`)."""
+        # State without an owner is only reported: there is no need to read it.
         if name != "data" and name not in self.others:
             return state
         own_read: Callable[[str, CheckpointReader], Tensor] | None = getattr(self.others.get(name), "read", None)
@@ -258,9 +255,7 @@ class RunState:
         self._check_same_model(state, saved, reader, values["left_out"])
         _check_same_ties(state, saved, reader)
 
-        for name in saved:
-            if name in self._remote:
-                continue
+        for name in [name for name in saved if name not in self._remote]:
             fill(state[name], f"model.{name}", reader)
 
             # The checkpoint has the master, which rounds to the parameter.
@@ -279,8 +274,8 @@ class RunState:
         """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
         # Frozen parameters that are in no checkpoint must have the same bits now.
         names = {name for name in state if not is_extra(name)}
-        for name, expected in left_out.items():
-            if name in names - self._remote and self._digest(name) != expected:
+        for name in [name for name in left_out if name in names and name not in self._remote]:
+            if digest(full_tensor(self.model.get_parameter(name))) != left_out[name]:
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
@@ -291,9 +286,9 @@ class RunState:
             "missing": sorted(names - set(saved) - left_out.keys()),
             "that this model has not": sorted(set(saved) - names),
         }
-        found = [f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd]
+        found = "; ".join(f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd)
         if found:
-            raise _other_model("; ".join(found))
+            raise _other_model(found)
 
         for name in saved:
             shape = reader.shape(f"model.{name}")
@@ -305,19 +300,20 @@ class RunState:
         self._check_same_optimizer(number, saved)
         changed, settings = self._settings_to_use(number, saved, reader)
 
-        # A rank may hold some of the parameters only: ZeRO-1, or a stage of a pipeline.
+        # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
         names = self._names()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._remote}
         states = self._read_optimizer_state(number, needed, reader)
 
-        # torch numbers the parameters of all groups.
+        # torch numbers the parameters consecutively, over all groups.
         numbers = itertools.count()
-        groups = []
-        for chosen, group in zip(settings, optimizer.param_groups, strict=True):
-            groups.append({**chosen, "lr": group["lr"], "params": [next(numbers) for _ in group["params"]]})
+        groups = [
+            {**chosen, "lr": group["lr"], "params": list(itertools.islice(numbers, len(group["params"])))}
+            for chosen, group in zip(settings, optimizer.param_groups, strict=True)
+        ]
 
-        # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may derive more from it.
+        # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may compute more from it.
         number_of = {name: position for position, name in enumerate(held)}
         by_number = {number_of[name]: state for name, state in states.items()}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
@@ -337,7 +333,7 @@ class RunState:
                 "use the optimizer that the run began with, or start a new run from the exported weights",
             )
 
-        # All parameters that it has on any rank; this rank may step some of them only.
+        # All parameters that it has on any rank; this rank may update only some of them.
         names = self._names()
         current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
         odd = current ^ {name for group in saved["params"] for name in group}
@@ -345,13 +341,12 @@ class RunState:
             raise _other_model(f"optimizer {number} does not hold the same parameters, such as {min(odd)!r}")
 
     def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
-        """Read an optimizer's state of the parameters that this rank holds, each sharded like its parameter."""
-        # What rounding cut off is of no use to a run that does not add it back.
+        # The compensation, which is what rounding cut off, is useless to a run that does not add it back.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
             saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
 
-        # A tensor's name has that of its parameter, which tells how it is sharded.
+        # State is sharded like its parameter, whose name is contained in that of the tensor.
         parameters = dict(self.model.named_parameters())
 
         def read(name: str) -> Tensor:
@@ -370,11 +365,11 @@ class RunState:
         initial = unpack(saved["initial"], reader.read, self._device)
         last = unpack(saved["settings"], reader.read, self._device)
 
-        # Groups have no names: with another number of them, none can be told from another.
+        # Groups have no names: if their number differs, they cannot be matched.
         if len(initial) != len(now):
             return [f"optimizer {number} has {len(now)} parameter groups, {len(initial)} when it was saved"], now
 
-        # `old` and `new` are what the user's code has set then and now.
+        # `old` and `new` are what the user's code set then and now.
         changed = []
         for group, (new, old) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
             for key in now[group]:
@@ -386,11 +381,8 @@ class RunState:
 
     # ---- parameters ----
 
-    def _digest(self, name: str) -> str:
-        return digest(full_tensor(self.model.get_parameter(name)))
-
     def _master_of(self, name: str, value: Tensor) -> Tensor | None:
-        """Return what is saved of a parameter: its master, if it has one. None means that another rank has it."""
+        """Return what is saved for a parameter: its master, if it has one. None means that another rank has it."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
@@ -400,9 +392,8 @@ class RunState:
     def _names(self) -> dict[int, str]:
         """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        if self.optimizers.masters:
-            names |= self.optimizers.masters.named()
-        return names
+        masters = self.optimizers.masters
+        return names | masters.named() if masters else names
 
 
 def is_extra(name: str) -> bool:
@@ -411,7 +402,7 @@ def is_extra(name: str) -> bool:
 
 
 def next_samples(source: BatchSource) -> str | None:
-    """Return a digest of the samples that come next, if the source knows them without reading them."""
+    """Return a digest of the next samples, if the source knows them without reading them."""
     upcoming: Callable[[], Any] | None = getattr(source, "upcoming", None)
     return digest(upcoming()) if upcoming else None
 
@@ -437,12 +428,11 @@ def full_state(
 
 
 def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the other names of tied tensors, and for each the first name of its tensor, which has the bytes."""
     return _aliases({name: _identity(value) for name, value in state.items() if not is_extra(name)})
 
 
 def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that share their identity with an earlier name, and for each the first of these."""
+    """Return {name: first name with the same identity} for every name that is not itself the first."""
     first_names: dict[Any, str] = {}
     first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
     return {name: first for name, first in first_of.items() if first != name}
@@ -471,7 +461,6 @@ def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
-    """Check that the parameters which are one tensor here are one tensor in the checkpoint, and vice versa."""
     tied_here = _aliases({name: _identity(state[name]) for name in saved})
     tied_there = _aliases({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:

@@ -1,8 +1,8 @@
-"""Saving while training continues: a snapshot now, the writing in a thread, and a poll that says how it went.
+"""Saving while training continues: take a snapshot now, write it in a thread, and poll for how it went.
 
     saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
     saver.wait_for_copy()           before the next update: waits for the copy of the optimizers' state
-    saver.poll()                    after any later step: the saves that have ended
+    saver.poll()                    after any later step: returns the saves that have ended
 
 A failed save never raises: `poll` returns it with its error, and the next save starts afresh.
 """
@@ -23,7 +23,7 @@ from lockstep.checkpoint.writer import PendingSave, SaveContext
 class Saver:
     """One rank's side of every save of a run.
 
-    All ranks call `save` for the same steps. One save is in flight at a time, since there is one buffer: a second one
+    All ranks call `save` for the same steps. There is one buffer, so one save is in flight at a time: the next one
     waits for it.
     """
 
@@ -46,17 +46,17 @@ class Saver:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # Set until `wait_for_copy` if some of the state is copied while training continues.
+        # From `save` to `wait_for_copy`: the copying that goes on while training continues.
         self._copying: Copying | None = None
 
-        # Saves that have ended, and that `poll` has not returned yet.
+        # Saves that have ended but that `poll` has not returned yet.
         self._ended: list[PendingSave] = []
 
         # Numbers the staged folders: the same step may be saved again after a failure.
         self._saves = 0
 
     def prepare(self, slices: Sequence[Slice]) -> int:
-        """Make the buffer for saves of `slices`, so that the first is as quick as the others. Return a save's bytes."""
+        """Allocate the buffer early, so that the first save of `slices` is as quick as the others. Return its bytes."""
         self._finish()
         return self._snapshot.fit(slices).file_size
 
@@ -70,20 +70,22 @@ class Saver:
     ) -> None:
         """Copy the state, and start to write it.
 
-        `slices`: what this rank writes. `aliases` and `values` matter on rank 0 only.
+        `slices`: what this rank writes. Only rank 0's `aliases` and `values` are used.
         `changed_only_by_update`: names of slices that are copied while training continues; they must not change before
         `wait_for_copy`.
         """
         began = time.perf_counter()
         self._finish()
 
-        # A copy, since training continues to change the values; and what JSON cannot hold is refused now.
+        # A copy, since training will change the values. What JSON cannot hold is refused now.
         plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
+
+        # From here on, `failure` is about this save.
         self._saves += 1
         self._pending = pending = PendingSave(self._context, step, self._saves)
 
-        # The other ranks write about as much as this one.
+        # Assume that the other ranks write about as much as this one.
         needed = self._context.size * (layout.file_size + layout.file_size // 100)
         free = self._context.store.free_bytes()
         if free < needed:
@@ -92,18 +94,20 @@ class Saver:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
             contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
+                # A daemon thread does not keep a process alive that wants to end.
                 self._thread = threading.Thread(target=pending.run, args=contents, name="checkpoint", daemon=True)
                 self._thread.start()
             else:
                 pending.run(*contents)
 
-        # Without a thread, the save has ended.
         pending.stall_s = time.perf_counter() - began
+
+        # Without a thread, the save has ended.
         if self._thread is None:
             self._ended.append(pending)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state has been copied, before it changes. This costs nothing when nothing is being copied."""
+        """Wait until the state has been copied, before it changes. This costs nothing if nothing is being copied."""
         if self._copying is not None and self._pending is not None:
             began = time.perf_counter()
             self._copying.wait()
@@ -112,8 +116,10 @@ class Saver:
 
     @property
     def failure(self) -> str | None:
-        """Why the last save failed on this rank, until that save is abandoned or another begins."""
-        return self._pending.error if self._pending is not None and self._pending.failed else None
+        """Why the last save failed on this rank, until all ranks have agreed to abandon it or another save begins."""
+        # `error` is read first: the thread may commit right now, and then fail to tidy up, which is not a failed save.
+        save = self._pending
+        return save.error if save and save.error and not (save.committed or save.abandoned) else None
 
     def wait_part(self) -> None:
         """Wait until this rank's own part is durable or has failed; rank 0 may still be waiting for the others."""
@@ -121,7 +127,7 @@ class Saver:
             self._pending.part_ended.wait()
 
     def abandon(self, why: str) -> None:
-        """Give the save up because some rank's part failed: no rank commits it, and its staged files are deleted."""
+        """Give up the save because some rank's part failed: no rank commits it, and its staged files are deleted."""
         if self._pending is not None:
             self._pending.abandon(why)
 
@@ -133,6 +139,8 @@ class Saver:
         """Return the saves that have ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
+
+        # Each save is returned once.
         ended = self._ended
         self._ended = []
         return ended
@@ -144,18 +152,18 @@ class Saver:
         return self.poll()
 
     def close(self) -> None:
-        """Give up the save in flight (call `wait` first to have it), and free the buffer."""
+        """Give up the save in flight (call `wait` first to keep it), and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
             self._finish()
-        self._snapshot.release()
+        self._snapshot = Snapshot()
 
     def _finish(self) -> None:
         if self._thread is not None and self._pending is not None:
             self._thread.join()
             self._thread = None
 
-            # It may have been abandoned after the thread had looked for the last time.
+            # It may have been abandoned after the thread last looked.
             if self._pending.abandoned:
                 self._pending.discard()
             self._ended.append(self._pending)

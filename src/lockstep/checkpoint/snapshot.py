@@ -3,8 +3,8 @@
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`Copying`).
 
-The copy lies in one buffer that already is the data section of the file, so that it only has to be written. Tensors on
-the CPU need a copy as well: training changes them while they are written.
+The copy is one buffer, which already is the data section of the file and only has to be written. Tensors on the CPU
+must be copied as well: training changes them while they are written.
 """
 
 from __future__ import annotations
@@ -45,15 +45,12 @@ class Slice:
 
 
 class Snapshot:
-    """The buffer, kept from save to save: fresh memory would cost more than the copy.
+    """Keeps the buffer from save to save: fresh memory would cost more than the copy.
 
-    `fit`, then `take`; then `data` is the data section of the file, as soon as `Copying.run` has returned.
+    First `fit`, then `take`. When `Copying.run` has returned, `data` is the data section of the file.
     """
 
     def __init__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
         self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -62,7 +59,6 @@ class Snapshot:
 
     def fit(self, slices: Sequence[Slice]) -> FileLayout:
         """Make room for `slices`. This costs nothing if they are laid out like the last ones."""
-        # The same pieces mean the same file, up to the bytes.
         pieces = tuple(source.describe() for source in slices)
         if pieces != self.layout.pieces:
             self.layout = arrange(pieces)
@@ -78,15 +74,16 @@ class Snapshot:
             self._buffer = _allocate(self.layout.size, pinned)
 
         if not self._views:
-            for piece, start in zip(pieces, self.layout.starts, strict=True):
-                data = self._buffer[start : start + piece.bytes]
-                self._views.append(data.view(DTYPES[piece.dtype]).view(piece.shape))
+            self._views = [
+                self._buffer[start : start + piece.bytes].view(DTYPES[piece.dtype]).view(piece.shape)
+                for piece, start in zip(pieces, self.layout.starts, strict=True)
+            ]
         return self.layout
 
     def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
         """Copy `slices`, for which `fit` has made room, except those named in `later`.
 
-        `Copying` copies these later. They must not change before `Copying.wait` has returned.
+        The `Copying` that is returned copies these. They must not change before its `wait` has returned.
         """
         pairs = list(zip(self._views, slices, strict=True))
         _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
@@ -99,15 +96,15 @@ class Snapshot:
 class Copying:
     """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
 
-    Tensors on a GPU are copied in a stream of their own, so that not even the host waits; those on the CPU by the
-    thread that will write the file.
+    Tensors on a GPU are copied in a stream of their own, for which not even the host waits. The thread that will write
+    the file copies those on the CPU.
     """
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If the versions differ before `wait`, the tensors were changed while they were copied. `_torn` is None until
-        # `wait` has compared them.
+        # If a version has changed when `wait` is called, a tensor was changed while it was copied: the copy is torn.
+        # `_torn` is None until `wait` has compared the versions.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()
@@ -124,7 +121,7 @@ class Copying:
             for event in self._on_device:
                 event.synchronize()
         finally:
-            # Also after an error: the training thread must not wait forever.
+            # After an error as well: the training thread must not wait forever.
             with self._lock:
                 torn = self._versions_now() != self._versions if self._torn is None else self._torn
                 self._done.set()
@@ -155,8 +152,7 @@ class Copying:
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:
-        """Start the copies of one GPU in a stream of their own."""
-        # After the work that is already queued there: it may still write to the tensors.
+        # Wait for the work that is already queued: it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         pairs = [(view, source) for view, source in self._pairs if source.device == device]
@@ -168,7 +164,6 @@ class Copying:
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Return a buffer of `size` bytes that begins at a page."""
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
 
     # Touch the pages now, or the first save would pay for it.
@@ -183,6 +178,7 @@ def _copy(pairs: Pairs) -> None:
     """Copy, and wait until the copies are complete."""
     if not pairs:
         return
+
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
 

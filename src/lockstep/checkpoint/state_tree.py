@@ -1,6 +1,6 @@
-"""State as it comes (nested dicts and lists of tensors and numbers) <-> named tensors and plain JSON. Never a pickle.
+"""Turns state (nested dicts and lists of tensors and numbers) into named tensors and plain JSON, and back. No pickle.
 
-Also the table of the element types that a checkpoint can hold.
+Also has the table of the element types that a checkpoint can hold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
-# The keys of one-key mappings that stand for what JSON has no form for.
+# A dict with one of these keys, and no other, stands for something that JSON cannot express.
 _MARKS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
 
 # The dtypes that a checkpoint can hold, by their names in a safetensors file.
@@ -52,8 +52,8 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON form of `value`; its tensors are put into `tensors`, under names that begin with `name`."""
-    # {"a": {"b": ...}, "a.b": ...} has two tensors of one name.
+    """Return the JSON form of `value`; put its tensors into `tensors`, under names that begin with `name`."""
+    # {"a": {"b": ...}, "a.b": ...} has two tensors with the same name.
     while name in tensors:
         name += "'"
 
@@ -76,10 +76,11 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
         case dict():
-            # JSON has no such keys, or one of them looks like our marks.
-            pairs = []
-            for i, (key, item) in enumerate(value.items()):
-                pairs.append([pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)])
+            # JSON has no such keys, or one of them is a mark of ours.
+            pairs = [
+                [pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)]
+                for i, (key, item) in enumerate(value.items())
+            ]
             return {"$items": pairs}
 
     raise UserError(
@@ -91,25 +92,24 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> Any:
     """Undo `pack`; `read(name)` gives a tensor. Tensors that were on a device come back on `device`."""
-    if isinstance(value, list):
-        return [unpack(item, read, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-
-    # `pack` never leaves a mark of the user's own as it is.
-    match list(value.items()):
-        case [("$tensor", name)]:
+    # Only `pack` makes dicts with these keys: if a user's dict has one, `pack` turns it into "$items".
+    match value:
+        case {"$tensor": name}:
             return read(name)
-        case [("$on_device", name)]:
+        case {"$on_device": name}:
             return read(name).to(device)
-        case [("$array", name)]:
+        case {"$array": name}:
             return read(name).numpy()
-        case [("$tuple", items)]:
+        case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
-        case [("$items", pairs)]:
+        case {"$items": pairs}:
             return {unpack(key, read, device): unpack(item, read, device) for key, item in pairs}
-        case items:
-            return {key: unpack(item, read, device) for key, item in items}
+        case dict():
+            return {key: unpack(item, read, device) for key, item in value.items()}
+        case list():
+            return [unpack(item, read, device) for item in value]
+        case _:
+            return value
 
 
 def digest(data: Any) -> str:
@@ -124,11 +124,11 @@ def _feed(sha: Any, data: Any) -> None:
         case Tensor():
             sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
 
-            # Every rank holds another shard of a DTensor: only what they have in common counts.
+            # Every rank holds another shard of a DTensor: compare only what they have in common.
             if not isinstance(data, DTensor):
                 sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         case dict():
-            # Two ranks may have filled it in different orders.
+            # Ranks may have filled it in different orders.
             for key in sorted(data, key=str):
                 sha.update(str(key).encode())
                 _feed(sha, data[key])

@@ -1,7 +1,7 @@
 """Where checkpoints live: the `Store` protocol, the rules that all stores share, and two implementations.
 
-`FileStore` keeps checkpoints in a folder of a file system, `MemoryStore` in this process. The rest of the package
-reaches both through `Store` only. A store holds folders of files and knows nothing about their contents. No torch here:
+`FileStore` keeps checkpoints in a folder of a file system, `MemoryStore` in this process. The rest of the package uses
+both through `Store` only. A store holds folders of files and knows nothing about their contents. No torch here:
 `lockstep ckpt ls` must start fast.
 """
 
@@ -32,22 +32,13 @@ CHUNK = 16 << 20
 # Direct writes begin and end at multiples of this, in memory and in the file.
 PAGE = 4096
 
-# Two small files at the top level: the newest checkpoint's name, and the attempt that may commit.
+# Two small files at the top level: the newest checkpoint's name, and the token of the attempt that may commit.
 LATEST = "latest"
 OWNER = "owner"
 
-# From this many bytes a direct write is faster than one through the page cache.
-_DIRECT_FROM = 1 << 20
-
-# The folder of a committed checkpoint; and one that an attempt, named by its token, is writing or deleting.
-_STEP = re.compile(r"step-(\d{8,18})")
-_STAGED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
-
 
 class Store(Protocol):
-    """What a checkpoint needs of a place to live in.
-
-    A checkpoint is staged in a folder of its own (`write`), and committed by one `rename`.
+    """A place for checkpoints. Each is staged in a folder of its own (`write`), and committed by one `rename`.
 
     A key is "FOLDER/FILE", or "FILE" at the top. A folder exists as long as it has files. Methods raise
     FileNotFoundError for what is missing, and OSError for anything else that goes wrong; errno.ENOSPC means "full".
@@ -96,9 +87,8 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
-        # "." and ".." have no name to look up in their parent.
-        if path.name in ("", ".."):
-            path = path.resolve()
+        # "." and ".." are not the name that the folder has in its parent.
+        path = path.resolve() if path.name in ("", "..") else path
         return cls(FileStore(path.parent), path.name)
 
     @property
@@ -106,11 +96,10 @@ class Checkpoint:
         """Where it is, for messages; a path that can be opened only if the store is a `FileStore`."""
         return Path(self.store.address, self.name)
 
+    # Only a committed checkpoint has a step.
     @property
     def step(self) -> int:
-        step = step_of(self.name)
-        assert step is not None, self.name
-        return step
+        return int(self.name.removeprefix("step-"))
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.store.open(f"{self.name}/{file}")
@@ -123,31 +112,26 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(name: str) -> int | None:
-    """Return the step of a committed checkpoint's folder, None for every other name."""
-    # Only one name stands for a step: "step-000000007" is not that of step 7.
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match and folder_name(int(match[1])) == name else None
-
-
 def committed(store: Store) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
-    checkpoints = [Checkpoint(store, name) for name in store.folders() if step_of(name) is not None]
+    # A step has only one name, with eight digits or more: "step-000000007" is not that of step 7.
+    name_of_step = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
+    checkpoints = [Checkpoint(store, name) for name in store.folders() if name_of_step.fullmatch(name)]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def clean(store: Store, token: str) -> None:
     """Remove what attempts with other tokens have left half written or half deleted."""
     for name in store.folders():
-        match = _STAGED.fullmatch(name)
-        if match and match[1] != token:
+        staged = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
+        if staged and staged[1] != token:
             # Another attempt may still write into it. Then the next start cleans up.
             with suppress(OSError):
                 store.delete(name)
 
 
 def update_latest(store: Store) -> None:
-    """Let the file `latest` name the newest committed checkpoint."""
+    # For people and the launcher: `load.find` looks at the checkpoints themselves.
     newest = committed(store)[:1]
     if newest:
         store.replace(LATEST, newest[0].name.encode() + b"\n")
@@ -155,25 +139,27 @@ def update_latest(store: Store) -> None:
         store.delete(LATEST)
 
 
-def set_aside(store: Store, name: str, why: str) -> Checkpoint:
-    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: out of the way, and not lost."""
+def set_aside(store: Store, name: str, why: str) -> str:
+    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: it is out of the way, but not lost.
+
+    Return its new name.
+    """
     # The same step may have been set aside before.
     taken = store.folders()
     candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
     target = next(candidate for candidate in candidates if candidate not in taken)
-
     store.rename(name, target)
     update_latest(store)
-    return Checkpoint(store, target)
+    return target
 
 
-def set_aside_after(store: Store, step: int) -> list[Checkpoint]:
-    """Set all checkpoints after `step` aside: the run goes back to it on purpose."""
+def set_aside_after(store: Store, step: int) -> list[str]:
+    """Set aside all checkpoints after `step`: the run goes back to it on purpose. Return their new names."""
     return [set_aside(store, later.name, "undone") for later in committed(store) if later.step > step]
 
 
 def remove(store: Store, name: str, token: str) -> None:
-    """Delete a committed checkpoint. It loses its name first, so that no reader finds half of one."""
+    """Delete a committed checkpoint. It is renamed first, so that no reader finds half of it."""
     doomed = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
     store.rename(name, doomed)
     store.delete(doomed)
@@ -184,7 +170,7 @@ def remove(store: Store, name: str, token: str) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept. Every other one is deleted after the next commit."""
+    """Says which checkpoints are kept. The others are deleted after the next commit."""
 
     last: int = 3  # how many of the newest
     every: int | None = None  # also those whose step is a multiple of this
@@ -192,11 +178,13 @@ class Retention:
     mode: Literal["min", "max"] = "min"  # which value of the metric is best
 
     def __post_init__(self) -> None:
+        # `lockstep ckpt prune` takes any number; the configuration has checked its own.
         for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and count < 1:
                 raise UserError(
                     f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
                 )
+
         if self.mode not in ("min", "max"):
             raise UserError(
                 f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
@@ -213,8 +201,7 @@ def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
 
     if retention.best is not None:
         sign = 1 if retention.mode == "max" else -1
-        metric_of: dict[int, Any] = {step: metrics.get(retention.best) for step, metrics in checkpoints}
-        scores = [(sign * metric, step) for step, metric in metric_of.items() if _is_score(metric)]
+        scores = [(sign * m[retention.best], step) for step, m in checkpoints if _is_score(m.get(retention.best))]
 
         # If scores are equal, the newest step is kept.
         keep |= {step for _, step in sorted(scores)[-1:]}
@@ -231,14 +218,11 @@ def _is_score(metric: Any) -> bool:
 
 
 class FileStore:
-    """Checkpoints in a folder. They survive a power cut: contents reach the disk before names do."""
+    """Keeps checkpoints in a folder. They survive a power cut: contents reach the disk before names do."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
-
-    @property
-    def address(self) -> str:
-        return str(self.root)
+        self.address = str(self.root)
 
     def folders(self) -> list[str]:
         return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
@@ -251,24 +235,20 @@ class FileStore:
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         path = self.root / key
-        with _create(path) as file:
-            _write_chunks(file.fileno(), chunks)
-            os.fsync(file.fileno())
+        _write_file(path, chunks)
         _sync_folder(path.parent)
 
     def replace(self, key: str, data: bytes) -> None:
         path = self.root / key
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with _create(draft) as file:
-                _write_all(file.fileno(), memoryview(data), 0)
-                os.fsync(file.fileno())
+            _write_file(draft, [memoryview(data)])
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
 
-        # A staged folder may be committed under another name as soon as this file is there; the file itself is only
-        # a message between ranks and need not survive a power cut.
+        # A file in a staged folder is only a message between ranks, and need not survive a power cut. As soon as it is
+        # there, the folder may be committed under another name, so it could not be synced anyway.
         if path.parent == self.root:
             _sync_folder(self.root)
 
@@ -279,44 +259,44 @@ class FileStore:
     def delete(self, key: str) -> None:
         path = self.root / key
         if path.is_dir():
-            # Delete as much as possible, and complain about the rest.
+            # Delete as much as possible, and only then report the rest.
             shutil.rmtree(path, ignore_errors=True)
             if path.exists():
                 raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
-            return
+        else:
+            path.unlink(missing_ok=True)
 
-        # A folder goes with its last file; with others in it, `rmdir` fails.
-        path.unlink(missing_ok=True)
-        if path.parent != self.root:
-            with suppress(OSError):
-                path.parent.rmdir()
+            # The folder goes with its last file; while it has others, `rmdir` fails.
+            if path.parent != self.root:
+                with suppress(OSError):
+                    path.parent.rmdir()
 
     def claim(self, token: str) -> None:
-        # Drafts of `replace` whose writer was killed. A new owner knows that no writer needs them any more.
+        # Delete drafts of `replace` whose writer was killed: a new owner knows that no writer needs them any more.
         for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
             draft.unlink(missing_ok=True)
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
+        # Before the first claim there is no such file.
         with suppress(OSError):
             return (self.root / OWNER).read_text(errors="replace").strip()
         return None
 
     def free_bytes(self) -> int:
-        """What a user may still write to this disk; the folder itself need not exist yet."""
-        # The folder's future parent is on the same disk.
+        # The folder may not exist yet; its parent is on the same disk.
         folders = (self.root, *self.root.absolute().parents)
         return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
 def split(data: memoryview) -> list[memoryview]:
     """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
-    # Two chunks at least: between them, an abandoned save ends, and tests can let the disk fill up.
+    # At least two: between chunks an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
     size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
-    # The rest of a page is a chunk of its own: it would keep the one before it from being written directly.
+    # An incomplete page is a chunk of its own: it would keep the pages before it from being written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
         chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
@@ -324,7 +304,7 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 def _create(path: Path) -> io.FileIO:
-    """Open a new file, and make its folder. Another rank may remove the folder in between, as it is still empty."""
+    """Open a new file, and make its folder. Another rank may remove the folder while it is still empty: then retry."""
     for _ in range(10):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -341,21 +321,24 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _write_chunks(handle: int, chunks: Iterable[memoryview]) -> None:
-    """Write `chunks` one after the other.
+def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+    """Write a new file. Its contents are durable when this returns, its name is not.
 
     Large aligned chunks go from memory to the disk directly. A second copy in the page cache would take a core away
     from training for as long as it lasts, and fsync would wait for it.
     """
     direct = hasattr(os, "O_DIRECT")
     position = 0
-    for chunk in chunks:
-        aligned = len(chunk) >= _DIRECT_FROM and not len(chunk) % PAGE and not position % PAGE
-        if not (direct and aligned and _write_directly(handle, chunk, position)):
-            # If it was tried, this disk cannot do it, and will not be asked again.
-            direct = direct and not aligned
-            _write_all(handle, chunk, position)
-        position += len(chunk)
+    with _create(path) as file:
+        for chunk in chunks:
+            # Small chunks are faster through the page cache.
+            suitable = len(chunk) >= 1 << 20 and not len(chunk) % PAGE and not position % PAGE
+            if not (direct and suitable and _write_directly(file.fileno(), chunk, position)):
+                # A disk that has refused one direct write is not asked again.
+                direct = direct and not suitable
+                _write_all(file.fileno(), chunk, position)
+            position += len(chunk)
+        os.fsync(file.fileno())
 
 
 def _write_all(handle: int, data: memoryview, position: int) -> None:
@@ -368,6 +351,7 @@ def _write_all(handle: int, data: memoryview, position: int) -> None:
 
 def _write_directly(handle: int, data: memoryview, position: int) -> bool:
     """Write past the page cache. Return False if this file system, or this memory, does not allow it."""
+    # The flag belongs to the open file: it is set for this chunk only.
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -386,21 +370,16 @@ def _write_directly(handle: int, data: memoryview, position: int) -> bool:
 
 
 class MemoryStore:
-    """Checkpoints in a dict, for tests and as the shortest example of a store. Ranks must be threads of one process."""
+    """Keeps checkpoints in a dict, for tests and as a short example. Ranks must be threads of one process."""
 
     def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
-        """`capacity`: bytes, so that tests can fill it up."""
-        self.name = name
-        self.capacity = capacity
+        self.address = f"memory:{name}"
+        self.capacity = capacity  # in bytes; tests fill it up
 
-        # The contents of each file by its key. A folder is only the beginning of the keys of its files.
+        # The contents of each file by its key. A folder is no more than a prefix of keys.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()
-
-    @property
-    def address(self) -> str:
-        return f"memory:{self.name}"
 
     def folders(self) -> list[str]:
         with self._lock:
@@ -413,7 +392,7 @@ class MemoryStore:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from None
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        # Joining makes a copy, which it must be: the saver reuses the memory behind the chunks.
+        # `join` makes the copy that is needed: the saver reuses the memory behind the chunks.
         self.replace(key, b"".join(chunks))
 
     def replace(self, key: str, data: bytes) -> None:
@@ -432,6 +411,7 @@ class MemoryStore:
                 self._files[to + key.removeprefix(folder)] = self._files.pop(key)
 
     def delete(self, key: str) -> None:
+        # `key` may be a file or a folder.
         with self._lock:
             for file in list(self._files):
                 if file == key or file.startswith(f"{key}/"):

@@ -9,8 +9,8 @@
     rank 0       updates `latest`, and deletes what `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. Ranks talk to each
-other through the store only, so a rank that hangs cannot take the writing threads of the others with it. No torch here.
+manifest before the rename, and the rename before `latest` moves and before anything old is deleted. Ranks communicate
+through the store only, so that a rank which hangs does not block the writing threads of the others. No torch here.
 """
 
 from __future__ import annotations
@@ -55,14 +55,10 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 
-# Between two looks for the other ranks' confirmations: short at first, since ranks save at the same moment.
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.25
-
 
 @dataclass(frozen=True)
 class SaveContext:
-    """Who writes, where to, and by which rules; the same for every save of a run."""
+    """Says who writes, where, and by which rules. All saves of a run share it."""
 
     store: Store
     rank: int
@@ -73,24 +69,24 @@ class SaveContext:
 
 
 class GivenUp(Exception):
-    """This save will not be committed, and no disk is to blame."""
+    """This save will not be committed, for a reason other than an OSError. Its text is the reason."""
 
 
 class PendingSave:
-    """One save on one rank; once it has ended, the report of how it went.
+    """One save on one rank, and once it has ended, the report of how it went.
 
-    `run` may be called in a thread; the rest belongs to the thread that trains. A save ends in one of three ways: it is
-    committed (by rank 0), it has failed, or it was abandoned. In the last two, its staged files are deleted.
+    `run` may be called in a thread; the rest belongs to the thread that trains. A save is committed (by rank 0), fails,
+    or is abandoned; in the last two cases its staged files are deleted.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int):
         self.context = context
         self.step = step
 
-        # The checkpoint grows in this folder. The token keeps late writers of an earlier attempt out of it.
+        # The parts are staged in this folder. The token keeps late writers of an earlier attempt out of it.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
-        # Set by the commit, on rank 0 only. After it, an error means that tidying up failed.
+        # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
         self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
 
@@ -99,7 +95,7 @@ class PendingSave:
         self.stall_s = 0.0  # how long training waited
         self.write_s = 0.0  # from there to the commit
 
-        # This rank's part is durable, or never will be.
+        # Set when this rank's part is durable, or never will be.
         self.part_ended = threading.Event()
 
         # Set by `abandon`, in the thread that trains.
@@ -113,11 +109,6 @@ class PendingSave:
     @property
     def abandoned(self) -> bool:
         return self._stop.is_set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank has failed, and the other ranks have not yet agreed to abandon the save."""
-        return self.error is not None and not self.committed and not self.abandoned
 
     def run(
         self,
@@ -144,18 +135,17 @@ class PendingSave:
                 self._commit(aliases, values)
             self._check_abandoned()
         except BaseException as error:
-            # Raised in a thread, it would be lost.
+            # An exception that leaves a thread is lost.
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Record the reason, free the disk, and let rank 0 know."""
         try:
-            if not self.committed:
-                self.discard()
+            self.discard()
             self.error = self._reason(error)
 
-            # Rank 0 waits for this rank's part, and should not wait in vain. If this fails, the first error counts.
-            if not self.committed and self.context.rank != 0 and not self.abandoned:
+            # Rank 0 should not wait in vain for this rank's part. If this fails as well, the first error counts.
+            if self.context.rank != 0 and not self.abandoned:
                 with suppress(OSError):
                     self._confirm({"error": self.error})
         finally:
@@ -164,7 +154,7 @@ class PendingSave:
             self.part_ended.set()
 
     def refuse(self, size: int, missing: int) -> None:
-        """Fail before anything is written: there is no room."""
+        """Fail before anything is written, because there is no room."""
         self.bytes = size
         self.fail(GivenUp(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
 
@@ -173,11 +163,11 @@ class PendingSave:
         self._stop.set()
 
     def discard(self) -> None:
-        """Delete what this rank has staged; rank 0 deletes everything. Does nothing once the save is committed."""
+        """Delete what this rank has staged; rank 0 deletes everything. This does nothing once the save is committed."""
         rank = self.context.rank
         keys = [self._key(part_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
-        # What cannot be deleted now, the next start cleans up.
+        # The next start cleans up what cannot be deleted now.
         for key in keys:
             with suppress(OSError):
                 self.context.store.delete(key)
@@ -188,7 +178,7 @@ class PendingSave:
         digest = xxhash.xxh3_128()
         self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(layout, data, digest))
 
-        # Rank 0 makes the manifest from this. It arrives only when the part is durable.
+        # Rank 0 makes the manifest from this confirmation, which it sees only when the part is durable.
         pieces = [
             [piece.name, piece.dtype, piece.full_shape, key, piece.offset, piece.shape]
             for key, piece in zip(layout.keys, layout.pieces, strict=True)
@@ -196,7 +186,7 @@ class PendingSave:
         self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
-        """Yield the file chunk by chunk, and digest each one. Between two chunks an abandoned save ends."""
+        """Yield the file chunk by chunk, and digest each one. An abandoned save ends between two chunks."""
         chunks = [memoryview(layout.header), *split(data)]
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
@@ -213,7 +203,6 @@ class PendingSave:
 
     def _check_abandoned(self) -> None:
         if self.abandoned:
-            self.discard()
             raise GivenUp(self._why_stopped)
 
     def _key(self, file: str) -> str:
@@ -229,18 +218,18 @@ class PendingSave:
         # Nothing is committed that could not be loaded.
         decode(manifest, Checkpoint(store, self.folder))
 
-        # The manifest comes last: when it is durable, the folder is complete, and has its final contents.
+        # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.size):
             store.delete(self._key(_confirmation(rank)))
         store.write(self._key(NAME), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
-        # A rank 0 that was stopped for a while may wake up when its run already continues elsewhere.
+        # If this process was stopped for a while, its run may already continue elsewhere.
         owner = store.owner()
         if owner not in (None, self.context.token):
             raise GivenUp(f"another attempt has taken over this run (its token is {owner})")
 
-        # A checkpoint of the same step belongs to another history, or is damaged.
+        # An earlier checkpoint of the same step belongs to another history, or is damaged.
         name = folder_name(self.step)
         if name in store.folders():
             set_aside(store, name, "undone")
@@ -260,12 +249,14 @@ class PendingSave:
     def _confirmations(self) -> list[dict[str, Any]]:
         """Return the confirmations of all ranks, by rank.
 
-        Wait for them, but not forever: a rank may have died. Raise GivenUp at the first that reports an error.
+        Wait for them, but not forever: a rank may have died. Raise GivenUp if one reports an error.
         """
         ranks = set(range(self.context.size))
         confirmations: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.context.timeout_s
-        pause = _FIRST_PAUSE_S
+
+        # In seconds. Ranks save at the same moment: the others are probably almost done.
+        pause = 0.01
 
         while True:
             # `replace` is atomic: a confirmation that is there is complete.
@@ -285,7 +276,7 @@ class PendingSave:
             # Sleep, but wake up as soon as the save is abandoned.
             self._stop.wait(pause)
             self._check_abandoned()
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+            pause = min(pause * 1.5, 0.25)
 
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
@@ -300,7 +291,7 @@ class PendingSave:
     def _manifest(
         self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
     ) -> Manifest:
-        # For each tensor: its dtype and shape, and the pieces of all ranks.
+        # For each tensor its kind, (dtype, shape), and the pieces of all ranks.
         tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
         for rank, confirmation in enumerate(confirmations):
@@ -332,7 +323,7 @@ class PendingSave:
             case GivenUp() | Damaged():
                 return str(error)
             case FileNotFoundError() if self._folder_is_gone():
-                # Rank 0 deletes the folder of a save that it gives up, and a new attempt those of all others.
+                # Rank 0 deletes the folder of a save that it gives up, and a new attempt deletes those of all others.
                 return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is used up.
@@ -351,7 +342,6 @@ class PendingSave:
 
 
 def apply_retention(store: Store, retention: Retention, token: str) -> None:
-    """Delete the checkpoints that need not stay."""
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(store)}
 
     # Manifests are read only if a metric decides.
@@ -361,7 +351,7 @@ def apply_retention(store: Store, retention: Retention, token: str) -> None:
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    # A damaged checkpoint has no score; its age decides whether it is deleted.
+    # A damaged checkpoint has no metrics: its age decides whether it is deleted.
     with suppress(Damaged):
         return read_manifest(checkpoint).metrics
     return {}
@@ -372,10 +362,7 @@ def _confirmation(rank: int) -> str:
 
 
 def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Do to a committed file what a bad disk would do, if a test has asked for that fault.
-
-    `how` is "truncate", "corrupt" or, as good as always, None.
-    """
+    """Do to a committed file what a bad disk would do, if a test has injected the fault "truncate" or "corrupt"."""
     if how not in ("truncate", "corrupt"):
         return
     with checkpoint.open(file) as stream:

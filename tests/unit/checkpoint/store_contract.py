@@ -8,7 +8,7 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.format import part_name
-from lockstep.checkpoint.storage import Retention, Store, clean, committed, set_aside, set_aside_after
+from lockstep.checkpoint.storage import Checkpoint, Retention, Store, clean, committed, set_aside, set_aside_after
 
 
 def latest(store: Store) -> str:
@@ -105,14 +105,14 @@ class StoreContract:
         for step in (1, 2, 3, 4):
             commit(store, step)
         assert latest(store) == "step-00000004"
-        assert set_aside(store, "step-00000004", "damaged").name == "step-00000004.damaged"
+        assert set_aside(store, "step-00000004", "damaged") == "step-00000004.damaged"
         assert latest(store) == "step-00000003"
         commit(store, 4)
-        assert set_aside(store, "step-00000004", "damaged").name == "step-00000004.damaged1"
+        assert set_aside(store, "step-00000004", "damaged") == "step-00000004.damaged1"
         undone = set_aside_after(store, 1)
-        assert [checkpoint.name for checkpoint in undone] == ["step-00000003.undone", "step-00000002.undone"]
+        assert undone == ["step-00000003.undone", "step-00000002.undone"]
         assert latest(store) == "step-00000001"
-        assert undone[0].open(part_name(0)).read()
+        assert Checkpoint(store, undone[0]).open(part_name(0)).read()
         set_aside(store, "step-00000001", "damaged")
         with pytest.raises(FileNotFoundError):
             latest(store)
