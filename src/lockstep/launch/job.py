@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,10 @@ class Node:
 
 
 class Cluster:
-    """The nodes that are present, and how many ranks each should run in the next attempt.
-
-    `bounds` are those of `--nnodes`.
-    """
+    """The nodes that are present, and how many ranks each should run in the next attempt."""
 
     def __init__(self, bounds: Count, now: float):
-        self.bounds = bounds
+        self.bounds = bounds  # those of --nnodes
         self.nodes: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
@@ -161,7 +158,7 @@ class Cluster:
             self.wanted[number] -= 1
 
 
-def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
+def divide(ranks: int, counts: dict[int, Count]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow."""
     shares = {number: count.least for number, count in counts.items()}
     for _ in range(ranks - sum(shares.values())):
@@ -204,7 +201,6 @@ def parse_nproc(asked: str | int | None) -> Count:
 
 
 def parse_nnodes(asked: str | int | None) -> Count:
-    """Parse `--nnodes`: a count, or a range like 1:4."""
     return _parse_range(
         asked,
         ":",
@@ -244,6 +240,7 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     line = json.dumps({"time": time.time(), **event}, allow_nan=False)
     run_dir.mkdir(parents=True, exist_ok=True)
 
-    # One line, one write: ranks append to the same file.
-    with (run_dir / "events.jsonl").open("ab", buffering=0) as file:
+    # One line, one write: ranks append to the same file, and create it with the same mode.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
         file.write(f"{line}\n".encode())

@@ -29,7 +29,6 @@ def new_run_dir(name: str) -> Path:
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
-    """Return the folder of the run that `run_dir` and `resume` describe."""
     if asked:
         return Path(asked)
 

@@ -10,6 +10,7 @@ attempt: it remembers what it needs between two looks, and the stacks that are c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -348,7 +349,14 @@ class Watchdog:
         if self._has_moved(self._suspicion) or self.excuse(self._suspicion, self.stacks):
             return None
 
-        return explain(self._suspicion, self.stacks, self._differences(self._suspicion))
+        # A stopped rank does not answer, and then there is nothing to compare.
+        differences: list[str] = []
+        if len(self.collectives) >= len(self._suspicion.views):
+            # If torch has changed its format, the stacks must do.
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                differences = flight_recorder.analyse(self.collectives)
+
+        return explain(self._suspicion, self.stacks, differences)
 
     def _has_moved(self, suspicion: Suspicion) -> bool:
         """Whether some rank has advanced in the meantime: it was slow, or the signal itself woke it up."""
@@ -370,13 +378,3 @@ class Watchdog:
         self._quiet_until = self._last_look + COMPILING_S
 
         return True
-
-    def _differences(self, suspicion: Suspicion) -> list[str]:
-        # A stopped rank does not answer, and then there is nothing to compare.
-        if len(self.collectives) < len(suspicion.views):
-            return []
-
-        try:
-            return flight_recorder.analyse(self.collectives)
-        except (KeyError, TypeError, ValueError):  # a torch with another format: the stacks must do
-            return []
