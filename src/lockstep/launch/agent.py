@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
-from lockstep.launch.failure import LocalRank
 from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
     CollectStacks,
@@ -62,14 +61,14 @@ class LocalAttempt:
         # or by the kernel because we are dead.
         self.alive, write_end = os.pipe()
         self._lifeline = os.fdopen(write_end, "wb", buffering=0)
-        self.ranks: dict[int, LocalRank] = {}
+        self.ranks: dict[int, failure.LocalRank] = {}
 
         # Whether the ranks were asked to save and stop, and when they were killed.
         self.preempted = False
         self.stopping: float | None = None
 
     @property
-    def living(self) -> list[LocalRank]:
+    def living(self) -> list[failure.LocalRank]:
         return [rank for rank in self.ranks.values() if not rank.ended]
 
     @property
@@ -125,7 +124,7 @@ class Agent:
             case Stop() if current and current.number == message.attempt:
                 self._stop(current)
             case Stop():
-                # This node has no ranks of an attempt that it does not know.
+                # An attempt that this node does not know, or has closed, has no ranks here.
                 self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
@@ -162,7 +161,7 @@ class Agent:
             # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
-            current.ranks[rank] = LocalRank(rank, self._name, current.folder, log, began, oom_kills)
+            current.ranks[rank] = failure.LocalRank(rank, self._name, current.folder, log, began, oom_kills)
 
             # Rank 0 inherits the rendezvous socket, through the zygote.
             fds = [current.alive]
@@ -202,8 +201,7 @@ class Agent:
                 self._events.append(Exited(current.number, number, failure.Exit(failure.PREEMPTED)))
 
         for pid in current.pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            _ask_to_stop(pid)
 
     def _stop(self, current: LocalAttempt) -> None:
         """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
@@ -240,7 +238,7 @@ class Agent:
 
         return events
 
-    def _note(self, current: LocalAttempt, rank: LocalRank, report: dict[str, int]) -> None:
+    def _note(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
         # A report without an exit code says that the rank has started.
         pid = report["pid"]
         if "code" not in report:
@@ -250,7 +248,7 @@ class Agent:
             if current.stopping is not None:
                 _kill_rank(pid)
             elif current.preempted:
-                os.kill(pid, signal.SIGTERM)
+                _ask_to_stop(pid)
         elif rank.pid == pid:
             # The last heartbeat goes first: it may carry settings that no earlier one had.
             self._events.append(self.beat())
@@ -306,6 +304,11 @@ class Agent:
 def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user has set OMP_NUM_THREADS."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
+
+
+def _ask_to_stop(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 def _kill_rank(pid: int) -> None:

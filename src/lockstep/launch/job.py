@@ -29,7 +29,7 @@ PRELOAD = (
 # How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
 SETTLE_S = 3.0
 
-# The source of settings that one node decides for all: the run folder's name.
+# The source of a setting that one node decides for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
 
 

@@ -49,6 +49,13 @@ class Message:
 
 
 @dataclass(frozen=True)
+class AttemptMessage(Message):
+    """Base of messages about one attempt. They may arrive when the next one has begun."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Hello(Message):
     """A node asks to join; `identity` is the part of its command that must be equal on all nodes."""
 
@@ -58,33 +65,28 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Exited(Message):
-    attempt: int
+class Exited(AttemptMessage):
     rank: int
     end: Exit
 
 
 @dataclass(frozen=True)
-class Stopped(Message):
+class Stopped(AttemptMessage):
     """No rank of this attempt is alive on the node any more."""
-
-    attempt: int
 
 
 @dataclass(frozen=True)
-class ZygoteLost(Message):
+class ZygoteLost(AttemptMessage):
     """The process that forks the node's ranks has died; `hopeless` if a new one would end the same way."""
 
-    attempt: int
     why: str
     hopeless: bool
 
 
 @dataclass(frozen=True)
-class Stacks(Message):
+class Stacks(AttemptMessage):
     """The answer to `CollectStacks`: where each rank is, and its last entries of the flight recorder."""
 
-    attempt: int
     stacks: dict[int, str]
     collectives: dict[int, list]
 
@@ -132,8 +134,7 @@ class Prepare(Message):
 
 
 @dataclass(frozen=True)
-class Start(Message):
-    attempt: int
+class Start(AttemptMessage):
     base: int  # the first rank of this node
     count: int
     world: int
@@ -143,24 +144,18 @@ class Start(Message):
 
 
 @dataclass(frozen=True)
-class Preempt(Message):
+class Preempt(AttemptMessage):
     """Ask the ranks to save a checkpoint and exit."""
 
-    attempt: int
-
 
 @dataclass(frozen=True)
-class Stop(Message):
+class Stop(AttemptMessage):
     """Kill the ranks."""
 
-    attempt: int
-
 
 @dataclass(frozen=True)
-class CollectStacks(Message):
+class CollectStacks(AttemptMessage):
     """Ask every rank for its stack and its last collectives."""
-
-    attempt: int
 
 
 # ---- commands of the state machine ----
@@ -213,7 +208,7 @@ Command = StartAttempt | Send | LogEvent | Announce | Ending
 
 # ---- encoding ----
 
-_KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
+_KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMessage.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
@@ -388,8 +383,7 @@ def claim(join: str) -> socket.socket | None:
     try:
         # Only this address is bound, not all of the machine's. IPv4 nodes can reach the IPv6 address ::.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        dual = family == socket.AF_INET6
-        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dual)
+        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
     except socket.gaierror as error:
         raise UserError(
             f"--join {join}: the host {host} is not known here",

@@ -329,7 +329,7 @@ class JobStateMachine:
             self._all_exited(now)
 
     def _all_exited(self, now: float) -> None:
-        """End the job, or start the next attempt after a resize or with a new node."""
+        """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
             self._fail(root_cause(self.attempt.exits), now)
         elif not self.attempt.any_preempted:
@@ -414,6 +414,7 @@ class JobStateMachine:
             self._say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
+        # The same number may be divided over the nodes in another way, but not before the next attempt.
         before = self.cluster.ranks
         self.cluster.resize(ranks)
         if before == ranks:
@@ -476,8 +477,9 @@ class JobStateMachine:
     def _overdue(self) -> Failure:
         late = self.attempt.running
         node, _ = self.attempt.slots[min(late)]
-        verb = "was" if len(late) == 1 else "were"
-        text = f"{plural(len(late), 'rank')} did not stop in time and {verb} killed"
+        text = plural(
+            len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
+        )
 
         return Failure(min(late), self.cluster.nodes[node].host, time.time(), "SIGKILL", text)
 
@@ -527,14 +529,18 @@ class JobStateMachine:
     def _report(self, failure: Failure, verdict: str = "") -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            # Rank 0 writes to the terminal, and has no log.
+            # The failed rank is not among the others; a zygote is no rank.
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
+
+            # Rank 0 writes to the terminal, and has no log.
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
             log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
 
         self._commands.append(Announce("\n".join(lines)))
+
+        # Events hold no log lines: the log itself stays in the run's folder.
         fields = {name: value for name, value in vars(failure).items() if name != "log"}
         self._log({"event": "failure", "attempt": self.attempt.number, **fields})
 

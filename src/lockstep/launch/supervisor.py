@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch import protocol
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import NODE, Failure
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.protocol import (
+    BEAT_S,
     Announce,
     Command,
     Connection,
@@ -46,6 +46,9 @@ from lockstep.launch.protocol import (
     Stopped,
     Welcome,
     ZygoteLost,
+    claim,
+    connect,
+    difference,
 )
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
@@ -78,7 +81,7 @@ def supervise(job: Job) -> Ending:
             return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
-        listener = protocol.claim(job.join)
+        listener = claim(job.join)
         if listener is None:
             return follow(job, job.join, name, signals)
 
@@ -160,7 +163,7 @@ class Coordinator:
             self._receive(number, message, now)
 
         if now >= self._next_beat:
-            self._next_beat = now + protocol.BEAT_S
+            self._next_beat = now + BEAT_S
             self._beat(now)
 
         # Time passing is an event as well. Then carry out all commands issued in this turn.
@@ -205,7 +208,7 @@ class Coordinator:
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
         count = hello.count
-        if different := protocol.difference(hello, self._job.identity):
+        if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
             full = f"the job has its {self._job.nnodes.most} nodes already"
@@ -282,7 +285,7 @@ class Coordinator:
 
 def follow(job: Job, join: str, name: str, signals: list[str]) -> Ending:
     """Do what the coordinating node says, until it ends the job or is gone."""
-    with closing(protocol.connect(join, job.host, say)) as connection:
+    with closing(connect(join, job.host, say)) as connection:
         try:
             adopted, orders = _introduce(job, name, connection)
             with closing(Agent(adopted, name)) as agent:
@@ -338,7 +341,7 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
             connection.send(event)
 
         if time.monotonic() >= next_beat:
-            next_beat = time.monotonic() + protocol.BEAT_S
+            next_beat = time.monotonic() + BEAT_S
             connection.send(agent.beat())
 
         orders = _received(connection, *agent.sockets())

@@ -345,24 +345,23 @@ class Watchdog:
 
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
-        assert self._suspicion is not None
-        if self._has_moved(self._suspicion) or self.excuse(self._suspicion, self.stacks):
+        suspicion = self._suspicion
+        assert suspicion is not None
+
+        # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
+        beats = {view.rank: view.beats for view in self._all_views}
+        moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
+        if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
             return None
 
         # A stopped rank does not answer, and then there is nothing to compare.
         differences: list[str] = []
-        if len(self.collectives) >= len(self._suspicion.views):
+        if len(self.collectives) >= len(suspicion.views):
             # If torch has changed its format, the stacks must do.
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 differences = flight_recorder.analyse(self.collectives)
 
-        return explain(self._suspicion, self.stacks, differences)
-
-    def _has_moved(self, suspicion: Suspicion) -> bool:
-        """Whether some rank has advanced in the meantime: it was slow, or the signal itself woke it up."""
-        beats = {view.rank: view.beats for view in self._all_views}
-        moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
-        return moved and not suspicion.halted
+        return explain(suspicion, self.stacks, differences)
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Whether a rank is compiling, which is no hang. If so, no suspicion follows for a while.

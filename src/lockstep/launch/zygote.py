@@ -187,9 +187,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _serve(control: socket.socket, work: Work) -> None:
     # A pipe wakes `select` when a child has ended.
-    woken, bell = os.pipe()
-    os.set_blocking(bell, False)
-    os.set_blocking(woken, False)
+    woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
 
