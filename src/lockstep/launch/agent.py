@@ -73,7 +73,6 @@ class LocalAttempt:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of all ranks that were started and have not ended."""
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
 
     def kill(self) -> None:

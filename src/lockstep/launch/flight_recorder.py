@@ -91,8 +91,6 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
 
 @dataclass(frozen=True)
 class Collective:
-    # Counts up in each process group, and means the same collective on all ranks unless something is wrong.
-    number: int
     op: str
     sizes: str
     dtypes: str
@@ -101,7 +99,6 @@ class Collective:
     @staticmethod
     def from_entry(entry: dict[str, Any]) -> Collective:
         return Collective(
-            number=entry["collective_seq_id"],
             op=entry["profiling_name"].rpartition(":")[2],
             sizes=" ".join(map(str, entry.get("input_sizes", []))),
             dtypes=" ".join(entry.get("input_dtypes", [])),
@@ -128,7 +125,8 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-# Rank -> number -> the collective that the rank has entered.
+# Rank -> number -> the collective that the rank has entered. Numbers count up in each process group, and mean the same
+# collective on all ranks unless something is wrong.
 History = dict[int, dict[int, Collective]]
 
 
@@ -149,12 +147,12 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
 
 def _mismatch(history: History) -> str | None:
     """Describe the earliest collective that is not the same on all ranks; later differences follow from it."""
-    numbers = {number for done in history.values() for number in done}
+    numbers = {number for entered in history.values() for number in entered}
     for number in sorted(numbers):
         seen: dict[tuple[str, ...], list[int]] = {}
-        for rank, done in history.items():
-            if number in done:
-                seen.setdefault(done[number].signature, []).append(rank)
+        for rank, entered in history.items():
+            if number in entered:
+                seen.setdefault(entered[number].signature, []).append(rank)
 
         if len(seen) > 1:
             parts = [f"{listed(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
@@ -165,15 +163,15 @@ def _mismatch(history: History) -> str | None:
 
 def _wait(history: History) -> str | None:
     """Describe the first collective that ranks wait in: some never entered it, or all did and it does not end."""
-    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
+    unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
     if not unfinished:
         return None
 
     # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
-    waited = min(unfinished, key=lambda collective: collective.number)
-    inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
-    late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
-    collective = f"collective {waited.number}, {waited}"
+    first = min(unfinished)
+    inside = [rank for rank, entered in history.items() if first in entered and not entered[first].finished]
+    late = [rank for rank, entered in history.items() if max(entered, default=0) < first]
+    collective = f"collective {first}, {history[inside[0]][first]}"
     if not late:
         return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
@@ -183,9 +181,9 @@ def _wait(history: History) -> str | None:
     return f"{listed(inside)} {verb} in {collective}; {'; '.join(lasts)}"
 
 
-def _last(done: dict[int, Collective]) -> str:
-    newest = max(done, default=None)
-    return "it entered none" if newest is None else f"its last was {newest}, {done[newest]}"
+def _last(entered: dict[int, Collective]) -> str:
+    newest = max(entered, default=None)
+    return "it entered none" if newest is None else f"its last was {newest}, {entered[newest]}"
 
 
 def listed(ranks: list[int]) -> str:

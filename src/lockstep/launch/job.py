@@ -79,7 +79,6 @@ class Job:
 
     @property
     def decided(self) -> list[Any]:
-        """The settings that the coordinating node has decided for all."""
         return _plain([layer for layer in self.spec.get("layers", []) if layer[0] == FROM_LAUNCHER])
 
 
@@ -145,7 +144,6 @@ class Cluster:
 
     @property
     def rank_bounds(self) -> Count:
-        """How many ranks the present nodes can run together."""
         counts = [node.count for node in self.nodes.values()]
         return Count(sum(count.least for count in counts), sum(count.most for count in counts))
 
@@ -153,7 +151,6 @@ class Cluster:
         self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
 
     def shrink(self, number: int) -> None:
-        """Run one rank fewer on this node, if its bounds allow."""
         if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
             self.wanted[number] -= 1
 

@@ -353,7 +353,6 @@ class JobStateMachine:
     # ---- heartbeats and hangs ----
 
     def beat(self, node: int, beat: NodeBeat, now: float) -> None:
-        """A node has sent its heartbeat, with those of its ranks and the task's settings."""
         self._last_beat[node] = now
         self.attempt.watchdog.views[node] = beat.views
         if beat.settings:
