@@ -1,7 +1,7 @@
 """The agent of one node: it starts the node's ranks, watches them, asks them to save and stop, and kills them.
 
-It decides nothing. Messages of the coordinator go in (`do`), and messages for the coordinator come out (`poll`,
-`beat`), on the coordinating node and on all others alike.
+It decides nothing. The coordinator's messages go in (`do`), and messages for the coordinator come out (`poll`, `beat`).
+Every node has an agent, including the coordinating one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
 from lockstep.launch.job import Job
@@ -42,35 +39,13 @@ from lockstep.runtime.machine import available_cores
 # Which attempt a rank belongs to, counted from 0. `observe.run_folder` reads it.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 
-# How long killed ranks may take until the zygote has reported their end.
+# How long the zygote may take to report the end of killed ranks.
 RANKS_STOP_S = 5.0
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so
 # together they must stay below the silence after which a node counts as lost.
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
-
-# How many entries of each rank's flight recorder are sent to the coordinator.
-SENT_ENTRIES = 100
-
-
-@dataclass
-class RankProcess:
-    """One rank of this node."""
-
-    scene: failure.Scene  # what is needed to examine its end
-    pid: int | None = None  # None until the zygote has forked it
-    ended: bool = False
-
-    def kill(self) -> None:
-        """Kill the rank with its loader processes, which are in its process group."""
-        if self.pid is None:
-            return
-
-        # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):
-                kill(self.pid, signal.SIGKILL)
 
 
 class LocalAttempt:
@@ -82,45 +57,43 @@ class LocalAttempt:
         # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-        # A pipe to which nothing is written. Ranks read from `alive`; when the other end is closed, by us or by the
-        # kernel because we are dead, they kill themselves.
+        # A pipe that carries no data. Ranks read from `alive`, and kill themselves when the other end is closed: by us,
+        # or by the kernel because we are dead.
         self.alive, write_end = os.pipe()
-        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
-        self.ranks: dict[int, RankProcess] = {}
+        self._lifeline = os.fdopen(write_end, "wb", buffering=0)
+        self.ranks: dict[int, failure.LocalRank] = {}
 
-        # Whether the ranks were asked to save and stop.
+        # Whether the ranks were asked to save and stop, and when they were killed.
         self.preempted = False
-
-        # When they were killed, and whether the coordinator knows that they are gone.
         self.stopping: float | None = None
-        self.stop_reported = False
 
     @property
-    def living(self) -> list[RankProcess]:
+    def living(self) -> list[failure.LocalRank]:
         return [rank for rank in self.ranks.values() if not rank.ended]
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of all ranks that were started and have not ended."""
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
 
-    def close(self) -> None:
-        for rank in self.living:
-            rank.kill()
+    def kill(self) -> None:
+        self._lifeline.close()
+        for pid in self.pids.values():
+            _kill_rank(pid)
 
-        self.lifeline.close()
+    def close(self) -> None:
+        self.kill()
         os.close(self.alive)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Agent:
-    """The ranks of one node, over all attempts."""
+    """Runs the ranks of one node, in one attempt after another."""
 
     def __init__(self, job: Job, name: str):
         self._job = job
         self._name = name
 
-        # A zygote is started at once: it imports torch while nodes gather.
+        # The first zygote starts at once: it imports torch while the nodes gather.
         self._zygote = self._new_zygote(_environment_for(job.nproc.first))
 
         # A zygote for another number of ranks, which imports while the present ranks still run.
@@ -150,7 +123,7 @@ class Agent:
             case Stop() if current and current.number == message.attempt:
                 self._stop(current)
             case Stop():
-                # This node has no ranks of an attempt that it does not know.
+                # An attempt that this node does not know, or has closed, has no ranks here.
                 self._events.append(Stopped(message.attempt))
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
@@ -168,7 +141,16 @@ class Agent:
         except OSError as error:
             raise not_writable(self._job.run_dir, error) from None
 
-        shared = self._environment(start, current.folder)
+        shared = flight_recorder.environment(logs) | self._zygote.env
+        shared |= {
+            "WORLD_SIZE": str(start.world),
+            "LOCAL_WORLD_SIZE": str(start.count),
+            "GROUP_RANK": str(start.group),
+            "MASTER_ADDR": start.address,
+            "MASTER_PORT": str(start.port),
+            FOLDER: str(current.folder),
+            ATTEMPT: str(start.attempt),
+        }
 
         # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
         oom_kills = failure.oom_kills()
@@ -178,31 +160,18 @@ class Agent:
             # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
-            scene = failure.Scene(rank, self._name, current.folder, log, began, oom_kills)
-            current.ranks[rank] = RankProcess(scene)
+            current.ranks[rank] = failure.LocalRank(rank, self._name, current.folder, log, began, oom_kills)
 
-            # Rank 0 inherits the open socket of the rendezvous, and the zygote passes it on.
+            # Rank 0 inherits the rendezvous socket, through the zygote.
             fds = [current.alive]
             if listener and rank == 0:
                 fds.append(listener.fileno())
 
-            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._zygote.fork(rank, env, self._job.spec, log, fds)
-
-    def _environment(self, start: Start, folder: Path) -> dict[str, str]:
-        rendezvous = {
-            "WORLD_SIZE": str(start.world),
-            "LOCAL_WORLD_SIZE": str(start.count),
-            "GROUP_RANK": str(start.group),
-            "MASTER_ADDR": start.address,
-            "MASTER_PORT": str(start.port),
-            FOLDER: str(folder),
-            ATTEMPT: str(start.attempt),
-        }
-        return flight_recorder.environment(self._job.run_dir / "logs") | self._zygote.env | rendezvous
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
 
     def _prepare(self, count: int) -> None:
-        """Have a zygote for `count` ranks.
+        """Start a zygote for `count` ranks, unless the newest one will do.
 
         Torch reads the number of threads when it is imported, so another number of ranks may need another zygote.
         """
@@ -220,10 +189,10 @@ class Agent:
         return Zygote(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt) -> None:
-        """Ask the ranks to save and stop. Only the ranks themselves: they need their loader processes until then."""
+        """Ask the ranks to save and stop. Their loader processes get no signal: ranks need them until the save."""
         current.preempted = True
 
-        # Before the zygote is ready nothing has begun: the ranks have stopped without ever running.
+        # Before the zygote is ready nothing has begun: the ranks count as stopped without ever having run.
         if not self._zygote.ready:
             self._zygote.forget()
             for number, rank in current.ranks.items():
@@ -231,8 +200,7 @@ class Agent:
                 self._events.append(Exited(current.number, number, failure.Exit(failure.PREEMPTED)))
 
         for pid in current.pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            _ask_to_stop(pid)
 
     def _stop(self, current: LocalAttempt) -> None:
         """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
@@ -244,88 +212,80 @@ class Agent:
             for rank in current.ranks.values():
                 rank.ended = True
 
-        current.lifeline.close()
-        for rank in current.living:
-            rank.kill()
+        current.kill()
 
     # ---- what happens on the node ----
 
     def poll(self) -> list[Message]:
-        """Return what has happened since the last call."""
         current = self._current
         for report in self._zygote.poll():
             if current is not None and report["rank"] in current.ranks:
                 self._note(current, current.ranks[report["rank"]], report)
 
-        # A zygote that does not report the end of killed ranks is stopped or stuck.
+        # A zygote that does not report the end of killed ranks is itself stopped or stuck.
         if current and current.stopping and current.living and time.monotonic() - current.stopping > RANKS_STOP_S:
             self._zygote.kill()
 
         if not self._zygote.alive and not self._hopeless:
             self._replace_zygote()
 
-        if current is not None and current.stopping and not current.living and not current.stop_reported:
-            current.stop_reported = True
+        if current is not None and current.stopping and not current.living:
+            self._close_attempt()
             self._events.append(Stopped(current.number))
 
         events, self._events = self._events, []
 
         return events
 
-    def _note(self, current: LocalAttempt, rank: RankProcess, report: Mapping[str, int]) -> None:
-        # The rank has started.
+    def _note(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
+        # A report without an exit code says that the rank has started.
+        pid = report["pid"]
         if "code" not in report:
-            rank.pid = report["pid"]
+            rank.pid = pid
 
-            # Orders that came before the rank existed.
+            # Carry out orders that came before the rank existed.
             if current.stopping is not None:
-                rank.kill()
+                _kill_rank(pid)
             elif current.preempted:
-                os.kill(rank.pid, signal.SIGTERM)
-        elif rank.pid == report["pid"]:
+                _ask_to_stop(pid)
+        elif rank.pid == pid:
             # The last heartbeat goes first: it may carry settings that no earlier one had.
             self._events.append(self.beat())
             rank.ended = True
-            end = failure.examine(rank.scene, report["code"], time.time())
-            self._events.append(Exited(current.number, report["rank"], end))
+            end = failure.examine(rank, report["code"], time.time())
+            self._events.append(Exited(current.number, rank.number, end))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
-        was_ready = self._zygote.ready
-        self._hopeless = not was_ready
+        self._hopeless = not self._zygote.ready
         self._zygote.close()
         attempt = -1
         if self._current is not None:
             attempt = self._current.number
+            self._current.kill()
             for rank in self._current.living:
-                rank.kill()
                 rank.ended = True
 
-            self._current.lifeline.close()
-
-        why = "died" if was_ready else "exited while importing; the error is on that node's terminal"
+        why = "exited while importing; the error is on that node's terminal" if self._hopeless else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._hopeless))
-        if was_ready:
+        if not self._hopeless:
             self._zygote = self._new_zygote(self._zygote.env)
 
     def beat(self) -> NodeBeat:
-        """Return the heartbeats of this node's ranks, and the settings that rank 0 has written."""
         current = self._current
         if current is None:
             return NodeBeat()
 
-        # A rank that has just been forked may have no heartbeat, and no process any more.
+        # There is no view of a rank that died before its first heartbeat.
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
-        # Written by rank 0, once it has read the configuration.
-        settings: dict[str, Any] = {}
-        with suppress(ValueError):
-            settings = json.loads(records.read(current.folder / "settings.json"))
+        # Rank 0 renames the file into place once it has read the configuration.
+        settings = json.loads(records.read(current.folder / "settings.json") or "{}")
 
         return NodeBeat([view for view in views if view is not None], settings)
 
-    def sockets(self) -> list[Any]:
+    def sockets(self) -> list[Zygote]:
         return [self._zygote] if self._zygote.alive else []
 
     def _close_attempt(self) -> None:
@@ -341,8 +301,21 @@ class Agent:
 
 
 def _environment_for(count: int) -> dict[str, str]:
-    """Return the environment of `count` ranks, which share the cores unless the user has decided otherwise."""
+    """Return the environment of `count` ranks, which share the cores unless the user has set OMP_NUM_THREADS."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
+
+
+def _ask_to_stop(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+
+
+def _kill_rank(pid: int) -> None:
+    """Kill a rank with its loader processes, which are in its process group."""
+    # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
@@ -351,4 +324,5 @@ def _collect_stacks(current: LocalAttempt) -> Stacks:
     answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
 
-    return Stacks(current.number, answers, {rank: entries[-SENT_ENTRIES:] for rank, entries in recorded.items()})
+    # The last collectives are enough to compare ranks, and keep the message small.
+    return Stacks(current.number, answers, {rank: entries[-100:] for rank, entries in recorded.items()})

@@ -1,6 +1,6 @@
 """Failures of ranks: the record that a failing rank writes, and what can be said about one that wrote none.
 
-Records are plain JSON files in the attempt's folder. The launcher examines every rank that ended, and picks the root
+Records are JSON files in the attempt's folder. The launcher examines every rank that has ended, and picks the root
 cause among the failures, so that the user sees the error that came first and not its consequences.
 """
 
@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,9 +26,6 @@ PREEMPTED = Preempted.CODE
 
 # The only exception that a restart cures: with it `micro_batch=auto` asks for a smaller micro-batch.
 SMALLER = SmallerMicroBatch.__name__
-
-# How many lines of a rank's log are shown.
-LOG_LINES = 10
 
 # Kinds of failures that are neither an exception nor a signal.
 NODE = "node"
@@ -74,15 +70,11 @@ class Failure:
         return records.parse(Failure, json.loads(records.read(path)))
 
     def text(self) -> str:
-        """Return the headline, then the traceback (or the rank's last log lines), indented."""
         if self.for_user:
             return f"lockstep: {self.message}"
 
         # A smaller micro-batch is a request, not an error of the program: no traceback.
-        if self.kind == SMALLER:
-            return self.headline
-
-        detail = self.traceback.rstrip() or self.log.rstrip()
+        detail = "" if self.kind == SMALLER else self.traceback.rstrip() or self.log.rstrip()
 
         return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
 
@@ -139,7 +131,7 @@ class Exit:
         return killed or (self.failure is not None and self.failure.kind == EXIT)
 
 
-def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
+def root_cause(exits: dict[int, Exit]) -> Failure | None:
     """Return the failure that explains the others: a killed rank's if there is one, or else the earliest.
 
     A killed process leaves no record, and its peers record their complaints within milliseconds: time alone would
@@ -153,47 +145,51 @@ def root_cause(exits: Mapping[int, Exit]) -> Failure | None:
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What a launcher knows about a rank that has just ended, and where it finds more."""
+@dataclass
+class LocalRank:
+    """A rank as the launcher of its node knows it, and where to find out how it ended."""
 
-    rank: int
+    number: int
     host: str
     folder: Path
     log: Path | None
     log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
+    pid: int | None = None  # None until the zygote has forked it
+    ended: bool = False
 
 
-def examine(scene: Scene, code: int, noticed: float) -> Exit:
+def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
     if code in (0, PREEMPTED):
         return Exit(code)
 
     try:
-        failure = Failure.read(scene.folder / f"rank-{scene.rank}.json")
+        failure = Failure.read(rank.folder / f"rank-{rank.number}.json")
     except ValueError:
-        failure = _without_record(scene, code, noticed)
+        failure = _without_record(rank, code, noticed)
 
-    # The record knows the error; where the rank was is in its heartbeat.
-    view = heartbeat.read(scene.folder / f"heartbeat-{scene.rank}")
+    # The record knows the error; the heartbeat knows where the rank was.
+    view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
 
-    log = records.read(scene.log, scene.log_began, most=100_000) if scene.log else ""
-    last_lines = "\n".join(log.splitlines()[-LOG_LINES:])
+    log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
+    last_lines = log.splitlines()[-10:]
 
-    return Exit(code, replace(failure, host=scene.host, log=last_lines))
+    return Exit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
-def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
+def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     if code > 0:
-        return Failure(scene.rank, scene.host, noticed, EXIT, f"ended with code {code}")
+        return Failure(rank.number, rank.host, noticed, EXIT, f"ended with code {code}")
 
-    oom_kills_now = oom_kills()
+    # Of all signals only SIGKILL can be the kernel's answer to a lack of memory.
+    before = rank.oom_kills_before
+    after = oom_kills() if code == -signal.SIGKILL else before
     match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
-        case "SIGKILL" if oom_kills_now > scene.oom_kills_before:
-            message = f"out of host memory (cgroup oom_kill went from {scene.oom_kills_before} to {oom_kills_now})"
+        case "SIGKILL" if after > before:
+            message = f"out of host memory (cgroup oom_kill went from {before} to {after})"
         case "SIGKILL":
             message = "killed by SIGKILL; the kernel counted no OOM kill"
         case "SIGBUS":
@@ -206,9 +202,9 @@ def _without_record(scene: Scene, code: int, noticed: float) -> Failure:
             message = "ended by this signal"
 
     # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
-    frames = stacks.main_thread(records.read(scene.folder / f"stacks-{scene.rank}"))
+    frames = stacks.main_thread(records.read(rank.folder / f"stacks-{rank.number}"))
 
-    return Failure(scene.rank, scene.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
+    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
 
 
 def oom_kills() -> int:

@@ -4,7 +4,7 @@ Torch keeps the last collectives of every process in memory. A thread of the ran
 launcher asks, even while the main thread waits in a collective; the launcher compares the ranks. This module does not
 import torch, and uses its JSON dumps, because the other format is a pickle.
 
-Limits: tried with gloo, and with NCCL in a world of one (tests/gpu), never with several GPUs.
+It has been tried with gloo, and with NCCL in a world of one (tests/gpu), but never with several GPUs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from lockstep.launch import records
 
 REQUEST = "dump-request"
 
-# Seconds between two looks of a rank for a request.
+# How often a rank looks for a request, in seconds.
 POLL_S = 0.5
-
-# How many collectives torch keeps in each rank.
-RECORDED_ENTRIES = 2000
 
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -37,7 +34,7 @@ EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_ba
 def environment(logs: Path) -> dict[str, str]:
     """Return the variables that make torch record, and NCCL's watchdog dump into the run's `logs` after a timeout."""
     return {
-        "TORCH_FR_BUFFER_SIZE": str(RECORDED_ENTRIES),
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that each rank keeps
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # with the default the process ends before it has dumped
         "TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / "nccl-flight-"),
@@ -48,7 +45,6 @@ def environment(logs: Path) -> dict[str, str]:
 
 
 def serve(folder: Path, rank: int) -> None:
-    """Start the thread that answers the launcher's requests."""
     threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight").start()
 
 
@@ -77,7 +73,7 @@ def recorded() -> list[dict[str, Any]]:
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
-    # A request is a file with a new text; answers repeat it, so that old ones are not taken for new.
+    # Every request has a new text, which the answers repeat: an old answer is not taken for a new one.
     request = str(time.time_ns())
     records.write(folder / REQUEST, request)
 
@@ -95,10 +91,6 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of the flight recorder."""
-
-    # Counts up in each process group, and means the same collective on all ranks unless something is wrong.
-    number: int
     op: str
     sizes: str
     dtypes: str
@@ -107,7 +99,6 @@ class Collective:
     @staticmethod
     def from_entry(entry: dict[str, Any]) -> Collective:
         return Collective(
-            number=entry["collective_seq_id"],
             op=entry["profiling_name"].rpartition(":")[2],
             sizes=" ".join(map(str, entry.get("input_sizes", []))),
             dtypes=" ".join(entry.get("input_dtypes", [])),
@@ -125,14 +116,17 @@ class Collective:
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
-    # A mismatch explains more than the wait that follows from it.
-    groups = sorted(_by_group(dumps).items())
-    explained = [(name, _mismatch(history) or _wait(history)) for name, history in groups]
+    lines = []
+    for name, history in sorted(_by_group(dumps).items()):
+        # A mismatch explains more than the wait that follows from it.
+        if text := _mismatch(history) or _wait(history):
+            lines.append(f"process group {name}: {text}")
 
-    return [f"process group {name}: {text}" for name, text in explained if text]
+    return lines
 
 
-# Rank -> number -> collective.
+# Rank -> number -> the collective that the rank has entered. Numbers count up in each process group, and mean the same
+# collective on all ranks unless something is wrong.
 History = dict[int, dict[int, Collective]]
 
 
@@ -152,13 +146,13 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
 
 
 def _mismatch(history: History) -> str | None:
-    """Describe the earliest number under which ranks did different things; everything later is a consequence."""
-    numbers = {number for done in history.values() for number in done}
+    """Describe the earliest collective that is not the same on all ranks; later differences follow from it."""
+    numbers = {number for entered in history.values() for number in entered}
     for number in sorted(numbers):
         seen: dict[tuple[str, ...], list[int]] = {}
-        for rank, done in history.items():
-            if number in done:
-                seen.setdefault(done[number].signature, []).append(rank)
+        for rank, entered in history.items():
+            if number in entered:
+                seen.setdefault(entered[number].signature, []).append(rank)
 
         if len(seen) > 1:
             parts = [f"{listed(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
@@ -168,16 +162,16 @@ def _mismatch(history: History) -> str | None:
 
 
 def _wait(history: History) -> str | None:
-    """Describe the first collective that ranks wait in: others never entered it, or all did and it does not end."""
-    unfinished = [collective for done in history.values() for collective in done.values() if not collective.finished]
+    """Describe the first collective that ranks wait in: some never entered it, or all did and it does not end."""
+    unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
     if not unfinished:
         return None
 
     # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
-    waited = min(unfinished, key=lambda collective: collective.number)
-    inside = [rank for rank, done in history.items() if waited.number in done and not done[waited.number].finished]
-    late = [rank for rank, done in history.items() if max(done, default=0) < waited.number]
-    collective = f"collective {waited.number}, {waited}"
+    first = min(unfinished)
+    inside = [rank for rank, entered in history.items() if first in entered and not entered[first].finished]
+    late = [rank for rank, entered in history.items() if max(entered, default=0) < first]
+    collective = f"collective {first}, {history[inside[0]][first]}"
     if not late:
         return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
@@ -187,9 +181,9 @@ def _wait(history: History) -> str | None:
     return f"{listed(inside)} {verb} in {collective}; {'; '.join(lasts)}"
 
 
-def _last(done: dict[int, Collective]) -> str:
-    newest = max(done, default=None)
-    return "it entered none" if newest is None else f"its last was {newest}, {done[newest]}"
+def _last(entered: dict[int, Collective]) -> str:
+    newest = max(entered, default=None)
+    return "it entered none" if newest is None else f"its last was {newest}, {entered[newest]}"
 
 
 def listed(ranks: list[int]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ PRELOAD = (
 # How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
 SETTLE_S = 3.0
 
-# The source of settings that one node decides for all: the run folder's name.
+# The source of a setting that one node decides for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
 
 
@@ -79,7 +79,6 @@ class Job:
 
     @property
     def decided(self) -> list[Any]:
-        """The settings that the coordinating node has decided for all."""
         return _plain([layer for layer in self.spec.get("layers", []) if layer[0] == FROM_LAUNCHER])
 
 
@@ -101,13 +100,10 @@ class Node:
 
 
 class Cluster:
-    """The nodes that are present, and how many ranks each should run in the next attempt.
-
-    `bounds` are those of `--nnodes`.
-    """
+    """The nodes that are present, and how many ranks each should run in the next attempt."""
 
     def __init__(self, bounds: Count, now: float):
-        self.bounds = bounds
+        self.bounds = bounds  # those of --nnodes
         self.nodes: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
@@ -148,7 +144,6 @@ class Cluster:
 
     @property
     def rank_bounds(self) -> Count:
-        """How many ranks the present nodes can run together."""
         counts = [node.count for node in self.nodes.values()]
         return Count(sum(count.least for count in counts), sum(count.most for count in counts))
 
@@ -156,12 +151,11 @@ class Cluster:
         self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
 
     def shrink(self, number: int) -> None:
-        """Run one rank fewer on this node, if its bounds allow."""
         if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
             self.wanted[number] -= 1
 
 
-def divide(ranks: int, counts: Mapping[int, Count]) -> dict[int, int]:
+def divide(ranks: int, counts: dict[int, Count]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow."""
     shares = {number: count.least for number, count in counts.items()}
     for _ in range(ranks - sum(shares.values())):
@@ -204,7 +198,6 @@ def parse_nproc(asked: str | int | None) -> Count:
 
 
 def parse_nnodes(asked: str | int | None) -> Count:
-    """Parse `--nnodes`: a count, or a range like 1:4."""
     return _parse_range(
         asked,
         ":",
@@ -244,6 +237,7 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     line = json.dumps({"time": time.time(), **event}, allow_nan=False)
     run_dir.mkdir(parents=True, exist_ok=True)
 
-    # One line, one write: ranks append to the same file.
-    with (run_dir / "events.jsonl").open("ab", buffering=0) as file:
+    # One line, one write: ranks append to the same file, and create it with the same mode.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
         file.write(f"{line}\n".encode())

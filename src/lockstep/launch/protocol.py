@@ -1,7 +1,7 @@
 """Everything that the launchers of one job say to each other, and the commands that the state machine gives.
 
-Three parts, in this order: messages (frozen dataclasses, sent as one line of JSON each, checked field by field and
-never evaluated), commands (what the state machine wants done on the coordinating node), and TCP connections that carry
+This file has three parts: messages (frozen dataclasses, each sent as one line of JSON, checked field by field and never
+evaluated), commands (what the state machine wants done on the coordinating node), and the TCP connections that carry
 messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks. There is
 no authentication: nodes must share a trusted network, as they must for torch's own rendezvous.
 """
@@ -28,7 +28,7 @@ from lockstep.launch.watchdog import RankView
 # A node that sends nothing for this long is lost.
 SILENCE_S = 5.0
 
-# Between two heartbeats of a node.
+# Seconds between two heartbeats of a node.
 BEAT_S = 1.0
 
 # How long a node tries to reach the coordinating one.
@@ -37,7 +37,7 @@ CONNECT_S = 300.0
 # How long the coordinator keeps connections open after the job has ended.
 DRAIN_S = 2.0
 
-# Bytes of one message, and of everything that waits to be sent.
+# The limit for the bytes of one message, and of everything that waits to be sent.
 LARGEST = 8 * 2**20
 
 
@@ -46,6 +46,13 @@ LARGEST = 8 * 2**20
 
 class Message:
     """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
+
+
+@dataclass(frozen=True)
+class AttemptMessage(Message):
+    """Base of messages about one attempt. They may arrive when the next one has begun."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -58,35 +65,28 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Exited(Message):
-    """A rank has ended."""
-
-    attempt: int
+class Exited(AttemptMessage):
     rank: int
     end: Exit
 
 
 @dataclass(frozen=True)
-class Stopped(Message):
+class Stopped(AttemptMessage):
     """No rank of this attempt is alive on the node any more."""
-
-    attempt: int
 
 
 @dataclass(frozen=True)
-class ZygoteLost(Message):
+class ZygoteLost(AttemptMessage):
     """The process that forks the node's ranks has died; `hopeless` if a new one would end the same way."""
 
-    attempt: int
     why: str
     hopeless: bool
 
 
 @dataclass(frozen=True)
-class Stacks(Message):
+class Stacks(AttemptMessage):
     """The answer to `CollectStacks`: where each rank is, and its last entries of the flight recorder."""
 
-    attempt: int
     stacks: dict[int, str]
     collectives: dict[int, list]
 
@@ -134,10 +134,7 @@ class Prepare(Message):
 
 
 @dataclass(frozen=True)
-class Start(Message):
-    """Start the node's ranks of a new attempt."""
-
-    attempt: int
+class Start(AttemptMessage):
     base: int  # the first rank of this node
     count: int
     world: int
@@ -147,24 +144,18 @@ class Start(Message):
 
 
 @dataclass(frozen=True)
-class Preempt(Message):
+class Preempt(AttemptMessage):
     """Ask the ranks to save a checkpoint and exit."""
 
-    attempt: int
-
 
 @dataclass(frozen=True)
-class Stop(Message):
+class Stop(AttemptMessage):
     """Kill the ranks."""
 
-    attempt: int
-
 
 @dataclass(frozen=True)
-class CollectStacks(Message):
-    """Ask every rank where it is."""
-
-    attempt: int
+class CollectStacks(AttemptMessage):
+    """Ask every rank for its stack and its last collectives."""
 
 
 # ---- commands of the state machine ----
@@ -217,24 +208,20 @@ Command = StartAttempt | Send | LogEvent | Announce | Ending
 
 # ---- encoding ----
 
-_KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
+_KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMessage.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as one line of JSON."""
     values = asdict(message)  # pyrefly: ignore
     return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Return the message in `line`. Raises ValueError for anything that `encode` would not have made."""
+    """Return the message in `line`. Raises ValueError for anything that is not a valid message."""
     values: Any = json.loads(line)
-    if not isinstance(values, dict):
-        raise ValueError("a message must be a JSON object")
-
-    kind = _KINDS.get(str(values.pop("kind", None)))
+    kind = _KINDS.get(str(values.pop("kind", None))) if isinstance(values, dict) else None
     if kind is None:
-        raise ValueError("a message of unknown kind")
+        raise ValueError("not a JSON object of a known kind")
 
     return records.parse(kind, values)
 
@@ -271,11 +258,11 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send as much as the socket takes; the rest goes with the next `flush`."""
+        """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
         self._unsent += encode(message)
-        self.flush()
+        self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent)
@@ -292,6 +279,8 @@ class Connection:
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
+        self._flush()
+
         # Read what is there. No data means that the other side has closed the connection.
         ended = False
         try:
@@ -329,7 +318,7 @@ class Connection:
 
 
 class Hub:
-    """The coordinator's connections to all other nodes, by node number. On a single node it has no listener."""
+    """The coordinator's connections to all other nodes, by node number. A job on a single node has no listener."""
 
     def __init__(self, *listeners: socket.socket):
         self._listeners = listeners
@@ -357,7 +346,6 @@ class Hub:
         received: list[tuple[int, Message | ConnectionLost]] = []
         for number, connection in list(self._connections.items()):
             try:
-                connection.flush()
                 received += [(number, message) for message in connection.receive(now)]
             except ConnectionLost as lost:
                 self.drop(number)
@@ -366,7 +354,7 @@ class Hub:
         return received
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message; a node that cannot be reached is reported by the next poll, which tries to send the rest."""
+        """Send a message. A node that cannot be reached is reported by the next poll, which tries to send again."""
         if number in self._connections:
             with suppress(ConnectionLost):
                 self._connections[number].send(message)
@@ -393,9 +381,9 @@ def claim(join: str) -> socket.socket | None:
     """Bind the rendezvous address. Returns None if it belongs to another node, or to another process of this one."""
     host, port = parse_join(join)
     try:
-        # Only this address is bound, not all of the machine's.
+        # Only this address is bound, not all of the machine's. IPv4 nodes can reach the IPv6 address ::.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=128)
+        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
     except socket.gaierror as error:
         raise UserError(
             f"--join {join}: the host {host} is not known here",

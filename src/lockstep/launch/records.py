@@ -37,7 +37,7 @@ def read(path: Path, start: int = 0, most: int | None = None) -> str:
 def parse(kind: Any, value: Any) -> Any:
     """Return decoded JSON as a `kind`: a dataclass, a list, a dict, a plain type, or one of these `| None`.
 
-    Raises ValueError unless it has exactly the fields and the types that the annotations say.
+    Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
     base = get_origin(kind) or kind
     arguments = get_args(kind)
@@ -46,10 +46,11 @@ def parse(kind: Any, value: Any) -> Any:
 
     if is_dataclass(base):
         types = _field_types(base)
-        if not isinstance(value, dict) or value.keys() != types.keys():
-            raise ValueError(f"not a valid {kind.__name__}: {str(value)[:200]}")
-
-        return kind(**{name: parse(types[name], field) for name, field in value.items()})
+        try:
+            return kind(**{name: parse(types[name], field) for name, field in value.items()})
+        except (AttributeError, KeyError, TypeError):
+            # No object at all, an unknown field, or a missing one.
+            raise ValueError(f"not a valid {kind.__name__}: {str(value)[:200]}") from None
 
     # Every int is a valid float. A bool is an int to Python, but not to us.
     accepted: Any = (int, float) if base is float else base

@@ -29,11 +29,10 @@ def new_run_dir(name: str) -> Path:
 
 
 def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
-    """Return the folder of the run that `run_dir` and `resume` describe."""
     if asked:
         return Path(asked)
 
-    # A job that is queued again would begin at step 0 in a new folder, every time.
+    # A requeued job would begin at step 0 in a new folder, every time.
     if resume == "auto":
         unfinished = newest_unfinished(name)
         newest = f", or run_dir={unfinished}, the newest one that has not ended" if unfinished else ""
@@ -43,7 +42,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
             f"add run_dir=FOLDER, the same each time{newest}",
         )
 
-    # Under torchrun the name must be one that its restarts find again.
+    # Under torchrun a restart must arrive at the same name.
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
 
@@ -68,8 +67,8 @@ def refuse_another_run(run: Path, resume: str) -> None:
 
 
 def newest_unfinished(name: str) -> Path | None:
-    """Return the folder that was written to last, among those of this name that hold no summary."""
-    # Only names that `new_run_dir` gives: other runs may begin with the same word.
+    """Return the most recently written run folder of this name that has no summary."""
+    # Only names that `new_run_dir` gives: the names of other tasks may begin with the same word.
     ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
     runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
@@ -167,7 +166,7 @@ def _holder(run: Path) -> str:
 def latest(checkpoints: Path) -> Path | None:
     """Return the newest checkpoint, according to the text file that a commit updates last.
 
-    It is good enough for messages; `checkpoint.load` looks at the checkpoints themselves.
+    That is good enough for messages; `checkpoint.load` looks at the checkpoints themselves.
     """
     name = records.read(checkpoints / "latest").strip()
     return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
@@ -179,7 +178,7 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def ask_for_size(run: Path, count: int) -> None:
-    """Ask the launcher of `run` to continue with `count` processes, by a file that it looks for."""
+    """Leave a file in `run` that asks its launcher to continue with `count` processes."""
     asked = f"lockstep resize {run} {count}"
     if not (run / ".lock").exists():
         raise UserError(

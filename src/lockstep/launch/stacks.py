@@ -1,4 +1,4 @@
-"""Python stacks of running ranks, which ranks write on a signal, even while they hang in C++ or hold the GIL.
+"""Python stacks of running ranks: a rank writes its own on a signal, even while it hangs in C++ or holds the GIL.
 
 `register` is the rank's side: `faulthandler` answers SIGUSR2 by writing to the file `stacks-RANK` in the attempt's
 folder. The rest is the launcher's side: ask for stacks, parse them, and group ranks by where they are.
@@ -6,6 +6,7 @@ folder. The rest is the launcher's side: ask for stacks, parse them, and group r
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -18,9 +19,6 @@ from pathlib import Path
 from lockstep.launch import records
 
 SIGNAL = signal.SIGUSR2
-
-# Seconds between two looks for answers.
-_POLL_S = 0.05
 
 # Lines of faulthandler's output.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
@@ -47,8 +45,6 @@ def register(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
-
     file: str
     line: str  # text, because faulthandler writes ??? for a line that it does not know
     function: str
@@ -59,8 +55,7 @@ class Frame:
         return bool(_INTERNAL.search(self.file))
 
     @property
-    def users(self) -> bool:
-        """Whether the frame is in the user's own code."""
+    def in_user_code(self) -> bool:
         library = "-packages/" in self.file or self.file.startswith((_PACKAGE, sysconfig.get_path("stdlib")))
         return not (library or self.internal)
 
@@ -84,11 +79,11 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
 
     deadline = time.monotonic() + timeout
     while waiting and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(0.05)
         for rank in sorted(waiting):
             text = records.read(files[rank], before[rank])
 
-            # An answer that has not grown between two looks is complete.
+            # An answer that has not grown since the last look is complete.
             if text and text == answers[rank]:
                 waiting.discard(rank)
 
@@ -123,8 +118,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 def line_of(frames: tuple[Frame, ...]) -> str:
     """Return the one line to look at: the user's own if there is one, or else the most recent."""
     # Deep inside a library the most recent frame says little; the user's line says what was being done.
-    users = [frame for frame in frames if frame.users]
-    return str((users or frames)[0])
+    users_own = [frame for frame in frames if frame.in_user_code]
+    return str((users_own or frames)[0])
 
 
 def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
@@ -134,17 +129,14 @@ def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
 
 def _ask(pid: int) -> bool:
     """Send the signal. Returns whether an answer can come."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    status = records.read(Path(f"/proc/{pid}/status"))
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
-        # A rank that has not registered yet would die of the signal, and a stopped one cannot answer.
-        registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
-        if not registered or "\nState:\tT" in status:
-            return False
+    # A rank that has not registered yet would die of the signal, and a stopped one cannot answer.
+    registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
+    if registered and "\nState:\tT" not in status:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+            return True
 
-        os.kill(pid, SIGNAL)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-    return True
+    return False

@@ -1,9 +1,9 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument; the
-module reads the wall clock only for failure records, and the newest checkpoint's step through `committed`. An attempt
-is a set of ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from
-the newest checkpoint, unless there is a reason not to.
+Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument, the wall
+clock is read only for failure records, and `committed` returns the newest checkpoint's step. An attempt is a set of
+ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
+checkpoint, unless there is a reason not to.
 
 `JobStateMachine` has the phases and their transitions:
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -53,10 +53,10 @@ GATHER_S = 300.0
 # After an exception, how long to wait for the failure that caused it: a peer's death may be noticed later.
 OTHERS_S = 1.0
 
-# How long no rank advances before the screen says so.
+# How long all ranks stand still before the screen says so.
 WARN_S = 45.0
 
-# How long the other ranks may take when the first has stopped on request.
+# How long the other ranks may take to stop after the first has stopped on request.
 TOGETHER_S = 20.0
 
 # A node that is silent for longer is probably lost: it sends a heartbeat every second.
@@ -68,9 +68,6 @@ NODES_STOP_S = 10.0
 # How long the coordinator waits for the nodes' stacks.
 NODES_STACKS_S = 5.0
 
-# The window in which restarts are counted.
-HOUR_S = 3600.0
-
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
 # `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
@@ -80,7 +77,7 @@ TIMES_IN_A_ROW = 3
 
 
 class Settings(Section):
-    """The part of the task's configuration that concerns the launcher: the defaults, until rank 0 has read it."""
+    """The part of the task's configuration that concerns the launcher. The defaults hold until rank 0 has read it."""
 
     hang: HangConfig = HangConfig()
     restart: RestartConfig = RestartConfig()
@@ -95,14 +92,16 @@ class Restarts:
         # The times of the restarts within the last hour.
         self._recent: list[float] = []
 
-        # The rank slot that failed last, with the newest checkpoint at that time, and how often that has repeated.
+        # The rank slot that failed last, the newest checkpoint at that time, and how often that pair has failed.
         self._last_culprit: tuple[object, int | None] = (None, None)
         self._in_a_row = 0
 
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
-        """Return why the job ends here, or None if it restarts. `progress`: the attempt has saved a checkpoint."""
-        # The window slides: restarts of more than an hour ago no longer count.
-        self._recent = [moment for moment in self._recent if now - moment <= HOUR_S]
+        """Return why the job ends here, or None if it restarts.
+
+        `progress` says whether the attempt has saved a checkpoint.
+        """
+        self._recent = [moment for moment in self._recent if now - moment <= 3600.0]
 
         # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
         if failure.kind == SMALLER:
@@ -140,8 +139,10 @@ class Restarts:
 
     def count(self, failure: Failure, settings: Settings) -> str:
         """Describe the restart that `note` has just counted, for the screen."""
-        counted = f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
-        return "not counted as a restart" if failure.kind == SMALLER else counted
+        if failure.kind == SMALLER:
+            return "not counted as a restart"
+
+        return f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
 
 
 # ---- the ranks that run now ----
@@ -153,8 +154,8 @@ class Attempt:
     def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: HangConfig):
         self.number = number
 
-        # Rank -> its slot: the node, and the rank on that node. A slot means the same machine in the next attempt,
-        # where a rank's number may be another one.
+        # Rank -> its slot: the node, and its number among that node's ranks. A slot stays on the same machine in the
+        # next attempt, while a rank may move.
         slots = [(node, local) for node, count in ranks.items() for local in range(count)]
         self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
 
@@ -174,12 +175,10 @@ class Attempt:
 
     @property
     def all_clean(self) -> bool:
-        """Whether every rank that has ended so far ended well."""
         return all(end.clean for end in self.exits.values())
 
     @property
     def any_preempted(self) -> bool:
-        """Whether a rank has saved and stopped on request."""
         return any(end.code == PREEMPTED for end in self.exits.values())
 
 
@@ -187,8 +186,6 @@ class Attempt:
 
 
 class Phase(Enum):
-    """What the job is doing."""
-
     GATHER = "waiting for nodes"
     RUN = "running"
     ASK = "asking for stacks"
@@ -204,8 +201,8 @@ ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
 class JobStateMachine:
     """The state of a job.
 
-    Every public method but `take` is an event. Events lead to commands, which `take` returns. `committed` is a function
-    that returns the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    Every public method but `take` handles an event. Events lead to commands, which `take` returns. `committed` returns
+    the newest checkpoint's step, and `now` is always the time of a monotonic clock.
     """
 
     def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
@@ -215,7 +212,7 @@ class JobStateMachine:
         self.settings = Settings()
         self.restarts = Restarts()
 
-        # A placeholder until the first attempt starts, so that there is always one to ask.
+        # A placeholder without ranks, until the first attempt starts.
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
         # Every phase but RUN has a deadline; RUN is watched by heartbeats.
@@ -236,7 +233,6 @@ class JobStateMachine:
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
-        """Return the commands issued since the last call."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -247,7 +243,7 @@ class JobStateMachine:
     # ---- nodes come and go ----
 
     def joined(self, node: Node, now: float) -> None:
-        """A node has come. Ranks that run are asked to save, so that the next attempt includes the node."""
+        """A node has come. Running ranks are asked to save, so that the next attempt can include the node."""
         self.cluster.add(node, now)
         if node.number:
             self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
@@ -257,7 +253,7 @@ class JobStateMachine:
             self._preempt(now)
 
     def gone(self, number: int, why: str, now: float) -> None:
-        """A node is lost: that is a failure of the attempt if ranks were still running there."""
+        """A node is lost. The attempt fails if ranks were still running there."""
         node = self.cluster.nodes.get(number)
         if node is None or self.phase is Phase.OVER:
             return
@@ -266,14 +262,14 @@ class JobStateMachine:
         self._last_beat.pop(number, None)
         self._unanswered.discard(number)
 
-        # The failure names the first rank that was lost, so that repeated failures of one slot are counted.
+        # The failure names the first lost rank, so that repeated failures of one slot are counted.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
         failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
         if self.phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
-        # Between two attempts, or after its ranks had ended, losing a node matters only if too few remain.
+        # Between two attempts, or after its ranks have ended, losing a node matters only if too few remain.
         self._say(failure.message)
         if self.cluster.too_few and self.attempt.number >= 0:
             self._after_stop = self._after_stop or Ending(1, failure)
@@ -297,12 +293,11 @@ class JobStateMachine:
     def _start_if_ready(self, now: float) -> None:
         if self.cluster.ready(now):
             self._enter(Phase.RUN)
-            ranks = {number: self.cluster.wanted[number] for number in sorted(self.cluster.nodes)}
+            ranks = dict(sorted(self.cluster.wanted.items()))
             self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
-        """A rank has ended: finished, saved and stopped, or failed."""
         # Messages of an earlier attempt may still arrive.
         if event.attempt != self.attempt.number or self.phase not in ACTIVE:
             return
@@ -310,13 +305,13 @@ class JobStateMachine:
         end = event.end
         self.attempt.exits[event.rank] = end
 
-        # Nothing that other ranks may still report can be the reason for this exit.
+        # Nothing that other ranks may still report can explain this exit.
         if end.is_cause:
             self._fail(root_cause(self.attempt.exits), now)
             return
 
         if not end.clean:
-            # The cause may be elsewhere, and about to show.
+            # The cause may be on another rank, and about to show.
             if self.phase is Phase.ASK:
                 self.phase = Phase.RUN
 
@@ -334,7 +329,7 @@ class JobStateMachine:
             self._all_exited(now)
 
     def _all_exited(self, now: float) -> None:
-        """End the job, or start the next attempt after a resize or with a new node."""
+        """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
             self._fail(root_cause(self.attempt.exits), now)
         elif not self.attempt.any_preempted:
@@ -345,7 +340,7 @@ class JobStateMachine:
             self._gather(now)
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
-        """The process that starts a node's ranks is gone. Between two attempts that costs nothing."""
+        """The process that starts a node's ranks is gone. Between two attempts that does no harm."""
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
         if event.hopeless and self.phase is not Phase.OVER:
@@ -358,7 +353,6 @@ class JobStateMachine:
     # ---- heartbeats and hangs ----
 
     def beat(self, node: int, beat: NodeBeat, now: float) -> None:
-        """A node has sent its heartbeat, with those of its ranks and the task's settings."""
         self._last_beat[node] = now
         self.attempt.watchdog.views[node] = beat.views
         if beat.settings:
@@ -370,7 +364,7 @@ class JobStateMachine:
         if self.phase is not Phase.RUN:
             return
 
-        # For a user in front of the screen, long before a limit ends.
+        # Tell a user in front of the screen, long before the limit is reached.
         if warning := self.attempt.watchdog.warning(WARN_S):
             self._say(warning)
 
@@ -380,7 +374,7 @@ class JobStateMachine:
             self._send_all(CollectStacks(self.attempt.number))
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
-        """A node has answered with its ranks' stacks; with those of all nodes the hang can be judged."""
+        """A node has answered with its ranks' stacks. When all nodes have, the hang can be judged."""
         if event.attempt == self.attempt.number and self.phase is Phase.ASK:
             self.attempt.watchdog.stacks |= event.stacks
             self.attempt.watchdog.collectives |= event.collectives
@@ -389,7 +383,7 @@ class JobStateMachine:
                 self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
-        """Fail the attempt if it hangs. It goes back to RUN if some rank has advanced, or compiles."""
+        # It is no hang if some rank has advanced in the meantime, or compiles.
         self._enter(Phase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
@@ -419,6 +413,7 @@ class JobStateMachine:
             self._say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
+        # The same number may be divided over the nodes in another way, but not before the next attempt.
         before = self.cluster.ranks
         self.cluster.resize(ranks)
         if before == ranks:
@@ -442,7 +437,6 @@ class JobStateMachine:
         return 130 if self._stop_request == "SIGINT" else PREEMPTED
 
     def _end_preempted(self) -> None:
-        """End a job that was asked to stop, and say how to resume it."""
         step = self.committed()
         saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
         self._say(f"{saved}; to resume: {self.job.again}")
@@ -473,18 +467,18 @@ class JobStateMachine:
                     self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
             case _ if self.attempt.all_clean:
                 self._fail(self._overdue(), now)
-            # An exception may be caused by a node that is being lost; wait, and report the node.
-            case _ if not self._some_node_is_quiet(now):
-                self._fail(root_cause(self.attempt.exits), now)
-
-    def _some_node_is_quiet(self, now: float) -> bool:
-        return any(now - self._last_beat.get(node, now) > QUIET_S for node in self._nodes_of_attempt())
+            case _:
+                # A node that is being lost may have caused the exception: wait, and report the node.
+                beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
+                if now - min(beats, default=now) <= QUIET_S:
+                    self._fail(root_cause(self.attempt.exits), now)
 
     def _overdue(self) -> Failure:
         late = self.attempt.running
         node, _ = self.attempt.slots[min(late)]
-        verb = "was" if len(late) == 1 else "were"
-        text = f"{plural(len(late), 'rank')} did not stop in time and {verb} killed"
+        text = plural(
+            len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
+        )
 
         return Failure(min(late), self.cluster.nodes[node].host, time.time(), "SIGKILL", text)
 
@@ -495,14 +489,14 @@ class JobStateMachine:
         assert failure is not None
         saved = self.committed()
         if failure.for_user:
-            # The same program would come to the same error; its message says what to do, and nothing is added to it.
+            # The same program would run into the same error, and the message already says what to do.
             self._after_stop = Ending(2, failure)
             self._report(failure)
         elif self._stop_request and (saved is not None or self.attempt.any_preempted):
             # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
-            # From its beginning the same program would come to the same error, so that no command would help.
+            # Started from the beginning, the same program would run into the same error: no command would help.
             how = "start over" if saved is None else "resume"
             hint = "" if saved is None and failure.from_python else f". To {how}: {self.job.again}"
             self._after_stop = Ending(1, failure)
@@ -527,24 +521,27 @@ class JobStateMachine:
 
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-        budget = self.restarts.count(failure, self.settings)
-        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({budget})")
+        count = self.restarts.count(failure, self.settings)
+        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({count})")
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
     def _report(self, failure: Failure, verdict: str = "") -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            # Rank 0 writes to the terminal, and has no log.
+            # The failed rank is not among the others; a zygote is no rank.
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
+
+            # Rank 0 writes to the terminal, and has no log.
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
             log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
 
         self._commands.append(Announce("\n".join(lines)))
-        event: dict[str, Any] = {"event": "failure", "attempt": self.attempt.number, **asdict(failure)}
-        del event["log"]
-        self._log(event)
+
+        # Events hold no log lines: the log itself stays in the run's folder.
+        fields = {name: value for name, value in vars(failure).items() if name != "log"}
+        self._log({"event": "failure", "attempt": self.attempt.number, **fields})
 
     def _stop(self, now: float) -> None:
         """Have all ranks killed. `_after_stop` says what follows when they are gone."""
@@ -554,7 +551,6 @@ class JobStateMachine:
         self._continue_if_stopped(now)
 
     def stopped(self, node: int, attempt: int, now: float) -> None:
-        """All ranks of a node are gone."""
         if attempt == self.attempt.number and self.phase is Phase.STOP:
             self._unanswered.discard(node)
             self._continue_if_stopped(now)
@@ -577,7 +573,6 @@ class JobStateMachine:
     # ---- commands ----
 
     def _nodes_of_attempt(self) -> set[int]:
-        """Return the nodes that have ranks of this attempt and are still present."""
         return {node for node, _ in self.attempt.slots.values() if node in self.cluster.nodes}
 
     def _send_all(self, message: Message) -> None:

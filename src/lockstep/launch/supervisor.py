@@ -1,8 +1,8 @@
 """Run a job to its end, whatever happens to its ranks and nodes on the way.
 
-`supervise` is the entry point. On one node, and on the node that can bind the address of `--join`, a `Coordinator`
-runs: it has the state machine decide, and carries the commands out. On every other node `follow` does what the
-coordinator says. Both keep an `Agent`, which owns the ranks of their node.
+`supervise` is the entry point. A `Coordinator` runs on the node that can bind the address of `--join`, or on the only
+node: the state machine decides, and the coordinator carries its commands out. On every other node `follow` does what
+the coordinator says. Each node has an `Agent`, which owns its ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch import protocol
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import NODE, Failure
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.protocol import (
+    BEAT_S,
     Announce,
     Command,
     Connection,
@@ -47,6 +46,9 @@ from lockstep.launch.protocol import (
     Stopped,
     Welcome,
     ZygoteLost,
+    claim,
+    connect,
+    difference,
 )
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
@@ -79,9 +81,9 @@ def supervise(job: Job) -> Ending:
             return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
-        listener = protocol.claim(job.join)
+        listener = claim(job.join)
         if listener is None:
-            return follow(job, name, signals)
+            return follow(job, job.join, name, signals)
 
         return Coordinator(job, name, signals, Hub(listener), listener.getsockname()[0]).run()
 
@@ -96,19 +98,17 @@ def collect_signals() -> Iterator[list[str]]:
     Only a process's main thread can receive signals; elsewhere the list stays empty.
     """
     received: list[str] = []
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, partial(_note_signal, received)) for number in SIGNALS}
 
+    def note(number: int, frame: object) -> None:
+        received.append(signal.Signals(number).name)
+
+    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, note) for number in numbers}
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _note_signal(received: list[str], number: int, frame: FrameType | None) -> None:
-    received.append(signal.Signals(number).name)
 
 
 def say(text: str) -> None:
@@ -163,16 +163,16 @@ class Coordinator:
             self._receive(number, message, now)
 
         if now >= self._next_beat:
-            self._next_beat = now + protocol.BEAT_S
+            self._next_beat = now + BEAT_S
             self._beat(now)
 
-        # The passing of time is an event as well. Then all commands issued in this turn are carried out.
+        # Time passing is an event as well. Then carry out all commands issued in this turn.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
 
     def _beat(self, now: float) -> None:
-        """Once a second: exchange heartbeats, check for hangs, and look for a request of `lockstep resize`."""
+        """Exchange heartbeats, check for hangs, and look for a request of `lockstep resize`; called once a second."""
         self._handle(COORDINATOR, self._agent.beat(), now)
         self._send_to_nodes(NodeBeat())
         self._machine.check_for_hangs(now)
@@ -208,7 +208,7 @@ class Coordinator:
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
         count = hello.count
-        if different := protocol.difference(hello, self._job.identity):
+        if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
             full = f"the job has its {self._job.nnodes.most} nodes already"
@@ -256,7 +256,7 @@ class Coordinator:
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        The socket of the ranks' rendezvous is bound before any rank starts, and a new one for each attempt: no port is
+        The socket of the ranks' rendezvous is bound before any rank starts, and each attempt gets a new one: no port is
         guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
@@ -283,16 +283,15 @@ class Coordinator:
 # ---- every other node ----
 
 
-def follow(job: Job, name: str, signals: list[str]) -> Ending:
+def follow(job: Job, join: str, name: str, signals: list[str]) -> Ending:
     """Do what the coordinating node says, until it ends the job or is gone."""
-    assert job.join is not None
-    with closing(protocol.connect(job.join, job.host, say)) as connection:
+    with closing(connect(join, job.host, say)) as connection:
         try:
             adopted, orders = _introduce(job, name, connection)
             with closing(Agent(adopted, name)) as agent:
                 return _obey(agent, connection, signals, orders)
         except ConnectionLost as lost:
-            text = f"the coordinating node ({job.join}) is gone: {lost}; the ranks here were stopped"
+            text = f"the coordinating node ({join}) is gone: {lost}; the ranks here were stopped"
             say(f"lockstep: {text}. To resume, on every node: {job.again}")
             return Ending(1, Failure(-1, name, time.time(), NODE, text))
 
@@ -311,7 +310,7 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
                 case Refused():
                     raise UserError(message.problem, message.found, message.fix)
                 case Welcome():
-                    # What this node's launcher has decided gives way to what the coordinator decided.
+                    # What the coordinator has decided replaces what this node's launcher decided.
                     layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
                     spec = {**job.spec, "layers": layers + message.decided}
                     adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)
@@ -342,7 +341,7 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
             connection.send(event)
 
         if time.monotonic() >= next_beat:
-            next_beat = time.monotonic() + protocol.BEAT_S
+            next_beat = time.monotonic() + BEAT_S
             connection.send(agent.beat())
 
         orders = _received(connection, *agent.sockets())
@@ -351,5 +350,4 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
 def _received(connection: Connection, *others: Any) -> list[Message]:
     """Wait a moment for messages, or for something on the `others`."""
     select.select([connection, *others], [], [], POLL_S)
-    connection.flush()
     return [message for message in connection.receive(time.monotonic()) if not isinstance(message, NodeBeat)]

@@ -10,6 +10,7 @@ attempt: it remembers what it needs between two looks, and the stacks that are c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -344,17 +345,23 @@ class Watchdog:
 
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
-        assert self._suspicion is not None
-        if self._has_moved(self._suspicion) or self.excuse(self._suspicion, self.stacks):
-            return None
+        suspicion = self._suspicion
+        assert suspicion is not None
 
-        return explain(self._suspicion, self.stacks, self._differences(self._suspicion))
-
-    def _has_moved(self, suspicion: Suspicion) -> bool:
-        """Whether some rank has advanced in the meantime: it was slow, or the signal itself woke it up."""
+        # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
         beats = {view.rank: view.beats for view in self._all_views}
         moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
-        return moved and not suspicion.halted
+        if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
+            return None
+
+        # A stopped rank does not answer, and then there is nothing to compare.
+        differences: list[str] = []
+        if len(self.collectives) >= len(suspicion.views):
+            # If torch has changed its format, the stacks must do.
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                differences = flight_recorder.analyse(self.collectives)
+
+        return explain(suspicion, self.stacks, differences)
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Whether a rank is compiling, which is no hang. If so, no suspicion follows for a while.
@@ -370,13 +377,3 @@ class Watchdog:
         self._quiet_until = self._last_look + COMPILING_S
 
         return True
-
-    def _differences(self, suspicion: Suspicion) -> list[str]:
-        # A stopped rank does not answer, and then there is nothing to compare.
-        if len(self.collectives) < len(suspicion.views):
-            return []
-
-        try:
-            return flight_recorder.analyse(self.collectives)
-        except (KeyError, TypeError, ValueError):  # a torch with another format: the stacks must do
-            return []

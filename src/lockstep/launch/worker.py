@@ -59,7 +59,7 @@ def exit_without_teardown(code: int) -> NoReturn:
     """End the process, and do by hand what an ordinary exit does for the user.
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
-    release tensors, and these then need the GIL, so that the process aborts now and then.
+    release tensors. They need the GIL for that, and so the process occasionally aborts.
     `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
     """
     # After an error there is no waiting: the collectives of other threads can no longer end.

@@ -1,7 +1,7 @@
 """The zygote: a process that has imported everything once, and forks a rank whenever its launcher asks.
 
-Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. This process
-runs no operation of torch, never touches CUDA and starts no thread: none of these would survive a fork.
+Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. The zygote
+runs no torch operation, never touches CUDA and starts no thread: none of these would survive a fork.
 
 `Zygote` is the launcher's side. The rest of the file runs in the zygote (`main`), and in the ranks that it forks.
 """
@@ -19,7 +19,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -33,16 +32,15 @@ from lockstep.launch.failure import PREEMPTED
 from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
 
-# How long one request may take to be written to the socket.
-SEND_S = 3.0
-
 # How long its imports may take, from a slow shared disk, and how long a fork.
 READY_S = 600.0
 ANSWER_S = 15.0
 
 # From <sys/prctl.h>.
 PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct("<I")
+
+# A request is JSON text, after a number of this size that says how many bytes follow.
+_LENGTH_BYTES = 4
 
 # Signals that are meant for the launcher or for a rank, never for the zygote.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -67,15 +65,17 @@ class Zygote:
 
         # The beginning of a line whose rest has not arrived.
         self._unread = b""
+
+        # The timeout is for writing a request: a zygote that is stopped reads nothing.
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(SEND_S)
+        self._socket.settimeout(3.0)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lockstep.launch.zygote", str(theirs.fileno()), entry, *preload],
                 env=self.env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+                start_new_session=True,  # so that Ctrl-C at the terminal reaches only the launcher
             )
 
         self.pid = self._process.pid
@@ -94,7 +94,7 @@ class Zygote:
         self._send()
 
     def forget(self) -> None:
-        """Drop the requests that were not sent yet."""
+        """Drop the requests that have not been sent."""
         for _, fds in self._waiting:
             _close(fds)
 
@@ -102,7 +102,7 @@ class Zygote:
         self._waiting.clear()
 
     def poll(self) -> list[dict[str, int]]:
-        """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        """Return what has happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
         # A zygote that is stopped, or stuck in an import, answers no request.
         limit = ANSWER_S if self.ready else READY_S
         if self.alive and self._unanswered and time.monotonic() - self._since > limit:
@@ -122,8 +122,8 @@ class Zygote:
 
         # Its first line only says that the imports are done; requests can be sent from now on.
         if not self.ready and reports:
+            del reports[0]
             self.ready = True
-            reports = reports[1:]
             self._since = time.monotonic()
             self._send()
 
@@ -132,7 +132,6 @@ class Zygote:
         return reports
 
     def kill(self) -> None:
-        """Kill a zygote that does not answer: it is stopped, or stuck."""
         self._process.kill()
         self.alive = False
 
@@ -140,7 +139,7 @@ class Zygote:
         while self.ready and self.alive and self._waiting:
             request, fds = self._waiting.pop(0)
             try:
-                socket.send_fds(self._socket, [_LENGTH.pack(len(request))], fds)
+                socket.send_fds(self._socket, [len(request).to_bytes(_LENGTH_BYTES)], fds)
                 self._socket.sendall(request)
             except OSError:
                 self.alive = False
@@ -172,14 +171,14 @@ def main(arguments: Sequence[str]) -> None:
     # Blocked, not ignored: a rank inherits the mask, and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
-    # Imports leave hardly any garbage, and looking for it would take a fifth of their time. Frozen objects stay shared
-    # by all ranks, because no garbage collection of a rank touches them.
+    # Imports leave hardly any garbage, and looking for it would take a fifth of their time.
     gc.disable()
     module, _, function = entry.partition(":")
     work = getattr(importlib.import_module(module), function)
     for name in preload:
         importlib.import_module(name)
 
+    # Frozen objects stay shared by all ranks, because no garbage collection of a rank touches them.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -188,9 +187,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _serve(control: socket.socket, work: Work) -> None:
     # A pipe wakes `select` when a child has ended.
-    woken, bell = os.pipe()
-    os.set_blocking(bell, False)
-    os.set_blocking(woken, False)
+    woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
 
@@ -209,7 +206,7 @@ def _serve(control: socket.socket, work: Work) -> None:
                 request, fds = _next_request(control)
                 pid = os.fork()
 
-                # The rank keeps nothing of the zygote's.
+                # The rank inherits no descriptor of the zygote's own.
                 if pid == 0:
                     _close([control.detach(), woken, bell])
                     _become(request, fds, work)
@@ -236,21 +233,20 @@ def _report(control: socket.socket, values: dict[str, int]) -> None:
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     # The files come with the first byte; the rest of the request is plain data.
-    head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
-    head += _read_exactly(control, _LENGTH.size - len(head))
-    (length,) = _LENGTH.unpack(head)
+    head, fds, _, _ = socket.recv_fds(control, _LENGTH_BYTES, 2)
+    head += _read_exactly(control, _LENGTH_BYTES - len(head))
 
-    return json.loads(_read_exactly(control, length)), fds
+    return json.loads(_read_exactly(control, int.from_bytes(head))), fds
 
 
 def _read_exactly(control: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        part = control.recv(size - len(data))
-        if not part:
+        received = control.recv(size - len(data))
+        if not received:
             raise ConnectionResetError("the launcher is gone")
 
-        data += part
+        data += received
 
     return data
 
@@ -259,19 +255,19 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
     """Report the ranks that have ended, and kill their loader processes."""
     while children:
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
-        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if seen is None:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return
 
-        _kill_group(seen.si_pid)
-        _, status = os.waitpid(seen.si_pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        _report(control, {"rank": children.pop(seen.si_pid), "pid": seen.si_pid, "code": code})
+        pid = ended.si_pid
+        _kill_group(pid)
+        _, status = os.waitpid(pid, 0)
+        _report(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _kill_group(pid: int) -> None:
@@ -297,7 +293,12 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
 
         # A process group of its own: a signal to it reaches the rank's loader processes, and no other rank.
         os.setsid()
-        _reset_signals()
+
+        # Until the engine handles preemption there is nothing to save.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: os._exit(PREEMPTED))
 
         # Exactly the environment of the request, whatever the imports have added to the zygote's.
         os.environ.clear()
@@ -312,7 +313,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
 
-        # From here on signals that were sent in the meantime are delivered.
+        # Signals that were sent in the meantime are delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
         worker.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
@@ -321,24 +322,11 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     os._exit(1)
 
 
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-    # Until the engine handles preemption there is nothing to save.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _exit_preempted)
-
-
-def _exit_preempted(number: int, frame: object) -> None:
-    os._exit(PREEMPTED)
-
-
 def _write_to(log: str) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
 
     # Line by line, so that a killed process leaves its last lines behind.
     if isinstance(sys.stdout, io.TextIOWrapper):

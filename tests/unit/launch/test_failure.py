@@ -9,15 +9,15 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.launch import failure, records
-from lockstep.launch.failure import Exit, Failure, Scene, examine, root_cause
+from lockstep.launch.failure import Exit, Failure, LocalRank, examine, root_cause
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
 
 
 @pytest.fixture
-def scene(tmp_path):
-    return Scene(rank=1, host="node-a", folder=tmp_path, log=tmp_path / "rank-1.log")
+def local_rank(tmp_path):
+    return LocalRank(number=1, host="node-a", folder=tmp_path, log=tmp_path / "rank-1.log")
 
 
 def recorded(tmp_path, rank: int, error: Exception) -> Failure:
@@ -25,7 +25,7 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
         raise error
     except Exception as caught:
         failure.record(tmp_path, rank, caught)
-    return examine(Scene(rank, "node-a", tmp_path, None), 1, time.time()).failure
+    return examine(LocalRank(rank, "node-a", tmp_path, None), 1, time.time()).failure
 
 
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
@@ -48,9 +48,21 @@ def test_what_is_no_record_is_refused(wrong):
         records.parse(Failure, {**good, **wrong} if wrong else {})
 
 
-def test_half_a_record_is_none(scene):
-    (scene.folder / "rank-1.json").write_text('{"rank": 1')
-    assert examine(scene, 1, WHEN).failure.message == "ended with code 1"
+def test_a_record_without_the_later_fields_is_read(local_rank):
+    record = {"rank": 1, "host": "h", "time": WHEN, "kind": "ValueError", "message": "text"}
+    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
+    assert examine(local_rank, 1, WHEN).failure.headline.endswith("ValueError: text")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+def test_only_a_sigkill_is_blamed_on_memory(local_rank, monkeypatch, number):
+    monkeypatch.setattr(failure, "oom_kills", lambda: 1)
+    assert "memory (cgroup" not in examine(local_rank, -number, WHEN).failure.message
+
+
+def test_half_a_record_is_none(local_rank):
+    (local_rank.folder / "rank-1.json").write_text('{"rank": 1')
+    assert examine(local_rank, 1, WHEN).failure.message == "ended with code 1"
 
 
 def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
@@ -68,28 +80,28 @@ def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
     assert root_cause(ended).rank == 1
 
 
-def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, scene):
+def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, local_rank):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
-    killed = examine(scene, -signal.SIGKILL, time.time() + 1)
+    killed = examine(local_rank, -signal.SIGKILL, time.time() + 1)
     assert root_cause({0: Exit(1, complaint), 1: killed}).kind == "SIGKILL"
 
 
-def test_an_abort_after_a_record_is_a_consequence(tmp_path, scene):
+def test_an_abort_after_a_record_is_a_consequence(tmp_path, local_rank):
     cause = Exit(1, recorded(tmp_path, 0, ValueError("the real cause")))
-    assert root_cause({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
-    assert root_cause({0: cause, 1: examine(scene, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
+    assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
+    assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_finished_and_preempted_are_no_failures(scene, code):
-    assert examine(scene, code, WHEN) == Exit(code)
+def test_finished_and_preempted_are_no_failures(local_rank, code):
+    assert examine(local_rank, code, WHEN) == Exit(code)
     assert root_cause({1: Exit(code)}) is None
 
 
-def test_the_text_names_rank_step_phase_and_cause(scene):
-    Heartbeat(scene.folder / "heartbeat-1").beat("exchange", 41)
-    scene.log.write_text("\n".join(f"line {n}" for n in range(20)))
-    text = examine(scene, -signal.SIGKILL, WHEN).failure.text().splitlines()
+def test_the_text_names_rank_step_phase_and_cause(local_rank):
+    Heartbeat(local_rank.folder / "heartbeat-1").beat("exchange", 41)
+    local_rank.log.write_text("\n".join(f"line {n}" for n in range(20)))
+    text = examine(local_rank, -signal.SIGKILL, WHEN).failure.text().splitlines()
     assert text[0] == (
         "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: "
         "killed by SIGKILL; the kernel counted no OOM kill"
@@ -97,15 +109,15 @@ def test_the_text_names_rank_step_phase_and_cause(scene):
     assert text[1:] == [f"  line {n}" for n in range(10, 20)]
 
 
-def test_a_rank_without_a_heartbeat(scene):
-    head = examine(scene, 3, WHEN).failure.headline
+def test_a_rank_without_a_heartbeat(local_rank):
+    head = examine(local_rank, 3, WHEN).failure.headline
     assert head == "lockstep: rank 1 on node-a failed at 12:03:10: exit: ended with code 3"
 
 
-def test_old_lines_of_the_log_are_not_its_last_words(scene):
-    scene.log.write_text("an earlier attempt\n")
-    later = Scene(1, "node-a", scene.folder, scene.log, log_began=scene.log.stat().st_size)
-    scene.log.open("a").write("my last words\n")
+def test_old_lines_of_the_log_are_not_its_last_words(local_rank):
+    local_rank.log.write_text("an earlier attempt\n")
+    later = LocalRank(1, "node-a", local_rank.folder, local_rank.log, log_began=local_rank.log.stat().st_size)
+    local_rank.log.open("a").write("my last words\n")
     assert examine(later, -9, WHEN).failure.log == "my last words"
 
 
@@ -120,12 +132,15 @@ def test_a_lost_node_has_no_rank_to_name():
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
-def test_out_of_memory_is_distinguished_from_a_kill(scene, monkeypatch):
+def test_out_of_memory_is_distinguished_from_a_kill(local_rank, monkeypatch):
     monkeypatch.setattr(failure, "oom_kills", lambda: 1)
-    message = examine(scene, -signal.SIGKILL, WHEN).failure.message
+    message = examine(local_rank, -signal.SIGKILL, WHEN).failure.message
     assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"
     monkeypatch.setattr(failure, "oom_kills", lambda: 0)
-    assert examine(scene, -signal.SIGKILL, WHEN).failure.message == "killed by SIGKILL; the kernel counted no OOM kill"
+    assert (
+        examine(local_rank, -signal.SIGKILL, WHEN).failure.message
+        == "killed by SIGKILL; the kernel counted no OOM kill"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,17 +152,17 @@ def test_both_kinds_of_control_groups_are_read(tmp_path, monkeypatch, text):
     assert failure.oom_kills() == 7
 
 
-def test_a_full_dev_shm_is_suspected(scene):
-    assert re.search(r"/dev/shm has \d+ bytes free", examine(scene, -signal.SIGBUS, WHEN).failure.message)
+def test_a_full_dev_shm_is_suspected(local_rank):
+    assert re.search(r"/dev/shm has \d+ bytes free", examine(local_rank, -signal.SIGBUS, WHEN).failure.message)
 
 
-def test_a_crash_comes_with_its_stack(scene):
-    (scene.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
-    assert "at: x.py:3 f" in examine(scene, -signal.SIGSEGV, WHEN).failure.text()
+def test_a_crash_comes_with_its_stack(local_rank):
+    (local_rank.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
+    assert "at: x.py:3 f" in examine(local_rank, -signal.SIGSEGV, WHEN).failure.text()
 
 
-def test_signals_without_a_name(scene):
-    assert examine(scene, -40, WHEN).failure.kind == "SIG40"
+def test_signals_without_a_name(local_rank):
+    assert examine(local_rank, -40, WHEN).failure.kind == "SIG40"
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,12 @@ def test_events_are_appended_line_by_line(tmp_path):
     assert json.loads(first)["rank"] == 1
     assert json.loads(second).keys() == {"time", "event"}
     assert os.listdir(tmp_path / "run") == ["events.jsonl"]
+
+
+def test_nobody_else_may_write_events(tmp_path):
+    before = os.umask(0)
+    try:
+        append_event(tmp_path / "run", {"event": "restart"})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run" / "events.jsonl").stat().st_mode & 0o777 == 0o644

@@ -234,6 +234,13 @@ def test_a_refusal_is_an_error_for_the_user(line):
         _introduce(Job({}, Path("runs/a"), Count(1, 1)), "host", made)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_ipv4_nodes_reach_an_address_for_all_of_ipv6():
+    port = free_port()
+    with claim(f"[::]:{port}"), socket.create_connection(("127.0.0.1", port), 10.0):
+        pass
+
+
 def test_an_address_of_another_machine_is_not_ours():
     assert claim("192.0.2.1:29400") is None
 

@@ -47,6 +47,10 @@ def test_json_becomes_objects():
     assert records.parse(Whole, GOOD) == Whole(1, [Part(2)], {3: "x"}, {"a": [1, None]})
 
 
+def test_fields_with_a_default_may_be_missing():
+    assert records.parse(Part, {"size": 2}) == Part(2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -54,7 +58,9 @@ def test_json_becomes_objects():
         {"number": True},
         {"number": None},
         {"parts": {}},
-        {"parts": [{"size": 2}]},
+        {"parts": [{"name": None}]},
+        {"parts": [[]]},
+        {"parts": ["size"]},
         {"parts": [{"size": "2", "name": None}]},
         {"parts": [{"size": True, "name": None}]},
         {"texts": {"x": "x"}},
