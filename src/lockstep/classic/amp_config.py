@@ -60,6 +60,7 @@ class AMPConfig:
                     "type 1 for a step with every batch",
                 )
             )
+
         if self.lr_schedule != "constant" and self.total_steps is None:
             problems.append(
                 UserError(
@@ -68,10 +69,13 @@ class AMPConfig:
                     "set total_steps to the optimizer steps of the training",
                 )
             )
+
+        # The engine checks the rest, under its own names for these settings.
         try:
             self.run_config()
         except ConfigError as error:
             problems += error.problems
+
         if problems:
             raise ConfigError(problems)
 

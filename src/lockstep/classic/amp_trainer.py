@@ -61,6 +61,7 @@ class AMPTrainer:
         self.runtime = self.setup()
         self.model = self.wrap_model(model)
         self._module = model
+
         self.optimizer = optimizer or torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
             lr=self.config.learning_rate,
@@ -137,6 +138,8 @@ class AMPTrainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         result = None
         padding = False
+
+        # One batch is read ahead: the last one tells the other ranks that this rank has no more.
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
@@ -192,11 +195,13 @@ class AMPTrainer:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
         count = self.config.gradient_accumulation_steps
         samples = _samples(batch)
+
         if not self._sized:
             # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
             total = torch.tensor(float(samples * count), dtype=torch.float64, device=self.runtime.device)
             self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
             self._sized = True
+
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)
@@ -276,6 +281,7 @@ def _samples(batch: Any) -> int:
         parts = batch.values()
     else:
         parts = batch if isinstance(batch, list | tuple) else ()
+
     for part in parts:
         if isinstance(part, Tensor | Mapping | list | tuple):
             return _samples(part)

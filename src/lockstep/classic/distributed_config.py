@@ -162,12 +162,14 @@ class DistributedConfig:
     def _wrong_choices(self) -> Iterator[UserError]:
         if not 1 <= self.master_port <= 65535:
             yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
+
         if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
             yield UserError(
                 f"master_addr={self.master_addr} cannot be used with num_nodes={self.num_nodes}",
                 "on every node it is the address of that node itself",
                 "give the address of node 0",
             )
+
         for name, known in (("backend", ("nccl", "gloo", "auto")), ("launch_method", LAUNCHERS)):
             value = getattr(self, name)
             if value not in known:

@@ -56,6 +56,7 @@ class DynamicScaler(precision.DynamicScaler):
 
         # The host waits for the device here, as GradScaler does.
         overflowed = not all(bool(grad.isfinite().all()) for grad in grads)
+        # An overflow on one rank skips the step on all.
         if dist.is_initialized():
             flag = torch.tensor(float(overflowed), device=grads[0].device if grads else "cpu")
             dist.all_reduce(flag, dist.ReduceOp.MAX)

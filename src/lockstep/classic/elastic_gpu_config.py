@@ -87,6 +87,7 @@ class ElasticGPUConfig:
         sharing = -(-ranks // count)
         replica = self._all_models() + self._sample()
         third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
+
         if sharing * replica <= self.target_util * self._memory():
             if third and ranks == 2:
                 return self._shared_third()

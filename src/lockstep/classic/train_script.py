@@ -33,6 +33,7 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) 
     parser = _parser(target, readers)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, settings = parser.parse_known_args(arguments)
+
     try:
         check_processes(options.distributed, options.elastic_gpu)
         for name, value in vars(options).items():
@@ -53,6 +54,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
         description=f"Train the recipe {target}.",
         epilog="More settings are written key=value.",
     )
+
     add = parser.add_argument
     add("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")

@@ -52,6 +52,7 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
+
         if _reads_in_batches(self.dataset):
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
@@ -202,6 +203,7 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         changed = copy.copy(batch)
         changed.update(values)
         return changed
+
     try:
         return type(batch)(values)  # pyrefly: ignore
     except TypeError:
@@ -225,8 +227,10 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
                 waiting.append(link.send(next(batches)))
             except Exception as error:  # or StopIteration
                 problem = error
+
             if waiting and (problem or len(waiting) > 1):
                 yield link.receive(waiting.pop(0))
+
         if not isinstance(problem, StopIteration):
             raise problem
     finally:

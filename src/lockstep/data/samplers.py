@@ -74,7 +74,10 @@ class ShuffledSampler:
         assert length > 0
         self.length = length
         self.seed = seed
+
+        # A Feistel network needs two halves of equal width, hence a power of four.
         self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+        # One cache for each sampler: a cached method would keep all samplers alive.
         self._block = lru_cache(maxsize=2)(self._make_block)
 
     def __len__(self) -> int:
@@ -89,7 +92,6 @@ class ShuffledSampler:
         return joined[start - first * BLOCK : stop - first * BLOCK]
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
-        """Return the ids (int64) at BLOCK positions of an epoch."""
         positions = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
         ids = self._feistel(positions, keys)

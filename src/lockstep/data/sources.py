@@ -71,9 +71,11 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_readable(dataset, streams, options.config)
+
     if not streams:
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
         return MapSource(reader, sampler or make_sampler(len(dataset), options.seed, options.config.shuffle), options)
+
     if sampler is not None:
         raise UserError(
             f"a sampler needs a dataset with __getitem__; it was given a {type(dataset).__name__}",
@@ -190,7 +192,7 @@ class MapSource:
     # ---- which samples ----
 
     def _window(self, position: int) -> Window:
-        """Return the window at a position, without the samples that are left out."""
+        """Return the window at a position, without the samples that were passed over."""
         for start, stop in self.passed_over:
             if start <= position < stop:
                 position = stop
@@ -237,7 +239,6 @@ class MapSource:
     # ---- reading them ----
 
     def _deliver(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches with their data, as they are asked for."""
         # In the training process of a CPU run, reading ahead would overlap with nothing.
         reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
         ahead = self._read_ahead(window) if reads_ahead else None
@@ -246,7 +247,7 @@ class MapSource:
             yield micro
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
-        """Return the running workers, or new ones if they stand elsewhere (at the start, after a resume)."""
+        """Return the batches of the running workers; start new ones if these are elsewhere, as after a resume."""
         if self._ahead is None or self._ahead_at != self.position:
             self._ahead = self._read(self._requests(self.position))
         self._ahead_at = self._after(window)
@@ -262,7 +263,6 @@ class MapSource:
         return batches
 
     def _requests(self, position: int) -> Iterator[Request]:
-        """Yield this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
             for micro in self._micro_batches(window):
@@ -298,6 +298,7 @@ class StreamSource:
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
         micros = [] if self._ended else self._pull()
+
         # A rank whose shard has ended earlier than that of others repeats its last micro-batch with weight 0.
         if micros:
             self._last = micros[-1]
@@ -345,11 +346,13 @@ class StreamSource:
         # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
         index = self.options.world.rank * self._count
         micros: list[MicroBatch] = []
+
         # One is read ahead, so that the end is known with the last batch, not after it.
         while self._next is not None and len(micros) < self._count:
             samples, batch = self._next
             micros.append(MicroBatch(batch, index + len(micros), samples, self.epoch))
             self._next = next(self._batches, None)
+
         self._ended = self._next is None
         for micro in micros:
             micro.data = to_device(micro.data, self.options.device)
@@ -359,6 +362,7 @@ class StreamSource:
         """Return an iterable over (number of samples, batch) of this rank's shard of an epoch."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
+
         options = self.options
         workers = options.config.workers
         pins_memory = options.pins_memory
@@ -402,14 +406,17 @@ class _Shard(IterableDataset):
             samples = self._seeded(reader)
         else:
             samples = itertools.islice(self._seeded(0), reader, None, world.size * workers)
+
         while micro_batch := list(itertools.islice(samples, self.options.micro_batch)):
             yield micro_batch
 
     def _seeded(self, stream: int) -> Iterator[Any]:
-        """Yield the dataset's samples, each with seeds of its own; `stream` is part of them."""
+        """Yield the dataset's samples, each drawn under its own seed, which depends on `stream`."""
         seed = self.options.seed
+        # The dataset's `__iter__` may draw as well, for example the order of its files.
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
+
         for position in itertools.count():
             # Again before each sample: between two of them training has drawn from the same generators.
             seed_everything(derive(seed, "stream", self.epoch, stream, position))

@@ -158,6 +158,7 @@ def _draw(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
     half = min(25, len(series.points) // 60) if series.style == "smooth" else 0
     if half:
         lines = [("raw", series.points), ("line", moving_average(series.points, half))]
+
     return "".join(
         f'<path class="{style}" d="{_path(points, x_axis, y_axis)}"/>' for style, points in lines
     ) + _tooltips(series, x_axis, y_axis, unit)
@@ -257,6 +258,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
     low, high = min(ys), max(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
+
     # A constant gets half its own size above and below.
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 2 or 1.0
@@ -273,6 +275,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
 
 def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
+    # The 1e-9 absorbs rounding, so that an exact power of the base adds no empty decade.
     low = math.floor(math.log(min(ys), base) + 1e-9)
     high = math.ceil(math.log(max(ys), base) - 1e-9)
     if low == high:
@@ -302,10 +305,14 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Return labels with one unit and just enough digits to tell the ticks of an axis apart."""
     size = max(map(abs, ticks))
     gap = min((b - a for a, b in itertools.pairwise(ticks)), default=size)
+
+    # Beyond T, and for small values, an exponent takes the place of the suffix.
     if 1e-3 <= size < 1e15:
         unit, suffix = next((unit, suffix) for least, unit, suffix in UNITS if size >= least)
     else:
         exponent = math.floor(math.log10(size) + 1e-9)
         unit, suffix = 10.0**exponent, f"e{exponent}"
+
+    # The 1e-9 absorbs rounding: the log of an exact power of ten may come out just below it.
     decimals = min(12, max(0, -math.floor(math.log10(gap / unit) + 1e-9)))
     return [f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks]

@@ -48,6 +48,7 @@ def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Di
 
     if mode == "off":
         return Display(total_steps, unit, stream)
+
     obstacle = _why_not_live(stream)
     if mode != "plain" and obstacle is None:
         # rich is imported only where it is used.
@@ -112,6 +113,7 @@ class Display:
         # The first record includes compilation and warm-up.
         if self.last and step_s is not None:
             self._step_s.append(step_s)
+
         # A median, because one recompilation or one stalled read must not spoil twenty estimates.
         if self._step_s and step is not None:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)

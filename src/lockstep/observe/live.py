@@ -57,6 +57,7 @@ class LiveDisplay(Display):
     def start(self, facts: Record) -> None:
         self.facts = facts
         self._began = self._updated = time.monotonic()
+        # Before `start`, while sys.stdout and sys.stderr are still the real streams.
         _restore_streams_in_children(self._live)
         self._open = True
         self._live.start()

@@ -59,9 +59,10 @@ class Sums:
 
         A name that this rank has not seen has the sum 0 and the weight 0.
         """
-        # The task may give tensors or plain numbers. The numbers are copied to the device together.
         self._fold()
         flat = [value for name in names for value in self._folded.pop(name, (0.0, 0.0))]
+
+        # The task may give tensors or plain numbers. The numbers are copied to the device together.
         pinned = torch.tensor(
             [0.0 if isinstance(value, Tensor) else value for value in flat],
             dtype=torch.float64,
@@ -181,7 +182,7 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
 
 
 def _add_up(values: list[Weight]) -> Weight:
-    """Return the sum of tensors of shape () and plain numbers; a tensor, if there is one among them."""
+    """Return the sum of tensors of shape () and plain numbers: a tensor if any of them is one."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     plain = float(sum(value for value in values if not isinstance(value, Tensor)))
     return torch.stack(tensors).sum() + plain if tensors else plain

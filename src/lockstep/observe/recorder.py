@@ -71,6 +71,7 @@ class Recorder:
                 display.start(start)
                 for name, fact in start.get("facts", {}).items():
                     display.message(fact_lines(name, fact))
+
             for record in self._early:
                 display.event(record)
 
@@ -113,6 +114,8 @@ class Recorder:
             "samples_per_s": samples / seconds,
         }
         self.start_clock()
+
+        # The other ranks were needed for the all-reduce, but have no line to write.
         if self._records is None:
             return
 
@@ -167,6 +170,8 @@ class Recorder:
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])
+
+        # `totals` holds the sum and the weight of each name in turn.
         self._carried_weight = from_exact(exact_from_text(state["totals"][2 * self.names.index("loss") + 1]))
 
     def _times(self, steps: int) -> torch.Tensor:
@@ -264,6 +269,7 @@ def _record(
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
+
     # Without any weight the loss is NaN if steps were skipped, which must show. Otherwise it is None: all steps had
     # weight 0, or none is known yet (a GPU's results come a step late).
     loss = means.pop("loss", math.nan if skipped else None)

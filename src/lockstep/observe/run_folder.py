@@ -69,6 +69,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         origin = Path(agreed["origin"]) if agreed["origin"] else None
         folder = RunFolder(**agreed | {"path": Path(agreed["path"]), "origin": origin})
 
+    # Rank 0 has put a mark into the folder, which a rank on another file system does not see.
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
     if runtime.is_main:
         _mark(folder).unlink()
@@ -87,6 +88,8 @@ def _open(config: RunConfig, name: str) -> RunFolder:
     shown = choose_run_dir(config.run_dir, config.resume, name)
     # The user's code may change the working folder.
     path = Path(os.path.abspath(shown))
+
+    # A restarted run belongs in its folder, whatever it holds by now.
     if attempt == 0:
         refuse_another_run(shown, config.resume)
 
@@ -120,6 +123,8 @@ def _create(folder: RunFolder) -> None:
         prepare(path)
         (path / "checkpoints").mkdir(exist_ok=True)
         folder.lock = lock(path)
+
+        # An attempt that was killed early has left its mark behind.
         for old in path.glob(".seen-*"):
             old.unlink()
         _mark(folder).touch()
@@ -157,6 +162,8 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
     staged = run_dir / "model.safetensors.tmp"
     try:
         save_file(weights, str(staged), metadata={"format": "pt", **aliases})
+
+        # Without the fsync, a power failure after the rename could leave a file without its contents.
         with staged.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(staged, run_dir / "model.safetensors")

@@ -88,6 +88,7 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
         return None
 
+    # Blame data or compute, whichever exceeds the others' time by more.
     usual_of = {cause: median(row[cause] * _scale(slow, row) for row in others) for cause in ("data", "compute")}
     cause = max(usual_of, key=lambda cause: slow[cause] - usual_of[cause])
     return SlowRank(rank, cause, slow[cause], usual_of[cause], share)
@@ -134,6 +135,8 @@ class SlowRankWatch:
         if slow is None:
             self._reported = None
             return None
+
+        # A rank that stays slow for the same cause is reported once.
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
         if not lasts or now < self._silent_until or (slow.rank, slow.cause) == self._reported:
             return None
@@ -152,6 +155,7 @@ class LateDataWatch:
         """Take the figures of an interval, and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
+
         # After the report the count only grows, so that it equals CONSECUTIVE only once.
         if self._intervals >= CONSECUTIVE or share >= DATA_WAIT_SHARE:
             self._intervals += 1

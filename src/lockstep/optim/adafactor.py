@@ -77,11 +77,12 @@ class Adafactor(torch.optim.Optimizer):
         if "square" in state:
             local(state["square"]).lerp_(square, share)
             return
+
         local(state["rows"]).lerp_(square.mean(-1), share)
         local(state["columns"]).lerp_(square.mean(-2, keepdim=True) if column is None else column, share)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """Return the gradient of this rank's rows over its usual size.
+        """Return the gradient of this rank's rows, divided by its usual size.
 
         It is computed twice rather than kept for all parameters.
         """
@@ -121,10 +122,12 @@ def _all_reduced(sums: list[Tensor], model: Tensor) -> list[Tensor]:
     """Return each tensor summed over the ranks that `model` is sharded over, with one all-reduce for all of them."""
     if not sums or not isinstance(model, DTensor):
         return sums
-    # Along a replicated axis every rank has the same sums already.
+
     flat = torch.cat([part.flatten() for part in sums])
+    # Along a replicated axis every rank has the same sums already.
     for axis, placement in enumerate(model.placements):
         if placement != Replicate():
             dist.all_reduce(flat, group=model.device_mesh.get_group(axis))
+
     totals = flat.split([part.numel() for part in sums])
     return [total.view(part.shape) for total, part in zip(totals, sums, strict=True)]

@@ -24,7 +24,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sig
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments, for plain parameters and for those that FSDP shards by rows."""
+    """AdamW with 8-bit moments and torch's arguments, for plain parameters and for those that FSDP shards by rows."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
-        """Store the settings. The arguments are those of torch's AdamW."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -47,7 +46,6 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(p, p.grad, group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update the rows of one parameter that lie on this rank."""
         state = self.state[p]
         if not state:
             state.update(_first_state(p))
@@ -57,6 +55,7 @@ class AdamW8bit(torch.optim.Optimizer):
         shard = local(p)
         if not shard.numel():
             return
+
         count = float(state["step"])
         if state["exp_avg"].dtype == torch.uint8:
             _update_8bit(shard, local(grad), state, count, group)
@@ -67,7 +66,7 @@ class AdamW8bit(torch.optim.Optimizer):
 def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
     """Update this rank's rows, AT_ONCE elements at a time, so that few moments are float32 at once.
 
-    shard, grad: (..., width), of any number of dimensions from 2 on.
+    shard, grad: (..., width), with two or more dimensions.
     """
     width = shard.shape[-1]
     rows = shard.reshape(-1, width)
@@ -98,6 +97,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     if p.dim() < 2 or p.numel() < SMALLEST:
         return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
+
     for name, signed in MOMENTS.items():
         # Which byte stands for 0 depends on the table.
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
@@ -107,7 +107,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
 
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the shape and the placement of `p`. Its memory is row by row, whatever that of `p` is."""
+    """Return a tensor shaped and placed like `p`, but always contiguous."""
     shard = local(p)
     filled = torch.full(shard.shape, value, dtype=dtype, device=shard.device)
     return like(filled, p) if isinstance(p, DTensor) else filled
@@ -151,6 +151,7 @@ def _table(signed: bool, device: str) -> Tensor:
     for decade in range(decades):
         count = 2 ** (decades - 1 - decade)
         positive += [10.0**-decade * (0.1 + 0.9 * (i + 1) / count) for i in range(count)]
+
     if not signed:
         return torch.tensor(sorted([0.0, *positive]), device=device)
 
@@ -160,7 +161,6 @@ def _table(signed: bool, device: str) -> Tensor:
 
 @cache
 def _borders(signed: bool, device: str) -> Tensor:
-    """Return the 255 midpoints between neighbours of the table."""
     table = _table(signed, device)
     return (table[1:] + table[:-1]) / 2
 
@@ -178,6 +178,7 @@ def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> N
     padded = torch.nn.functional.pad(values, (0, blocks * _block(width, blocks) - width))
     scales.copy_(padded.view(rows, blocks, -1).abs().amax(-1))
 
+    # Before the division, which may round a small value to 0.
     positive = values > 0
     values.div_(_spread(scales, width).clamp(min=torch.finfo(torch.float32).tiny))
     indices = torch.bucketize(values, _borders(signed, str(codes.device)), out_int32=True)

@@ -39,6 +39,7 @@ class MasterWeights:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
@@ -82,7 +83,7 @@ class MasterWeights:
                 self._round_back(optimizer, stand_in, now)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        """Return the stand-in, with the state that the optimizer may have set up for the parameter already."""
+        """Return the stand-in, which takes over any state that the optimizer already has for the parameter."""
         stand_in = self._stand_in_for(parameter)
         state = optimizer.state.pop(parameter, None) if stand_in is not parameter else None
         if state:
@@ -93,9 +94,12 @@ class MasterWeights:
         """Return a float32 parameter of the same placement. Frozen parameters stand for themselves."""
         if not parameter.requires_grad:
             return parameter
+
+        # Without master weights there are no values between two updates, only a shape for the optimizer's state.
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
+
         stand_in = nn.Parameter(_placed_like(wide, parameter))
         self._stand_ins[id(parameter)] = stand_in
         self._parameters[id(stand_in)] = parameter
@@ -116,6 +120,7 @@ class MasterWeights:
         """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
         parameters = self._parameters
         learning = [s for s in group["params"] if id(s) in parameters and parameters[id(s)].grad is not None]
+
         for stand_ins in by_mesh(learning):
             part: list[Tensor] = []
             size = 0
@@ -173,12 +178,10 @@ class MasterWeights:
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:
-    """Return a value of the optimizer's state in float32, if it is in the parameter's bfloat16."""
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
 def _placed_like(part: Tensor, reference: Tensor) -> Tensor:
-    """Return this rank's `part` as a DTensor placed like `reference`, if that is one."""
     return like(part, reference) if isinstance(reference, DTensor) else part
 
 

@@ -34,7 +34,7 @@ class Optimizers:
     """One or several torch optimizers that together move every trainable parameter of the model."""
 
     def __init__(self, optimizers: Any, model: nn.Module):
-        """`optimizers`: what the task or the user's loop has made, an optimizer or several."""
+        """Take over what the task or the user's loop has made: one optimizer, or a list of them."""
         self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
@@ -47,6 +47,7 @@ class Optimizers:
         # float32: float64 parameters are scaled before the step instead.
         in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
         self.divides_gradients = in_float32 and self._all_fused(DIVIDING)
+
         # Whether a step can be skipped on the device, without the host knowing.
         self.skips_by_itself = self.divides_gradients and self._all_fused(SKIPPING)
 
@@ -70,11 +71,13 @@ class Optimizers:
 
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
         """
-        self._updating = True
+        self._updating = True  # `_refuse` lets these steps pass
+
         # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
         for optimizer in self.all:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
+
             if self.masters:
                 self.masters.step(optimizer, divisor, number)
             elif self._several_meshes:
@@ -84,6 +87,7 @@ class Optimizers:
                     optimizer.step()
             else:
                 optimizer.step()
+
         self._updating = False
 
     def refuse_direct_steps(self) -> None:
@@ -97,7 +101,7 @@ class Optimizers:
         self._hooks = []
 
     def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
-        """Return whether every optimizer is a fused one of these kinds, or says itself that it divides and skips."""
+        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips."""
         return all(
             getattr(optimizer, OWN_FLAG, False)
             or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
@@ -116,14 +120,15 @@ class Optimizers:
 class ShardedOptimizers(Optimizers):
     """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
 
-    Gradients come from DDP as always. Parameters are dealt to the ranks by their bytes, each as a whole, and in a
-    checkpoint each rank saves the state of its own ones.
+    Gradients come from DDP as usual. A parameter belongs to one rank as a whole, and all ranks own about the same
+    number of bytes. In a checkpoint each rank saves the state of the parameters that it owns.
     """
 
     def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
         super().__init__(optimizers, model)
         self._runtime = runtime
         self._owned = deal_by_bytes(self.parameters(), runtime.world.size)
+
         own = {id(p) for p in self._owned[runtime.world.rank]}
         for optimizer in self.all:
             for group in optimizer.param_groups:
@@ -216,6 +221,7 @@ def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
     """
     covered = {id(p) for p in parameters if p.requires_grad}
     trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
     foreign = covered - trainable.keys()
     if foreign:
         raise UserError(

@@ -54,7 +54,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def _progress(config: LrConfig, step: int, total: int) -> float:
-    """Return the share of the steps after the warm-up that is done: 0 at the first of them, 1 at the last."""
+    """Return how much of the run after the warm-up is done: 0 at its first step, 1 at its last."""
     return min(1.0, (step - config.warmup) / max(1, total - 1 - config.warmup))
 
 
@@ -91,6 +91,7 @@ class LearningRate:
         self.config = config
         self.optimizers = optimizers
         self.total_steps = total_steps
+
         # The rates that the task has given its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:

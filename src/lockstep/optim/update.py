@@ -56,6 +56,7 @@ class Update:
         """Apply the `number`-th step. The host already knows that it is accepted."""
         self._wait()
         if self._fused:
+            # The optimizers divide, hence the inverse.
             self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
             return
 
@@ -82,6 +83,8 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
     if clip.value is not None:
         torch._foreach_clamp_min_(shards, -clip.value)
         torch._foreach_clamp_max_(shards, clip.value)
+
+    # Norms are those of full tensors, so all ranks scale their shards of a gradient by the same factor.
     if clip.adaptive is not None:
         for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
             limit = clip.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)

@@ -85,9 +85,12 @@ def options(
     if config.strategy != LEAST_MEMORY:
         saves = round(_replicated(held, strategy) * (1 - 1 / max(2, world)))
         advice.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))
+
+    # Offloaded state lies in the host's memory, so the device saves all of it.
     if not config.fsdp.offload and not on_host:
         choice = "" if strategy.shards_parameters and world > 1 else f"strategy={LEAST_MEMORY} "
         advice.append(Option(f"{choice}fsdp.offload=true{more_ranks}", held.state))
+
     return advice
 
 

@@ -46,6 +46,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     # A step: how many samples, in how many micro-batches.
     global_batch, reasons["global_batch"] = _global_batch(config, world)
     micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, world, most)
+
     if depth > 1 and config.micro_batch in (None, "auto"):
         # Every stage of a pipeline should have a micro-batch to work on, if there are enough samples. For a stream the
         # size must divide the samples of one pipeline.
@@ -54,9 +55,11 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
         if micro_batch > largest:
             micro_batch = _largest_divisor(share, largest) if samples is None else largest
             reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
+
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
     reasons["accumulation"] = f"{micro_batches} micro-batches on {_ranks(world)}"
+
     if config.ddp.static_graph and world > 1 and accumulation > 1:
         raise UserError(
             f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
@@ -68,6 +71,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     per_epoch = None
     if samples is not None:
         per_epoch = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
+
     # Such a run would end before its first step and look like a success.
     if per_epoch == 0:
         raise UserError(
@@ -75,6 +79,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
             "",
             "type tail=short, or a smaller global_batch",
         )
+
     steps, reasons["steps"] = _steps(config, per_epoch)
     return Plan(world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
 
@@ -118,6 +123,7 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
             f"{world - global_batch} ranks that would have nothing to do in every step",
             f"type global_batch={world} or more, or --nproc {global_batch}",
         )
+
     if config.exact and config.micro_batch is None:
         return _exact_micro_batch(global_batch, world)
     if config.micro_batch in (None, "auto"):

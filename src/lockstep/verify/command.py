@@ -236,7 +236,6 @@ def _about_rounding(case: Case) -> list[str]:
 
 
 def _failed_alone(target: str, options: VerifyOptions, record: Record, began: float) -> Report:
-    """Report that one process alone fails."""
     failure = record.failure
     assert failure is not None
 

@@ -103,6 +103,7 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
 
 
 def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequence[Record]) -> Iterator[Divergence]:
+    # How far rounding alone moves each value.
     noise: dict[str, float] = {}
     for other in nudged:
         for name, a, b in _pairs(kind, step, other, reference):

@@ -85,6 +85,7 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
     for trial in (case.matrix.again, *case.matrix.nudged, *ordered):
         failure = case.record(trial).failure
         first = case.compare(trial).first if trial in rows and not failure else None
+
         if failure:
             cause = refusal(failure.message, failure.for_user)
         elif first and trial.world > 1:
@@ -93,6 +94,7 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
             cause = _of_split(case, trial, first)
         else:
             continue  # no divergence, or most likely a consequence of another cause
+
         causes.setdefault(cause.key, cause)  # each cause once, with its first evidence
 
     if cause := _untied(case, rows):
@@ -130,7 +132,7 @@ def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
 
 
 def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, Micro]]:
-    """Return (micro-batch, the same of the reference) for the micro-batches of a step that both have."""
+    """Pair the micro-batches of a step with those of the reference, where both have them."""
     expected = {micro.index: micro for micro in reference.micros[step]}
     return [(micro, expected[micro.index]) for micro in record.micros[step] if micro.index in expected]
 
@@ -139,7 +141,6 @@ def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, 
 
 
 def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
-    """Name the cause of a divergence between several ranks and one process."""
     comparison = case.compare(trial)
 
     # Settings, weights or samples that differ explain everything that follows.
@@ -156,6 +157,8 @@ def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
         # BatchNorm is so common that it has its own cause and fix.
         case "buffer" if any(first.name.startswith(f"{n}.") for n in comparison.reference.facts["batchnorm"]):
             return _of_batchnorm(comparison, first.step)
+
+    # Each of the other kinds has one usual cause.
     keys = {
         "metric": "metric",
         "state": "average",
@@ -183,8 +186,8 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
     """
     for number in range(min(step + 1, record.steps)):
         expected = reference.ranks[0]["steps"][number]["settings"]
-        for rank, numbers in enumerate(record.ranks):
-            for group, other in zip(numbers["steps"][number]["settings"], expected, strict=False):
+        for rank, rank_record in enumerate(record.ranks):
+            for group, other in zip(rank_record["steps"][number]["settings"], expected, strict=False):
                 for key in other:
                     if group.get(key) != other[key]:
                         return named(
@@ -211,7 +214,6 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
 
 
 def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
-    """Look for samples that are repeated, skipped or changed."""
     world = record.trial.world
     expected_samples = reference.facts["samples"]
     samples = record.facts["samples"]
@@ -270,6 +272,8 @@ def _equal_in_eval_mode(case: Case, trial: Trial, step: int) -> bool:
     """Return whether the losses of a step differ only because of what training adds: dropout, masks, noise."""
     record = case.probe(replace(trial, eval_mode=True))
     reference = case.probe(replace(case.matrix.reference, eval_mode=True))
+
+    # Either run may have ended before this step.
     if record is None or reference is None or step >= min(record.steps, reference.steps):
         return False
     return not _differing_losses(record, reference, step)
@@ -301,12 +305,12 @@ def _differing_losses(record: Record, reference: Record, step: int) -> list[Micr
 
 
 def _same_totals(record: Record, reference: Record) -> bool:
-    """Return whether the losses of the first step are those of the reference, micro-batch by micro-batch."""
+    """Return whether every micro-batch of the first step has the same loss as in the reference."""
     return all(_close(a.total, b.total) for a, b in _matched(record, reference, 0))
 
 
 def _ratios(record: Record, reference: Record, step: int) -> list[float]:
-    """Return the losses of a step divided by those of the reference, without those that are 0 there."""
+    """Return each loss of a step divided by that of the reference, where that is not 0."""
     return [a.total / b.total for a, b in _matched(record, reference, step) if b.total]
 
 
@@ -327,7 +331,6 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
 
 
 def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
-    """Name the cause of a divergence between two splits of the same batch, on one process."""
     record = case.compare(trial).record
     reference = case.compare(trial).reference
     step = first.step
@@ -338,6 +341,7 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
         without = case.compare(replace(trial, eval_mode=True)).first
         if without is None or without.step > 0 or without.kind == "metric":
             return named("batchnorm", f"{trial.text}: equal in eval mode, where no statistics are taken")
+
     if first.kind == "metric":
         return named("metric", first.text)
     if cause := _settings_differ(record, reference, step):
@@ -360,6 +364,8 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
         expected = len(record.micros[step]) / len(reference.micros[step])
         ratio = record.total(step) / (reference.total(step) or 1.0)
         return named("mean-for-sum" if math.isclose(ratio, expected, rel_tol=0.25) else "loss-weight", evidence)
+
+    # The losses agree, so the first thing after them that differs names the cause.
     keys = {
         "initial weights": "batch-coupled",
         "gradient": "batch-coupled",
@@ -423,6 +429,7 @@ def _copied(reference: Record) -> Cause | None:
     for name in reference.facts["trainable"]:
         if start[name].ndim < 2 or np.ptp(start[name]) == 0:
             continue  # biases and norms start as constants
+
         twin = first_with.setdefault(reference.digests(0, 0)[name], name)
         if owners[twin] != owners[name] and not np.array_equal(end[twin], end[name]):
             return named("untied", f"{twin} and {name} start as the same numbers, and are not equal after training")

@@ -114,6 +114,7 @@ class Record:
 
 def read_record(folder: Path, trial: Trial, failure: Failure | None) -> Record:
     """Read what the ranks of a trial have written to `folder`; without a record of every rank, nothing."""
+    # A rank that dies before its first snapshot writes none.
     paths = [folder / f"record-{rank}.json" for rank in range(trial.world)]
     ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
     return Record(folder, trial, ranks if len(ranks) == trial.world else [], failure)

@@ -41,6 +41,8 @@ def work(spec: dict[str, Any]) -> None:
     # `api` looks the class up when a run starts, so replacing it here affects fit and start alike.
     RecordedBuilder.orders = spec["orders"]
     setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
+
+    # The script finds its modules as in the parent process, and sees none of verify's arguments.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
@@ -94,6 +96,7 @@ class RecordedRun(Run):
         self._task = task
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
+
         source = self.source
         self._facts = facts | {
             "global_batch": self.plan.global_batch,
@@ -147,9 +150,11 @@ class RecordedRun(Run):
         """Record the gradients and settings of a step, before anything can change them."""
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
         assert result is not None
+
         parameters = self.driver.model.named_parameters()
         grads = {name: full_tensor(p.grad) for name, p in parameters if p.grad is not None}
         self._put(f"gradients-{len(self._steps)}", grads)
+
         settings = [_plain(group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
         self._steps.append({"micros": self._micros, "settings": settings})
         super().finish(batches, result)
@@ -168,7 +173,6 @@ class RecordedRun(Run):
     # ---- around a micro-batch ----
 
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Record which samples each micro-batch holds, on their way to the step."""
         for micro in batches:
             self._micros.append(
                 {
@@ -233,6 +237,7 @@ class RecordedRun(Run):
                 plain = pack(value, name, packed)
             except UserError:  # more than tensors and plain values: it cannot be compared
                 continue
+
             if sum(t.nbytes for t in packed.values()) <= most:
                 tensors |= packed | dict(_numbers(plain, name))
         return tensors
@@ -282,6 +287,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _generators() -> dict[str, Any]:
+    # Entries 1 and 2 are the words of numpy's generator, and the position in them.
     numpy_state: Any = np.random.get_state()
     states = {
         "torch": torch.default_generator.get_state().numpy().tobytes(),

@@ -66,6 +66,7 @@ class RunningTrial:
         # The others may wait for a rank that has failed, in a collective that never notices.
         if self.failed is not None:
             return now - self.failed > AFTER_FAILURE_S
+
         self.hung = self.hung or now - self.began > limit_s
         return self.hung
 
@@ -133,6 +134,7 @@ class Runner:
             "orders": asdict(trial) | {"steps": steps, "folder": str(folder)},
         }
 
+        # The ranks hold the reading end, and exit when the other end is closed.
         reading, writing = os.pipe()
         ranks = range(self._ranks, self._ranks + trial.world)
         self._ranks += trial.world
@@ -146,10 +148,12 @@ class Runner:
                 "MASTER_PORT": str(listener.getsockname()[1]),
                 FOLDER: str(folder / "attempt"),
             }
+
             for rank, number in enumerate(ranks):
                 fds = [reading, listener.fileno()] if rank == 0 else [reading]
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", fds)
+
         os.close(reading)
         return RunningTrial(trial, folder, os.fdopen(writing, "wb"), ranks)
 
@@ -157,6 +161,7 @@ class Runner:
         """Note which ranks have ended, and end the trials that have run out of time."""
         # A report of the zygote ends the wait at once; without one, the clock is checked again.
         select.select([self._zygote.fileno()], [], [], 0.2)
+
         for report in self._zygote.poll():
             if "code" not in report:
                 continue  # it has started
@@ -164,6 +169,7 @@ class Runner:
             started.codes[report["rank"]] = report["code"]
             if report["code"] and started.failed is None:
                 started.failed = time.monotonic()
+
         assert self._zygote.alive, "the process that forks the ranks has exited"
 
         for started in running:

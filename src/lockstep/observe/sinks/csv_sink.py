@@ -32,6 +32,7 @@ class CsvSink:
         new = [key for key in values if key not in self._columns]
         if new:
             self._add_columns(new)
+
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([values.get(column, "") for column in self._columns])
 
@@ -45,8 +46,9 @@ class CsvSink:
             return list(csv.reader(file))
 
     def _add_columns(self, new: list[str]) -> None:
-        # A reader never sees half of the new file.
         self._columns = [*self._columns, *new]
+
+        # A reader never sees half of the new file.
         staged = self.path.with_suffix(".csv.tmp")
         with staged.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([self._columns, *self._rows()[1:]])

@@ -134,6 +134,8 @@ def _truncate_partial_line(fd: int) -> None:
     """
     size = start = os.fstat(fd).st_size
     tail = b""
+
+    # Read backwards, in chunks: a long run has a large file, whose last line is short.
     while start > 0 and b"\n" not in tail:
         length = min(start, CHUNK)
         start -= length

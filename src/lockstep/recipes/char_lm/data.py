@@ -64,6 +64,7 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
             break
         texts.append(path.read_text(encoding="utf-8", errors="replace")[:room])
         room -= len(texts[-1])
+
     if not texts:
         raise UserError(
             f"the standard library in {root} has no .py file, and char_lm trains on its source text",
@@ -86,6 +87,7 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
             f"one chunk of {CHUNK} characters in {VALIDATION_SHARE} is for validation",
             f"type task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
         )
+
     training = [chunk for i, chunk in enumerate(chunks) if (i + 1) % VALIDATION_SHARE]
     return torch.cat(training), torch.cat(validation)
 

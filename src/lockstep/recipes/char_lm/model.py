@@ -99,6 +99,7 @@ class GPT(nn.Module):
 
                 drawn = torch.multinomial(nn.functional.softmax(logits / temperature, dim=-1), 1, generator=generator)
                 ids = torch.cat((ids, drawn.to(ids.device)), dim=1)
+
         self.train(was_training)
         return ids
 

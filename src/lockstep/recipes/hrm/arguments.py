@@ -22,6 +22,7 @@ def overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = argument.partition("=")
         if not equals or not key:
             raise UserError(f"the argument {argument!r} is not key=value", "", "type arguments such as lr=1e-4")
+
         try:
             values[key] = json.loads(text)
         except ValueError:

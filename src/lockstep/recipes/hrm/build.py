@@ -101,6 +101,7 @@ def with_variants(puzzles: Puzzles, symmetry: Augment, count: int) -> Puzzles:
     pairs = []
     for pair in zip(puzzles.inputs, puzzles.labels, strict=True):
         pairs += [pair, *(symmetry(*pair) for _ in range(count))]
+
     cells, labels = zip(*pairs, strict=True)
     return replace(
         puzzles,

@@ -33,9 +33,11 @@ class Carry:
         # The usual case: the same micro-batch as in the step before.
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]
+
         # After a resume, possibly with other ranks or micro-batches: rows of the checkpoint.
         if self._restored and first + count <= len(self._restored["steps"]):
             return {name: rows[first : first + count] for name, rows in self._restored.items() if name != "slots"}
+
         if self._first_step and not self._restored:
             return None
         raise UserError(

@@ -183,7 +183,6 @@ def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> None:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn errors of files that are missing or damaged into a UserError."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:

@@ -91,6 +91,7 @@ class Scoring(nn.Module):
         q = q.float()
         total = cell_loss(self.loss, logits, labels).sum()
         total = total + 0.5 * F.binary_cross_entropy_with_logits(q[:, 0], exact.float(), reduction="sum")
+
         if next_q is not None:
             # Continuing is worth as much as the best choice after it; after the last segment there is only halting.
             next_q = next_q.float()

@@ -142,7 +142,6 @@ class AdamATan2(torch.optim.Optimizer):
 
 
 def _suits_kernel(tensor: Tensor) -> bool:
-    """Return whether the Triton kernel can take `tensor`: contiguous float32 on a GPU, and no DTensor."""
     sharded = hasattr(tensor, "placements")
     return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and not sharded
 
@@ -247,6 +246,7 @@ class MovingAverage:
 
         params = {name: p.data for name, p in model.named_parameters()}
         self._move_to(next(iter(params.values())).device)
+
         # The values are swapped in place, so nothing that holds the parameters has to know.
         trained = [p.clone() for p in params.values()]
         torch._foreach_copy_(list(params.values()), [self.weights[name] for name in params])

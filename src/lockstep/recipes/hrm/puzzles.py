@@ -117,6 +117,7 @@ def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
         rng = random.Random(f"{options.data_seed}/{split}")
         mazes = np.stack([make_maze(options.maze_size, options.maze_longer_than, rng) for _ in range(count)])
         splits.append(Puzzles.single(mazes[:, 0], mazes[:, 1], symbols=WAY + 1))
+
     training, test = splits
     if options.augment:
         training.augment = turn_randomly
@@ -197,6 +198,7 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
             near = (cell[0] + dr, cell[1] + dc)
             if not (0 <= near[0] < n and 0 <= near[1] < n) or grid[near] == WALL:
                 continue
+
             if near not in distance:
                 distance[near] = distance[cell] + 1
                 queue.append(near)

@@ -137,6 +137,7 @@ class Solver:
             for cell in unit:
                 twice |= once & candidates[cell]
                 once |= candidates[cell]
+
             # Some digit fits no cell.
             if once != self.every_digit:
                 return None
@@ -186,6 +187,7 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
                 clues[cell] = solution[cell]
             else:
                 empty += 1
+
         if holes is None or empty == holes:
             return tuple(clues), solution
 

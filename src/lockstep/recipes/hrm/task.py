@@ -215,6 +215,7 @@ class HRM(Task):
             z_h, z_l = model.start(len(batch["inputs"]))
             puzzle = model.puzzle_emb(batch["ids"])
             thought = model(z_h, z_l, batch["inputs"], puzzle)
+
             for segment in range(1, self.halting.eval_steps or self.halting.halt_max_steps):
                 # Reported after 1, 2, 4, ... segments.
                 if segment & (segment - 1) == 0:

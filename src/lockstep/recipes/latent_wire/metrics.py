@@ -87,6 +87,7 @@ def compression(data: WireData, shape: WireShape) -> str:
     words, wires = [drawn.context], drawn.context.shape[0]
     if data.mode == "prompt":
         words, wires = [*words * drawn.question.shape[1], drawn.question], drawn.answer.size
+
     # A word and the space after it.
     lengths = np.array([len(word) + 1 for word in data.world.words])
     text = sum(float(lengths[numbers].sum()) for numbers in words) / wires

@@ -106,6 +106,7 @@ class Additions(nn.Module):
                 added[layer][name] = _across_devices(change, home, device)
         for layer, look in zip(self.looking, self.looks, strict=True):
             added[layer] |= {"look": _across_devices(look, home, device), "wire": repeated}
+
         return [LayerAdditions(**parts) for parts in added]
 
 

@@ -69,6 +69,7 @@ def frozen_reader(
         "torch": torch.__version__,
     }
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
     weights = folder / f"{name}.safetensors"
     about = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +83,7 @@ def frozen_reader(
             facts = ReaderTraining(reader, world, options, folder / f"{name}.training").run()
 
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
+
             # `about` is written last and atomically: if it exists, the weights are complete.
             temporary = about.with_suffix(".tmp")
             temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
@@ -224,6 +226,7 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
 def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> Progress:
     if not path.exists():
         return Progress()
+
     with safe_open(path, "pt") as file:
         progress = json.loads(file.metadata()["progress"])
 
@@ -236,7 +239,9 @@ def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) 
                 state[int(number)][kind] = tensor
             case _:
                 weights[name.removeprefix("reader.")] = tensor
+
     reader.load_state_dict(weights)
+    # The groups stay those of the new optimizer: the learning rate follows from the step.
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**progress)
 
@@ -293,6 +298,7 @@ def sequence_layout(drawn: Drawn, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     # After the context come Q groups of equal length, each ending with its answer.
     answers = np.zeros(len(words), bool)
     answers[drawn.context.shape[1] :].reshape(drawn.answer.shape[1], -1)[:, -1] = True
+
     used = tokenizer.used(words)  # (words, tokens of a word)
     return np.flatnonzero(used), 1 + np.flatnonzero(np.broadcast_to(answers[:, None], used.shape)[used])
 

@@ -125,6 +125,7 @@ class LatentWire(Task):
         warn_unused(LatentWire, self.option_rules, options)
         self.questions = questions
         self.world: World = FactWorld(questions.facts, questions.questions, questions.world_seed)
+
         # A preset may hold options of facts for a world of topics.
         if questions.world == "topics":
             self.world = TopicWorld(questions.world_seed)
@@ -194,6 +195,7 @@ class LatentWire(Task):
         total = torch.zeros((), device=device)
         for number, read in enumerate(reads):
             total = total + read.answered.cost.sum().to(device) + DRIFT * rows * read.drift.to(device)
+
             # A mean over wires: there may be fewer of them than questions.
             if read.gist is not None:
                 total = total + GIST * rows * read.gist.mean().to(device)
@@ -219,6 +221,7 @@ class LatentWire(Task):
         if not 1 <= facts <= len(NAMES):
             yield UserError(f"task.facts={facts} is not between 1 and {len(NAMES)}", "", "type task.facts=1")
             return
+
         most = KINDS * facts
         for name, count in (("questions", self.world.questions), ("reader_questions", self.reader_questions)):
             if not 1 <= count <= most:
@@ -234,6 +237,7 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
     for name in ("private", "lora", "near"):
         if getattr(shape, name) < 0:
             yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
+
     looks = shape.latent_adapter or []
     if len(set(looks)) < len(looks):
         yield UserError(f"task.latent_adapter={looks} names a layer twice", "", "name each layer once")

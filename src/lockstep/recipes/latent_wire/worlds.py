@@ -141,7 +141,6 @@ def fact_words(name: int, item: int, look: int) -> tuple[str, str, str, str]:
 
 @cache
 def _index(kind: tuple[str, ...]) -> int:
-    """Return the index of the first word of a kind."""
     return FactWorld().words.index(kind[0])
 
 
