@@ -136,23 +136,23 @@ def from_text(text: str) -> list[Fault]:
         raise UserError(f"{VARIABLE}={text} is not a list of faults", str(error), fix) from None
 
 
-# None: the environment has not been read.
-_faults: list[Fault] | None = None
+# None: the environment has not been read. Code that runs in every step calls `fire` only if this is not empty.
+in_environment: list[Fault] | None = None
 
 
 def reset() -> None:
     """Read the environment again at the next `fire`."""
-    global _faults
-    _faults = None
+    global in_environment
+    in_environment = None
 
 
 def planned() -> list[Fault]:
     """Return the faults of the environment, which is read once."""
-    global _faults
-    if _faults is None:
-        _faults = from_text(os.environ.get(VARIABLE) or "[]")
+    global in_environment
+    if in_environment is None:
+        in_environment = from_text(os.environ.get(VARIABLE) or "[]")
 
-    return _faults
+    return in_environment
 
 
 # In the ranks
@@ -163,10 +163,6 @@ def fire(phase: str, step: int) -> str | None:
 
     A kind that only the caller can carry out (`RETURNED`) is returned; it can only be one that belongs to `phase`.
     """
-    # The usual case, in every phase of every step: no faults, and no time lost.
-    if _faults == []:
-        return None
-
     rank = int(os.environ.get("RANK", "0"))
     returned = None
     for fault in planned():

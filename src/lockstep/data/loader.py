@@ -42,6 +42,15 @@ class SampleReader:
 
     def __post_init__(self) -> None:
         plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        if plain:
+            self.collate = default_collate  # without the detour through the task
+
+        # A Subset always has `__getitems__`, so the dataset in it decides.
+        innermost = self.dataset
+        while isinstance(innermost, Subset):
+            innermost = innermost.dataset
+        self._reads_in_batches = hasattr(innermost, "__getitems__")
+
         # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
         self._gathers = type(self.dataset) is TensorDataset and plain
 
@@ -52,7 +61,7 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
-        if _reads_in_batches(self.dataset):
+        if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
             return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
@@ -67,13 +76,6 @@ class SampleReader:
     def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:
             seed_everything(derive(self.seed, "sample", epoch, index))
-
-
-def _reads_in_batches(dataset: Any) -> bool:
-    """Return whether a dataset has `__getitems__`. A Subset always has it, so the dataset in it decides."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
 
 
 # ---- worker processes ----

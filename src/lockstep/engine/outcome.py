@@ -33,7 +33,7 @@ class Outcomes:
     """Decides whether a step is applied, and what follows if not. All ranks see the same numbers and decide alike."""
 
     def __init__(
-        self, config: RunConfig, scale: LossScale, runtime: Runtime, log_event: Callable[..., None] | None = None
+        self, config: RunConfig, scale: LossScale | None, runtime: Runtime, log_event: Callable[..., None] | None = None
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them."""
         self.spikes = SpikeDetector(config.spike)
@@ -66,7 +66,8 @@ class Outcomes:
         ranks = self._runtime.world.size
         if word.step != ranks * (step % STEP_MODULUS):
             raise RuntimeError(f"the ranks are out of step: their step numbers add up to {word.step}, here {step}")
-        self._scale.check_equal(word.scale, ranks)
+        if self._scale:
+            self._scale.check_equal(word.scale, ranks)
 
         # A step of weight 0 is not applied either, but nothing is wrong with it.
         finite = math.isfinite(grad_norm)
@@ -91,16 +92,18 @@ class Outcomes:
             return result
 
         # A loss spike says nothing about the loss scale; an overflow does.
-        scale_before = self._scale.value
-        if self._scale.scaler and (applied or not finite):
+        scale_lowered = False
+        if self._scale and (applied or not finite):
+            before = self._scale.value
             self._scale.scaler.update(overflowed=not applied)
+            scale_lowered = self._scale.value < before
 
         self.empty_in_a_row = 0
         if applied:
             self.failures_in_a_row = 0
             self.spikes.add(_mean_loss(word))
         else:
-            self._skip(result, control, spike=finite, scale_lowered=self._scale.value < scale_before)
+            self._skip(result, control, spike=finite, scale_lowered=scale_lowered)
         return result
 
     def _count_empty(self, step: int) -> None:
@@ -138,10 +141,10 @@ class Outcomes:
         if self._log_event is None:
             return result.skip_reason
         # The host waits for the losses here. A skipped step is rare, and worth it.
-        losses = [float(loss) for loss in control.sums.losses]
-        own = blame(control.trained, losses, self._runtime.world.rank, spike)
-        blamed = [line for lines in self._runtime.collectives.gather_json(own) for line in lines]
-        scale = {"scale": self._scale.scaler.value} if self._scale.scaler else {}
+        losses = [float(total) for total, _ in control.losses]
+        own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
+        blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
+        scale = {"scale": self._scale.scaler.value} if self._scale else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
 
@@ -168,11 +171,10 @@ class Outcomes:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        scaler = self._scale.scaler
         return {
             "skips": {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
-            "scaler": scaler.get_state() if scaler else None,
+            "scaler": self._scale.scaler.get_state() if self._scale else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +184,7 @@ class Outcomes:
         self.empty_in_a_row = 0
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
-        if self._scale.scaler and state["scaler"]:
+        if self._scale and state["scaler"]:
             self._scale.scaler.load_state(state["scaler"])
 
 

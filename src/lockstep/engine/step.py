@@ -73,7 +73,7 @@ class Stepper:
 
         `before_reduce` is called before the gradients are reduced, to measure this rank's own work.
         """
-        scale = LossScale(DynamicScaler(config.scaler) if precision.needs_scaler else None, runtime)
+        scale = LossScale(DynamicScaler(config.scaler), runtime) if precision.needs_scaler else None
         self.driver = driver
         self.learning_rate = learning_rate
         self.outcomes = Outcomes(config, scale, runtime, log_event)
@@ -95,7 +95,7 @@ class Stepper:
 
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and scale.scaler is None and self.update.skips_on_device
+        self.late = runtime.device.type == "cuda" and scale is None and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
         """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
@@ -167,7 +167,7 @@ class Stepper:
         self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
     ) -> StepResult:
         if applied:
-            self.sums.merge(control.sums)
+            self.sums.add(control.losses, control.metrics)
         self.context.metrics.new |= word.new_metrics > 0
         return self.outcomes.conclude(control, reduced, word, grad_norm, limit, applied)
 
@@ -177,8 +177,8 @@ class Stepper:
         `norm` and `weight` are numbers, or tensors on the device.
         """
         # Without a loss scale the weight is not multiplied by 1: on a device that would be a kernel in every step.
-        divisor = weight if self.scaler is None else weight * self.context.loss_scale.value
-        to_mean = reduced.factor / divisor
+        scale = self.context.loss_scale
+        to_mean = reduced.factor / (weight if scale is None else weight * scale.value)
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 
@@ -197,7 +197,7 @@ class Stepper:
     @property
     def scaler(self) -> DynamicScaler | None:
         """The loss scale of fp16; None in other precisions."""
-        return self.context.loss_scale.scaler
+        return self.context.loss_scale.scaler if self.context.loss_scale else None
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

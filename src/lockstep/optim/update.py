@@ -28,7 +28,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before: list[Callable[[], None]] = []  # called before parameters change: a snapshot may be under way
+        self.before_next: list[Callable[[], None]] = []  # called once, before the next change: a save may be copying
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated
@@ -72,8 +72,8 @@ class Update:
         self._optimizers.step(number, (1.0 / factor).float(), skip.float())
 
     def _wait(self) -> None:
-        for wait in self.before:
-            wait()
+        while self.before_next:
+            self.before_next.pop()()
 
 
 def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
