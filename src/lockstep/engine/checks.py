@@ -75,7 +75,7 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
 
 
 def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> None:
-    """Check that a task with `before_batch` gets the same part of every global batch on the same rank, in order."""
+    """Check that each rank runs the same part of every global batch, in order: the task keeps something for it."""
     if not placement.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",

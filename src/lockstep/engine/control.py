@@ -135,7 +135,8 @@ class StepControl:
     def find_reference_weight(self, weight: Any) -> None:
         """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
         context, micro = self._context, self.micro
-        assert micro is not None and context.loss_scale is not None
+        assert micro is not None
+        assert context.loss_scale is not None
         silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
 

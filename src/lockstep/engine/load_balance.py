@@ -67,7 +67,6 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
-    """Return a line for the banner."""
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
     return f"micro-batches {_show(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
@@ -131,13 +130,12 @@ class LoadBalancer:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
     def _deal_again(self, step: int, own: Pace) -> None:
-        """Change the deal if it pays. Collective: all ranks gather the same figures, and come to the same deal."""
+        """Change the deal if it pays. Collective: all ranks gather the same figures and make the same deal."""
         # Loader processes have already read batches of the present deal, so ranks also send where it ends for them.
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         weights = tuple(1.0 / s for s in seconds)
         better = apportion(self._micro_batches, weights)
-        # A step takes as long as its slowest rank.
         now_s = step_seconds(self.dealt, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
@@ -177,7 +175,7 @@ def seconds_each(paces: Sequence[Pace]) -> list[float]:
 
 
 def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds that the last rank needs for its micro-batches."""
+    """Return the seconds of a step, which takes as long as its slowest rank."""
     return max(n * s for n, s in zip(counts, seconds, strict=True))
 
 

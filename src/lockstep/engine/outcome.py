@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,19 +29,25 @@ LEAST_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 
+class SpoiledStep(NamedTuple):
+    """A step after which the run must rewind."""
+
+    result: StepResult
+    span: tuple[int, int] | None  # positions of its samples, if the source knows them
+
+
 class Outcomes:
     """Decides whether a step is applied, and what follows if not. All ranks see the same numbers and decide alike."""
 
     def __init__(
         self, config: RunConfig, scale: LossScale | None, runtime: Runtime, log_event: Callable[..., None] | None = None
     ):
-        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them."""
         self.spikes = SpikeDetector(config.spike)
         self.skipped = 0
         self.skipped_since_log = 0
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
-        self.rewind_wanted: StepResult | None = None  # the step to rewind before, and to leave out
+        self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
         self._lowered = 0  # skipped steps in which the loss scale of fp16 was only doing its work
         self._config = config
         self._scale = scale
@@ -122,6 +128,7 @@ class Outcomes:
             self._lowered += 1
             return
 
+        # Everything else is a failure. Too many in a row end the run, whatever the policy.
         self.failures_in_a_row += 1
         most = self._config.nonfinite.max_in_a_row
         key = "spike" if spike else "nonfinite"
@@ -134,10 +141,10 @@ class Outcomes:
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
         if policy == "rewind":
-            self.rewind_wanted = result
+            self.spoiled = SpoiledStep(result, control.batches.span)
 
     def _log_skip(self, result: StepResult, control: StepControl, spike: bool) -> str | None:
-        """Log a skipped step, and return its reason with the samples to blame."""
+        """Returns the reason, with the samples to blame."""
         if self._log_event is None:
             return result.skip_reason
         # The host waits for the losses here. A skipped step is rare, and worth it.
@@ -216,7 +223,7 @@ def blame(batches: list[TrainedBatch], losses: list[float], rank: int, spike: bo
     Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
     """
     # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
-    pairs = list(zip(batches, losses, strict=True))
+    pairs = zip(batches, losses, strict=True)
     if spike:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:

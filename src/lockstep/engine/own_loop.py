@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,25 +33,13 @@ class OwnRun:
     """What `lockstep.start` yields. Before `steps` there is only a builder; the Run exists from then on."""
 
     def __init__(self, builder: RunBuilder):
+        self.rank = builder.runtime.world.rank
+        self.world_size = builder.runtime.world.size
+        self.device = builder.runtime.device
+        self.run_dir = builder.folder.path
         self._builder = builder
         self._run: Run | None = None
         self._in_loop = False
-
-    @property
-    def rank(self) -> int:
-        return self._builder.runtime.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._builder.runtime.world.size
-
-    @property
-    def device(self) -> torch.device:
-        return self._builder.runtime.device
-
-    @property
-    def run_dir(self) -> Path:
-        return self._builder.folder.path
 
     def setup(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.

@@ -34,12 +34,12 @@ class Update:
         self._replicated = replicated
         self._norms = norms
         self._device = device
+        self._clips_elements = clip.value is not None or clip.adaptive is not None
 
         # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
         # to full float32 masters first) and nothing needs them at their true size before.
-        self._clips_elements = clip.value is not None or clip.adaptive is not None
-        full = replicated or optimizers.masters is not None
-        self._fused = optimizers.divides_gradients and full and not self._clips_elements
+        full_gradients = replicated or optimizers.masters is not None
+        self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_by_itself
 
     def clip_factor(self, norm: Any) -> Any:
