@@ -24,11 +24,9 @@ class Sampler(Protocol):
 
     def __len__(self) -> int:
         """Return the number of positions in an epoch."""
-        ...
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the sample ids (int64) at positions [start, stop) of an epoch. It must be a pure function."""
-        ...
 
 
 @dataclass(frozen=True)

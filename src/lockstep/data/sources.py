@@ -49,9 +49,8 @@ class SourceOptions:
     @property
     def pins_memory(self) -> bool:
         """Whether batches go through page-locked host memory."""
-        if self.config.pin_memory == "auto":
-            return self.device.type == "cuda"
-        return self.config.pin_memory
+        pin_memory = self.config.pin_memory
+        return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
 
 
 def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceOptions) -> BatchSource:

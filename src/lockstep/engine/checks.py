@@ -30,7 +30,7 @@ WRAPPERS: dict[type, str] = {
     FSDPModule: "strategy=fsdp",
 }
 
-# Parameters are compared as integers of the same width.
+# Parameters are compared as integers of the same width, by the size of an element in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,6 +84,7 @@ class StepControl:
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
 
+        self.autocast = context.precision.autocast  # makes the context in which the model and the loss are computed
         self._context = context
         self._weight: float | Tensor = 0.0
         self._loss: float | Tensor = 0.0
@@ -99,10 +99,6 @@ class StepControl:
         """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
         scale = self._context.loss_scale
         return scale is not None and scale.needs_reference_weight
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model and the loss are computed."""
-        return self._context.precision.autocast()
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""

@@ -91,8 +91,9 @@ class Exactness:
         """
         for name, before in self._first_buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                problem = f"the buffer {name!r} changed in the first step"
-                raise _changing_buffer(problem, "it depends on the samples that a rank has seen")
+                raise _changing_buffer(
+                    f"the buffer {name!r} changed in the first step", "it depends on the samples that a rank has seen"
+                )
         self._first_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:

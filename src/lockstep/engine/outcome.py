@@ -1,6 +1,6 @@
-"""The outcome of a step, which every rank reads from the same summed control word, and what follows from it.
+"""The outcome of a step, and what follows from it. Every rank reads it from the same summed control word.
 
-A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped, and logged with its
+A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped and logged with its
 reason; then the run continues, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from,
 which is legal; many in a row are reported, and a run of nothing else is an error.
 """
@@ -55,7 +55,7 @@ class Outcomes:
         self._log_event = log_event
 
     def accept(self, word: ControlWord, grad_norm: float, loss_limit: float) -> bool:
-        """Return whether the step may be applied."""
+        """Return whether the step may be applied: its gradient is finite, and its loss is no spike."""
         return math.isfinite(grad_norm) and not (self.spikes.on and _mean_loss(word) > loss_limit)
 
     def conclude(
@@ -123,6 +123,7 @@ class Outcomes:
         self.skipped += 1
         self.skipped_since_log += 1
         reason = self._log_skip(result, control, spike)
+
         # An overflow that lowers the loss scale of fp16 is the scaler at work, not a failure.
         if scale_lowered:
             self._lowered += 1
@@ -147,6 +148,7 @@ class Outcomes:
         """Returns the reason, with the samples to blame."""
         if self._log_event is None:
             return result.skip_reason
+
         # The host waits for the losses here. A skipped step is rare, and worth it.
         losses = [float(total) for total, _ in control.losses]
         own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
@@ -159,6 +161,7 @@ class Outcomes:
         """Raise at the end if no step changed the weights: they must not look like the result of training."""
         if applied or not steps:
             return
+
         empty = steps - self.skipped
         if not self.skipped:
             cause = "the loss of every step had weight 0"
@@ -207,9 +210,11 @@ class SpikeDetector:
         """Return the loss above which a step is a spike: the median, plus a multiple of the median deviation."""
         if not self.on or len(self.recent) < LEAST_LOSSES:
             return math.inf
+
         median = statistics.median(self.recent)
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
-        # A loss that hardly moves has no deviation to speak of; a hundredth of its size is never a spike.
+        # A loss that hardly moves has almost no deviation; a change of a hundredth is never a spike. The factor makes
+        # the median deviation of normally distributed losses their standard deviation.
         return median + self.config.factor * max(1.4826 * deviation, 0.01 * abs(median))
 
     def add(self, loss: float) -> None:
@@ -222,7 +227,7 @@ def blame(batches: list[TrainedBatch], losses: list[float], rank: int, spike: bo
 
     Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
     """
-    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
+    # A spike is a matter of the global mean, which every micro-batch contributes to: name the largest contribution.
     pairs = zip(batches, losses, strict=True)
     if spike:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]

@@ -151,8 +151,13 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
-        evaluator = Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder)
-        self.model_setup = ModelSetup(self.driver, stepped, evaluator, TrainableGuard(model), exactness)
+        self.model_setup = ModelSetup(
+            self.driver,
+            stepped,
+            Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
+            TrainableGuard(model),
+            exactness,
+        )
         return self.model_setup
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -353,24 +358,21 @@ def open_run(
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
-    _write_launcher_settings(config)
     builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
+
+    # The settings that concern the launcher go where it reads them: it does not know the task's defaults.
+    launcher_folder = os.environ.get(FOLDER)
+    if launcher_folder and os.environ.get("RANK") == "0":
+        # Renamed when it is complete: the launcher may read it at any moment.
+        staged = Path(launcher_folder) / "settings.json.tmp"
+        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
+        staged.rename(Path(launcher_folder) / "settings.json")
 
     # Whatever draws random numbers before the first step, such as building the model, draws the same on every rank.
     runtime.heartbeat.beat("build")
     seed_everything(derive(config.seed, "init"))
     seed_torch(derive(config.seed, "init"), runtime.device)
     return builder
-
-
-def _write_launcher_settings(config: RunConfig) -> None:
-    """Write the settings that concern the launcher where it reads them: it does not know the task's defaults."""
-    folder = os.environ.get(FOLDER)
-    if folder and os.environ.get("RANK") == "0":
-        # Renamed when it is complete: the launcher may read it at any moment.
-        staged = Path(folder) / "settings.json.tmp"
-        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
-        staged.rename(Path(folder) / "settings.json")
 
 
 def _wrap_optimizers(
@@ -384,6 +386,7 @@ def _wrap_optimizers(
         stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
     else:
         stepped = Optimizers(optimizers, model)
+
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:
         stepped.use_masters(MasterWeights(stepped.all, model, precision.rounding, config.seed))

@@ -46,7 +46,6 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(p, p.grad, group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update the rows of one parameter that lie on this rank."""
         state = self.state[p]
         if not state:
             state.update(_first_state(p))
@@ -96,11 +95,16 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     if p.dim() < 2 or p.numel() < SMALLEST:
         return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
+
+    shard = local(p)
+    blocks = -(-p.shape[-1] // BLOCK)
     for name, signed in MOMENTS.items():
         # Which byte stands for 0 depends on the table.
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
         state[name] = _filled(p, zero, torch.uint8)
-        state[f"{name}_scale"] = _zero_scales(p)
+        # One scale for each block of a row, placed like the rows.
+        scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
+        state[f"{name}_scale"] = laid_out(scales, p, (*p.shape[:-1], blocks))
     return state
 
 
@@ -108,14 +112,6 @@ def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor with the shape and the placement of `p`, in row-major order even if `p` is not."""
     shard = local(p)
     return like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
-
-
-def _zero_scales(p: Tensor) -> Tensor:
-    """Return scales of shape (..., blocks of a row), placed like the rows of `p`."""
-    shard = local(p)
-    blocks = -(-p.shape[-1] // BLOCK)
-    scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
-    return laid_out(scales, p, (*p.shape[:-1], blocks))
 
 
 def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group: dict[str, Any]) -> None:

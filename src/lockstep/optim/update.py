@@ -1,7 +1,7 @@
-"""The update at the end of a step: gradients x one factor, clipped, into the optimizers.
+"""The update at the end of a step: gradients are multiplied by one factor, clipped, and applied by the optimizers.
 
 Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter's weights
-(adaptive), changes elements, and needs gradients of their true size.
+(adaptive), changes single elements, and needs gradients at their true size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Update:
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
-        """Apply the `number`-th step. The host already knows that it is accepted."""
+        """Apply the `number`-th step. The host knows that it is accepted."""
         self._wait()
         if self._fused:
             self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
@@ -72,6 +72,7 @@ class Update:
         self._optimizers.step(number, (1.0 / factor).float(), skip.float())
 
     def _wait(self) -> None:
+        # A list that is nearly always empty: only a save puts something into it.
         while self.before_next:
             self.before_next.pop()()
 
@@ -82,6 +83,8 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
     if clip.value is not None:
         torch._foreach_clamp_min_(shards, -clip.value)
         torch._foreach_clamp_max_(shards, clip.value)
+
+    # A gradient may be as large as a fixed fraction of its weights.
     if clip.adaptive is not None:
         for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
             limit = clip.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)
