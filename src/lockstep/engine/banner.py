@@ -136,7 +136,7 @@ def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     if config.lr.scaling == "none":
         return landmarks
-    # The landmarks are already scaled: say by which rule, or they look like a mistake.
+    # The landmarks are already scaled. Without the rule they would look like a mistake.
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 

@@ -1,6 +1,6 @@
-"""One step on this rank: the micro-batch being computed, what the losses add up to, the control word.
+"""One step on this rank: the micro-batch being computed, its losses so far, and the control word.
 
-A driver runs the micro-batches and asks here for everything that is not about executing the model: the random stream of
+A driver runs the micro-batches. It asks here for everything that is not about executing the model: the random stream of
 each micro-batch, the factor that its gradient starts with, and the control word that travels with the last gradients.
 """
 
@@ -117,6 +117,7 @@ class StepControl:
             self.find_reference_weight(loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
+
         # Most runs plan no faults, and pay no more than this comparison.
         if faults.in_environment != [] and (kind := faults.fire("loss", self.step)):
             loss.total = loss.total * float(kind)

@@ -1,8 +1,8 @@
 """Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
 
-The result does not depend on it. A micro-batch has the same samples and random numbers on any rank, and sums are
-divided once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Loader processes read ahead, so a new deal takes effect at a later position in the data, on which all ranks agree first.
+This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
+once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once. Loader
+processes read ahead, so a new deal takes effect at a later position in the data, which all ranks agree on first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pace(NamedTuple):
 
 
 def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """Return the plan with what follows from `load_balance`, or refuse it."""
+    """Return the plan, changed to fit `load_balance`, or refuse it."""
     if speeds == "none":
         return plan
     if not isinstance(speeds, str) and len(speeds) != plan.world:
@@ -75,7 +75,7 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
 def open_load_balancer(
     speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log: Callable[..., None]
 ) -> LoadBalancer | None:
-    """Return a balancer that measures, with `auto`. Given numbers are applied at once, and stay."""
+    """Return a balancer that measures speeds, with `auto`. Speeds that are given are applied now, and stay."""
     if speeds == "none" or plan.world == 1:
         return None
 

@@ -150,7 +150,7 @@ class Run:
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
 
-        # Both travel to the other ranks in the control word of the next step.
+        # The control word of the next step carries both to the other ranks.
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
         self.stepper.context.requests.save = self.checkpoints.save_is_due_by_clock()
 
@@ -169,7 +169,7 @@ class Run:
             self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # the state is that of a checkpoint
 
-        # Not in `finish`: this also compares what the task or the user's loop changes after a step.
+        # Here and not in `finish`, to include what the task or the user's loop changes after a step.
         if save_due or step % self.config.checks.every == 0:
             self._check_replicas()
 
@@ -315,7 +315,7 @@ class Run:
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
 
-        # All ranks learn from the control word of the same step that some rank has seen a new metric.
+        # The control word of the same step tells all ranks that some rank has seen a new metric.
         metrics = stepper.context.metrics
         if metrics.new:
             self.recorder.agree_on_names(metrics.seen)
@@ -352,7 +352,7 @@ class Run:
             check_replicas(self.driver.model, self.runtime)
 
     def _save_checkpoint(self, evaluation_due: bool) -> None:
-        # Rank 0's buffers are the ones that are saved.
+        # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 
         # Checkpoints are compared by the evaluation of their weights, if there was one.

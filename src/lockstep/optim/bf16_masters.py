@@ -31,6 +31,7 @@ class MasterWeights:
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
         """`rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding."""
         self.rounding = rounding
+        self.persistent = rounding == "master"  # stand-ins live on between two steps
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
@@ -38,11 +39,6 @@ class MasterWeights:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
-
-    @property
-    def persistent(self) -> bool:
-        """Whether stand-ins live on between two steps, as master weights do."""
-        return self.rounding == "master"
 
     def named(self) -> dict[int, str]:
         """Return the name of each parameter, by the id of its stand-in."""
@@ -81,6 +77,8 @@ class MasterWeights:
         """Return a float32 stand-in of the same placement. Frozen parameters stand for themselves."""
         if not parameter.requires_grad:
             return parameter
+
+        # A stand-in for one update has memory only while that lasts.
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
@@ -107,6 +105,7 @@ class MasterWeights:
         """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
         parameters = self._parameters
         learning = [s for s in group["params"] if id(s) in parameters and parameters[id(s)].grad is not None]
+
         for stand_ins in by_mesh(learning):
             part: list[Tensor] = []
             size = 0
