@@ -94,7 +94,10 @@ class Outcomes:
             skip_reason=skip_reason,
         )
         if result.weight == 0:
-            self._count_empty(step)
+            self.empty_in_a_row += 1
+            if self.empty_in_a_row == MANY_EMPTY and self._log_event:
+                reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
+                self._log_event("warning", step=step, reason=reason)
             return result
 
         # A loss spike says nothing about the loss scale; an overflow does.
@@ -111,12 +114,6 @@ class Outcomes:
         else:
             self._skip(result, control, spike=finite, scale_lowered=scale_lowered)
         return result
-
-    def _count_empty(self, step: int) -> None:
-        self.empty_in_a_row += 1
-        if self.empty_in_a_row == MANY_EMPTY and self._log_event:
-            reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
-            self._log_event("warning", step=step, reason=reason)
 
     def _skip(self, result: StepResult, control: StepControl, spike: bool, scale_lowered: bool) -> None:
         """Log a skipped step, and act on it. Collective: every rank must call it."""

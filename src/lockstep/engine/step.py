@@ -74,6 +74,7 @@ class Stepper:
         `before_reduce` is called before the gradients are reduced, to measure this rank's own work.
         """
         scale = LossScale(DynamicScaler(config.scaler), runtime) if precision.needs_scaler else None
+        self.scaler = scale.scaler if scale else None  # with fp16
         self.driver = driver
         self.learning_rate = learning_rate
         self.outcomes = Outcomes(config, scale, runtime, log_event)
@@ -197,11 +198,6 @@ class Stepper:
         self.sums = self._no_sums()
         self._pending = None
         self.lr = self.learning_rate.at(self.counters.applied)
-
-    @property
-    def scaler(self) -> DynamicScaler | None:
-        """The loss scale of fp16; None in other precisions."""
-        return self.context.loss_scale.scaler if self.context.loss_scale else None
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()
