@@ -32,6 +32,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     after_step = _own_method(task, "after_step")
     if before_batch:
         check_before_batch(builder.config, setup.driver.placement, builder.runtime.world.alone)
+
     if hasattr(task, "state_dict"):
         builder.others["task"] = task  # saved with every checkpoint
     run = builder.setup_run(data(), task.collate)
@@ -52,6 +53,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             batches.batches = _call_before_each(batches.batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
+
         step = run.stepper.counters.step
 
         # The user's own code may take long: in a phase of its own, the launcher does not take it for a hang.
@@ -61,6 +63,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             run.runtime.heartbeat.beat("data")
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
+        # After the evaluation, so that a checkpoint knows how good its weights are.
         run.maintain()
 
     # The weights first: an error in an evaluation or in `show` must not lose them.

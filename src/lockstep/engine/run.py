@@ -201,11 +201,13 @@ class Run:
         evaluation = self.evaluator.evaluate(
             data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
         )
+
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
             self._agreed.preempt = True
             self.maintain(evaluation_due=True)
             raise AssertionError("maintain() ends a preempted process")
+
         self.evaluation = evaluation
         return evaluation
 
@@ -245,6 +247,7 @@ class Run:
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
+
         # The user gets the model and the optimizers back as plain ones.
         self.optimizers.release()
         release_captures(self.driver.model)
@@ -278,6 +281,7 @@ class Run:
         """End this process with `Preempted`. All ranks have saved at the same step."""
         step = self.stepper.counters.step
         self.close_loaders()
+
         # A checkpoint that could not be committed is no place to resume from.
         newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
         path = self.folder.as_shown(newest) if newest else None
@@ -297,6 +301,7 @@ class Run:
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
             if self.load_balancer:
                 self.load_balancer.mark()
+
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
@@ -331,6 +336,7 @@ class Run:
     def _accept_requests(self, result: StepResult | None) -> None:
         if result is None:
             return
+
         self._agreed.stop |= result.stop
         self._agreed.preempt |= result.preempt
         self._agreed.save |= result.save
@@ -342,6 +348,7 @@ class Run:
         """Return to the last checkpoint; from now on the samples of the spoiled step are left out."""
         self.stepper.outcomes.spoiled = None
         resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
+
         # The log interval is again that of the checkpoint: the steps in between are undone.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
         self._interval.clear()

@@ -125,6 +125,7 @@ class RunBuilder:
                 "",
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
+
         check_plain(model)
         if self.precision.rounding:
             check_statistics(model, self.precision)

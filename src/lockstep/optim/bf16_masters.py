@@ -127,6 +127,7 @@ class MasterWeights:
             wide = local(stand_in)
             wide.untyped_storage().resize_(wide.numel() * wide.element_size())
             wide.copy_(local(parameter))
+
             # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
             cut_off = optimizer.state.get(stand_in, {}).get(COMPENSATION)
             if cut_off is not None:

@@ -49,6 +49,7 @@ class Update:
         """
         if self._clip.norm is None:
             return 1.0
+
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
@@ -59,7 +60,8 @@ class Update:
             self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
             return
 
-        if parameters:  # a pipeline stage may have nothing to train
+        # A pipeline stage may have nothing to train.
+        if parameters:
             grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
             torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
             if self._clips_elements:
