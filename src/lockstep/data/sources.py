@@ -242,13 +242,15 @@ class MapSource:
             yield micro
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
-        """Return batches on the device. They are read from the present position on, without end."""
-        # Those of the last step go on, except at the start and after a resume.
+        """Return batches on the device, an endless series from the present position on."""
+        # The series of the last step continues, except at the start and after a resume.
         if self._ahead is None or self._ahead_at != self.position:
-            config, device = self.options.config, self.options.device
+            config = self.options.config
             requests = self._requests(self.position)
-            ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
-            self._ahead = one_ahead(ahead, SideStream(device)) if device.type == "cuda" else ahead
+            self._ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+            # On a CPU there is no copy to overlap.
+            if self.options.device.type == "cuda":
+                self._ahead = one_ahead(self._ahead, SideStream(self.options.device))
         self._ahead_at = self._after(window)
         return self._ahead
 

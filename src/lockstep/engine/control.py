@@ -106,7 +106,8 @@ class StepControl:
         self._context.runtime.heartbeat.beat("compute", self.step)
 
         # The first stage of a pipeline draws what a single process would.
-        self.seed("model", micro.index, *((stage,) if stage else ()))
+        keys = (micro.index, stage) if stage else (micro.index,)
+        self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
         """Add the loss of the micro-batch to the step's sums. Returns the factor that its gradient starts with."""

@@ -328,8 +328,9 @@ class Run:
             metrics.new = False
 
         # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
-        steps, samples = self._interval["steps"], self._interval["samples"]
-        self.recorder.interval(stepper.sums, steps, samples, outcomes.skipped_since_log, facts)
+        self.recorder.interval(
+            stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, facts
+        )
         self._interval.clear()
         outcomes.skipped_since_log = 0
 

@@ -266,7 +266,8 @@ class RunBuilder:
     # ---- parts of setup_run ----
 
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
-        config, placement = self.config, driver.placement
+        config = self.config
+        placement = driver.placement
         # Ranks that differ in tp or pp only go through the same samples, so they count as one.
         data_world = World(placement.data_rank, placement.data_size)
 
