@@ -73,14 +73,22 @@ class SampleReader:
             samples.append(self.dataset[int(index)])
         return self.collate(samples)
 
-    __getitem__ = __call__  # so that a DataLoader can carry whole requests to its workers
-
     def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:
             seed_everything(derive(self.seed, "sample", epoch, index))
 
 
 # ---- worker processes ----
+
+
+@dataclass
+class _OneRequestPerItem(torch.utils.data.Dataset):
+    """Lets torch's DataLoader carry whole requests to its workers."""
+
+    reader: SampleReader
+
+    def __getitem__(self, index: Request) -> Any:
+        return self.reader(index)
 
 
 def read_all(
@@ -92,7 +100,7 @@ def read_all(
         return map(pin, batches) if pin_memory else batches
 
     loader = DataLoader(
-        reader,  # pyrefly: ignore[bad-argument-type]
+        _OneRequestPerItem(reader),
         # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=operator.itemgetter(0),

@@ -108,6 +108,7 @@ class MapSource:
         self.options = options
         self.world = options.world
         self.length = len(sampler)
+        self._samples = len(reader.dataset)
         self.position = 0  # samples consumed so far
         self.passed_over: list[tuple[int, int]] = []  # positions left out because they spoiled a step
 
@@ -139,7 +140,7 @@ class MapSource:
 
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
-        ids = {index * len(self.reader.dataset) // most for index in range(most)}
+        ids = {index * self._samples // most for index in range(most)}
         return [self.reader((0, [index])) for index in sorted(ids)]
 
     def close(self) -> None:
