@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def _created(path: Path) -> bool:
 def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
     """Refuse a phase that never comes: the fault would never happen, and its test would prove nothing."""
     known = [*phases, *PLACES]
-    for fault in faults:
+    for fault in planned():
         if fault.phase is not None and fault.phase not in known:
             raise UserError(
                 f"phase={fault.phase!r} of a fault does not exist",
@@ -137,15 +136,22 @@ def from_text(text: str) -> list[Fault]:
         ) from None
 
 
-@cache
-def planned() -> list[Fault]:
-    """Return the faults of the environment, which is read once."""
-    return from_text(os.environ.get(VARIABLE) or "[]")
+# None: the environment has not been read. Code that runs in every step calls `fire` only if this is not empty.
+in_environment: list[Fault] | None = None
 
 
 def reset() -> None:
     """Read the environment again at the next `fire`."""
-    planned.cache_clear()
+    global in_environment
+    in_environment = None
+
+
+def planned() -> list[Fault]:
+    """Return the faults of the environment, which is read once."""
+    global in_environment
+    if in_environment is None:
+        in_environment = from_text(os.environ.get(VARIABLE) or "[]")
+    return in_environment
 
 
 # ---- in the ranks ----
@@ -156,14 +162,9 @@ def fire(phase: str, step: int) -> str | None:
 
     One that only the caller can carry out (`RETURNED`) is returned; it is always one of this `phase`.
     """
-    # The usual case, in every phase of every step: no faults, and no time lost.
-    faults = planned()
-    if not faults:
-        return None
-
     rank = int(os.environ.get("RANK", "0"))
     returned = None
-    for fault in faults:
+    for fault in planned():
         if fault.due(phase, step, rank):
             if fault.how in RETURNED:
                 returned = fault.how

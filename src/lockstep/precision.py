@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,8 +56,10 @@ class Precision:
         """Whether the forward runs under autocast."""
         return self.compute in (torch.bfloat16, torch.float16)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device_type, dtype=self.compute) if self.casts else nullcontext()
+    @cached_property
+    def autocast(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What makes the context for a forward. It is chosen once: a run without autocast pays nothing for it."""
+        return partial(torch.autocast, self.device_type, dtype=self.compute) if self.casts else nullcontext
 
     def set_tf32(self) -> None:
         """Set torch's global switches for TF32 on a GPU. Only precision=fp32, asked for by name, turns it off."""
@@ -338,26 +341,26 @@ class DynamicScaler:
 
 
 class LossScale:
-    """The factor that a backward starts with: 1, or under fp16 the scaler's value, the same on all ranks."""
+    """The factor that a backward of fp16 starts with, on which all ranks agree. Other precisions have none."""
 
-    def __init__(self, scaler: DynamicScaler | None, runtime: Runtime):
+    def __init__(self, scaler: DynamicScaler, runtime: Runtime):
         self.scaler = scaler
         self.runtime = runtime
 
     @property
     def value(self) -> float:
         """The factor on the sum of a micro-batch's losses."""
-        return self.scaler.value / (self.scaler.reference_weight or 1.0) if self.scaler else 1.0
+        return self.scaler.value / (self.scaler.reference_weight or 1.0)
 
     @property
     def logarithm(self) -> float:
         """The number in the control word that the ranks compare."""
-        return math.log2(self.scaler.value) if self.scaler else 0.0
+        return math.log2(self.scaler.value)
 
     @property
     def needs_reference_weight(self) -> bool:
         """Whether `find_reference_weight` must be called: before the first micro-batch no weight is known."""
-        return self.scaler is not None and self.scaler.reference_weight is None
+        return self.scaler.reference_weight is None
 
     def find_reference_weight(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
         """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
@@ -365,7 +368,6 @@ class LossScale:
         We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
         comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
         """
-        assert self.scaler is not None
         # Padding and stages without a loss would distort the mean: they add nothing.
         counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
@@ -376,5 +378,5 @@ class LossScale:
 
     def check_equal(self, logarithms: float, ranks: int) -> None:
         """Raise if the ranks' scales differ. `logarithms` is their sum over all ranks."""
-        if self.scaler and abs(logarithms / ranks - self.logarithm) > 1e-3:
+        if abs(logarithms / ranks - self.logarithm) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: it is {self.scaler.value} on this rank")

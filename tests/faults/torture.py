@@ -43,7 +43,7 @@ def planned(kills: int, steps: int, seed: int) -> list[Fault]:
     """Kills spread over the run, in every phase of a step and of a save."""
     draw = random.Random(seed)
     faults = []
-    phases = [*IN_A_STEP, *IN_A_SAVE] * (1 + kills // 9)
+    phases = [*IN_A_STEP, *IN_A_SAVE] * -(-kills // 9)  # each as often as any other
     draw.shuffle(phases)
     for number, phase in enumerate(phases[:kills]):
         step = 1 + number * (steps - 1) // kills

@@ -103,9 +103,6 @@ class CheckpointManager:
             settings.asynchronous,
         )
 
-        # A snapshot may still be copying the optimizers' state when the next step wants to change it.
-        state.stepper.update.before.append(self.saver.wait_for_copy)
-
         # A save has been started, and the ranks have not yet agreed on how it ended.
         self._in_flight = False
 
@@ -359,6 +356,8 @@ class CheckpointManager:
             **loop_state,
         }
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
+        # The optimizers' state may still be being copied when the next update wants to change it.
+        self.state.stepper.update.before_next.append(self.saver.wait_for_copy)
 
         self._in_flight = True
         self._saved_step = step

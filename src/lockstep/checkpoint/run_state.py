@@ -73,7 +73,7 @@ class RunState:
     ):
         """Keep references to what a run consists of; nothing is copied.
 
-        `stepper`: the engine's, which has state, counts steps, and calls `update.before` before parameters change.
+        `stepper`: the engine's. It has state, counts steps, and calls `update.before_next` before the next change.
         `others`: the task, and what the user's loop has registered.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.

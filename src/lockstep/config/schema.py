@@ -54,7 +54,7 @@ Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-Precision = Literal[
+PrecisionName = Literal[
     "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
 ]
 
@@ -240,7 +240,7 @@ class RunConfig(Section):
     tail: Literal["short", "drop"] = _key("short", "last incomplete step of an epoch: train it, or drop it")
 
     # How the model is computed and shared.
-    precision: Precision = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
+    precision: PrecisionName = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
     optimizer: str = _key("task", "the task's own, or one of optim/registry.py by name, with the task's groups")
     strategy: StrategyName = _key("ddp", "how the ranks share the model")
     blocks: list[str] | None = _key(

@@ -1,7 +1,7 @@
 """Reading samples, in this process or in worker processes, and moving batches to the device.
 
-Randomness is keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU are
-copied on a stream of their own, one micro-batch ahead, while the GPU computes.
+Random numbers are keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU
+are copied on a stream of their own, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class SampleReader:
 
     def __post_init__(self) -> None:
         plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        if plain:
+            self.collate = default_collate  # without the detour through the task
+
+        # A Subset always has `__getitems__`, so the dataset in it decides.
+        innermost = self.dataset
+        while isinstance(innermost, Subset):
+            innermost = innermost.dataset
+        self._reads_in_batches = hasattr(innermost, "__getitems__")
+
         # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
         self._gathers = type(self.dataset) is TensorDataset and plain
 
@@ -52,13 +61,12 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
-
-        if _reads_in_batches(self.dataset):
+        if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
             return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
 
-        # Each sample has a seed of its own, so that it does not matter which were read before it.
+        # Each sample has its own seed, so that it does not depend on those read before it.
         samples = []
         for index in ids:
             self._seed(epoch, int(index))
@@ -68,13 +76,6 @@ class SampleReader:
     def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:
             seed_everything(derive(self.seed, "sample", epoch, index))
-
-
-def _reads_in_batches(dataset: Any) -> bool:
-    """Return whether a dataset has `__getitems__`. A Subset always has it, so the dataset in it decides."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
 
 
 # ---- worker processes ----
@@ -100,7 +101,7 @@ def read_all(
 
     loader = DataLoader(
         _OneRequestPerItem(reader),
-        # A "batch" of this loader is one request, so that its order and its size stay ours.
+        # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=operator.itemgetter(0),
         num_workers=workers,
@@ -151,7 +152,7 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
         return batch
 
     def moved(tensor: Tensor) -> Tensor:
-        # A subclass of Tensor knows better how it is moved.
+        # A subclass of Tensor has its own way of moving.
         if move and type(tensor) is Tensor:
             return move(tensor)
         return tensor.to(device, non_blocking=True)
@@ -216,7 +217,7 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
     """Yield batches on the device, each after `link` has sent the next one.
 
-    A batch that cannot be read raises its error when it is its turn, not one batch early.
+    A batch that cannot be read raises its error in its turn, not one batch early.
     """
     # At most two batches are on their way: the one that is due, and the one after it.
     waiting: list[Any] = []
@@ -234,7 +235,7 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
         if not isinstance(problem, StopIteration):
             raise problem
     finally:
-        # Batches that are thrown away: their memory must not be used again before the copy has ended.
+        # Batches that are dropped: their memory must not be reused before the copy has ended.
         for sent in waiting:
             link.receive(sent)
 
@@ -242,9 +243,9 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
 class SideStream:
     """Copies batches to the device on a CUDA stream of its own.
 
-    Memory is taken from the stream that computes, in the order of the host: a batch that is no longer needed makes room
-    for the next but one, however far the host has run ahead. A copy therefore begins when the work that was queued
-    before it is done, and overlaps with the work of the batch in between.
+    Its memory belongs to the stream that computes: a batch that is no longer needed makes room for the next but one,
+    however far the host has run ahead. A copy therefore begins when the work that was queued before it is done, and
+    overlaps with the work of the batch in between.
     """
 
     def __init__(self, device: torch.device):
@@ -252,7 +253,7 @@ class SideStream:
         self.stream = torch.cuda.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
-        """Begin to copy, after the work that the device has been given so far. The host does not wait."""
+        """Queue a copy behind the work that the device has so far. The host does not wait."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
         arrived = torch.cuda.Event()
@@ -266,8 +267,8 @@ class SideStream:
         return batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # A tensor on a GPU belongs to the computing stream: if another one read it, its memory might be used again
-        # before the read has ended.
+        # A tensor on a GPU belongs to the computing stream: if another one read it, its memory might be reused before
+        # the read has ended.
         if tensor.is_cuda:
             return tensor.to(self.device, non_blocking=True)
 

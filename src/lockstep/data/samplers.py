@@ -1,7 +1,7 @@
-"""Samplers: which sample comes at which position of an epoch, as a pure function of (epoch, position).
+"""Samplers: they decide which sample comes at a position of an epoch, as a pure function of (epoch, position).
 
-A sampler has no state and knows no rank. Any position of any epoch can be computed at once, so that the state of a
-run's data is one integer, resuming costs nothing, and every position is trained exactly once on any number of ranks.
+A sampler has no state and knows no rank. Any position of any epoch can be computed directly, so the state of a run's
+data is one integer, resuming costs nothing, and every position is trained exactly once on any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ ROUNDS = 8  # of the Feistel network
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Chooses samples. An id may come several times in an epoch, or never; each *position* comes once."""
+    """Chooses samples. An id may come several times in an epoch, or never; every *position* comes once."""
 
     def __len__(self) -> int:
         """Return the number of positions in an epoch."""
-        ...
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the sample ids (int64) at positions [start, stop) of an epoch. It must be a pure function."""
-        ...
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A dataset with a sampler of the user's own: `Task.data` may return it in place of the dataset.
+    """A dataset with the user's own sampler: `Task.data` may return it in place of the dataset.
 
     Its items are those of the dataset, and its length is the number of positions in the sampler's epoch.
     """

@@ -1,6 +1,6 @@
-"""Batch sources over datasets: the micro-batches of each global step that belong to this rank.
+"""Batch sources over datasets: they give this rank its micro-batches of each global step.
 
-The whole state of a map-style source is one integer: samples consumed so far.
+The state of a map-style source is one integer, the number of samples consumed so far.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What every source over a dataset is given: the shape of a step, the configuration, and this rank."""
+    """What a source over a dataset must know: the shape of a step, the configuration, and this rank."""
 
     global_batch: int
     micro_batch: int
@@ -49,15 +49,14 @@ class SourceOptions:
     @property
     def pins_memory(self) -> bool:
         """Whether batches go through page-locked host memory."""
-        if self.config.pin_memory == "auto":
-            return self.device.type == "cuda"
-        return self.config.pin_memory
+        pin_memory = self.config.pin_memory
+        return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
 
 
 def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceOptions) -> BatchSource:
-    """Return the source for the object that `Task.data()` has returned.
+    """Return the source for what `Task.data()` returned.
 
-    That is a dataset with `__getitem__`, one with a sampler of its own (`Sampled`), a stream, or already a source.
+    `data` is a dataset with `__getitem__`, one with its own sampler (`Sampled`), a stream, or already a source.
     """
     if isinstance(data, BatchSource):
         return data
@@ -113,11 +112,11 @@ class MapSource:
         self.length = len(sampler)
         self._samples = len(reader.dataset)
         self.position = 0  # samples consumed so far
-        self.passed_over: list[tuple[int, int]] = []  # positions left out because they have spoiled a step
+        self.passed_over: list[tuple[int, int]] = []  # positions left out because they spoiled a step
 
         # The position up to which this rank's micro-batches are decided: workers may be reading them.
         self.dealt_until = 0
-        # (first position, weights of the ranks from there on), in the order of the positions.
+        # (first position, weights of the ranks from there on), in ascending order.
         self._deals: list[tuple[int, tuple[float, ...]]] = []
 
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.
@@ -125,7 +124,7 @@ class MapSource:
         self._ahead_at = 0
 
     def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next global step. Nothing is read before it is iterated over."""
+        """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
         window = self._window(self.position)
         micros = self._micro_batches(window)
         after = self._after(window)
@@ -143,21 +142,21 @@ class MapSource:
 
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
-        ids = sorted({index * self._samples // most for index in range(most)})
-        return [self.reader((0, [index])) for index in ids]
+        ids = {index * self._samples // most for index in range(most)}
+        return [self.reader((0, [index])) for index in sorted(ids)]
 
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
 
     def upcoming(self, most: int = 64) -> list[Any]:
-        """Return the epoch and the ids of the next samples, whatever the batch: a resume must find them again."""
-        # No further than the epoch: the batch may differ after a resume.
+        """Return the epoch and the ids of the next samples. A resumed run must find the same, whatever its batch."""
+        # Only up to the end of the epoch: what follows depends on the batch.
         window = self._window(self.position)
         ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, self.length))
         return [window.epoch, *ids.tolist()]
 
     def pass_over(self, span: tuple[int, int]) -> None:
-        """Never train on these positions again: they have spoiled a step."""
+        """Never train on these positions again: they spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
     def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
@@ -183,7 +182,7 @@ class MapSource:
                 "give the run its old dataset back, or start a new run",
             )
 
-        # Workers that run ahead stand at the old position.
+        # The batches that were read ahead are those of the old position.
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
         self._ahead = None
@@ -192,18 +191,17 @@ class MapSource:
     # ---- which samples ----
 
     def _window(self, position: int) -> Window:
-        """Return the window at a position, without the samples that were passed over."""
+        """Return the window at a position, without the samples that are passed over."""
         for start, stop in self.passed_over:
             if start <= position < stop:
                 position = stop
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
-        # A window of another size, after a resume, may reach into what is left out.
+        # After a resume with another batch, a window may reach into the samples that are passed over.
         for start, _ in self.passed_over:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
-
         return window
 
     def _after(self, window: Window) -> int:
@@ -216,15 +214,15 @@ class MapSource:
         """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
         count = self._count(window)
         rank, size = self.world.rank, self.world.size
+        self.dealt_until = max(self.dealt_until, self._after(window))
         if self.options.interleaved:
             own = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
             weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
             own = deal(count, rank, size, weights)
-        self.dealt_until = max(self.dealt_until, self._after(window))
 
-        # Padding repeats a micro-batch with weight 0: collectives need every rank.
+        # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         micros = [self._micro_batch(window, index, padding=False) for index in own]
         wanted = -(-count // size) if self.options.collective_forwards else 1
         while len(micros) < wanted:
@@ -239,7 +237,7 @@ class MapSource:
     # ---- reading them ----
 
     def _deliver(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
-        # In the training process of a CPU run, reading ahead would overlap with nothing.
+        # Without workers or a GPU, reading ahead would overlap with nothing.
         reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
         ahead = self._read_ahead(window) if reads_ahead else None
         for micro in micros:
@@ -247,22 +245,20 @@ class MapSource:
             yield micro
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
-        """Return the batches of the running workers; start new ones if these are elsewhere, as after a resume."""
+        """Return batches on the device, an endless series from the present position on."""
+        # The series of the last step continues, except at the start and after a resume.
         if self._ahead is None or self._ahead_at != self.position:
-            self._ahead = self._read(self._requests(self.position))
+            config = self.options.config
+            requests = self._requests(self.position)
+            self._ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+            # On a CPU there is no copy to overlap.
+            if self.options.device.type == "cuda":
+                self._ahead = one_ahead(self._ahead, SideStream(self.options.device))
         self._ahead_at = self._after(window)
         return self._ahead
 
-    def _read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Return the batches for an endless series of requests, on the device."""
-        config = self.options.config
-        batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
-        # On a CPU there is no copy to overlap.
-        if self.options.device.type == "cuda":
-            return one_ahead(batches, SideStream(self.options.device))
-        return batches
-
     def _requests(self, position: int) -> Iterator[Request]:
+        """Yield the epoch and the ids of this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
             for micro in self._micro_batches(window):
@@ -271,7 +267,7 @@ class MapSource:
 
 
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own shard. Resuming repeats the epoch, which is logged."""
+    """An iterable dataset: every rank and worker reads its own shard. A resumed run repeats the epoch, and says so."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.dataset = dataset
@@ -292,17 +288,14 @@ class StreamSource:
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
         self._next: Any = None  # the batch that was read one ahead
-        self._last: MicroBatch | None = None  # the last one of this epoch that was trained: it serves as padding
+        self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
         micros = [] if self._ended else self._pull()
-
-        # A rank whose shard has ended earlier than that of others repeats its last micro-batch with weight 0.
-        if micros:
-            self._last = micros[-1]
-        last = self._last
+        # A rank whose shard ends before those of others repeats its last micro-batch with weight 0.
+        self._last = last = micros[-1] if micros else self._last
         if last is None:
             world = self.options.world
             raise UserError(
@@ -312,7 +305,7 @@ class StreamSource:
                 "__iter__ starts again",
             )
 
-        # The samples of the other ranks are an estimate: they are not asked.
+        # The other ranks are not asked: their number of samples is an estimate.
         samples = sum(micro.samples for micro in micros) * self.options.world.size
         wanted = self._count if self.options.collective_forwards else 1
         while len(micros) < wanted:
@@ -338,24 +331,22 @@ class StreamSource:
         self.epoch = int(state["epoch"])
 
     def _pull(self) -> list[MicroBatch]:
-        """Read the micro-batches of one step, fewer of them at the end."""
+        """Read the micro-batches of one step. There are fewer at the end of the stream."""
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
 
-        # Indices of a stream's micro-batches are by rank: their order in the stream is not known.
+        # Micro-batches of a stream are numbered rank by rank, since their order in the stream is not known.
         index = self.options.world.rank * self._count
         micros: list[MicroBatch] = []
 
         # One is read ahead, so that the end is known with the last batch, not after it.
         while self._next is not None and len(micros) < self._count:
             samples, batch = self._next
-            micros.append(MicroBatch(batch, index + len(micros), samples, self.epoch))
+            micros.append(MicroBatch(to_device(batch, self.options.device), index + len(micros), samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
-        for micro in micros:
-            micro.data = to_device(micro.data, self.options.device)
         return micros
 
     def _open(self) -> Iterable[Any]:
@@ -365,7 +356,6 @@ class StreamSource:
 
         options = self.options
         workers = options.config.workers
-        pins_memory = options.pins_memory
         loader = DataLoader(
             _Shard(self.dataset, options, self.epoch),
             # The shard already makes micro-batches.
@@ -373,27 +363,28 @@ class StreamSource:
             collate_fn=_Collate(self.collate),
             num_workers=workers,
             prefetch_factor=options.config.prefetch if workers else None,
-            pin_memory=pins_memory and workers > 0,
+            pin_memory=options.pins_memory and workers > 0,
             worker_init_fn=outlive_signals,
         )
 
         # Batches that are read in this process are pinned in this process.
-        pins_here = pins_memory and not workers and options.device.type != "cpu"
-        return map(pin, loader) if pins_here else loader
+        if options.pins_memory and not workers and options.device.type != "cpu":
+            return map(pin, loader)
+        return loader
 
 
+@dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The samples of one (rank, worker) of a stream, in micro-batches.
+    """The samples of one worker of one rank of a stream, in micro-batches.
 
     `stride`: every k-th sample. All ranks and workers read the whole stream, with the same random numbers at the same
     position, so a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
     """
 
-    def __init__(self, dataset: Any, options: SourceOptions, epoch: int):
-        self.dataset = dataset
-        self.options = options
-        self.epoch = epoch
+    dataset: Any
+    options: SourceOptions
+    epoch: int
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Readers are numbered over all workers of all ranks.
@@ -411,14 +402,14 @@ class _Shard(IterableDataset):
             yield micro_batch
 
     def _seeded(self, stream: int) -> Iterator[Any]:
-        """Yield the dataset's samples, each drawn under its own seed, which depends on `stream`."""
+        """Yield the dataset's samples, each with its own seeds, which also depend on `stream`."""
         seed = self.options.seed
         # The dataset's `__iter__` may draw as well, for example the order of its files.
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
 
         for position in itertools.count():
-            # Again before each sample: between two of them training has drawn from the same generators.
+            # Seed before each sample: since the last one, training has drawn from the same generators.
             seed_everything(derive(seed, "stream", self.epoch, stream, position))
             try:
                 sample = next(samples)

@@ -75,7 +75,7 @@ def describe_run(
         # Settings that change what a step costs. What is off is not mentioned.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
         "graph": _graph(config) if wants_graph(config, runtime) else None,
-        "optimizer": _optimizer(config) if config.optimizer != "task" else None,
+        "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": about(config.ddp) if several and config.ddp.hook != "none" else None,
     }
     return {name: text for name, text in facts.items() if text}
@@ -120,32 +120,29 @@ def _data(plan: Plan, config: RunConfig) -> str:
     # A stream does not know its length, so there are no epochs, and no position to resume at exactly.
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
+
     # What happens to the samples at the end of an epoch that do not fill a step.
-    tail = ""
     rest = plan.samples % plan.global_batch
+    tail = f", last one {config.tail}" if rest else ""
     if rest and config.tail == "drop":
         tail = f", the last {rest} samples of an epoch dropped"
-    elif rest:
-        tail = f", last one {config.tail}"
-    per_epoch = f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}"
-    return f"{per_epoch}; {plan.steps} steps = {plan.steps / plan.steps_per_epoch:.2f} epochs"
+    return (
+        f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; "
+        f"{plan.steps} steps = {plan.steps / plan.steps_per_epoch:.2f} epochs"
+    )
 
 
 def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
     if config.lr.scaling == "none":
         return landmarks
-    # The landmarks are already scaled: say by which rule, or they look like a mistake.
+    # The landmarks are already scaled. Without the rule they would look like a mistake.
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 
 def _graph(config: RunConfig) -> str:
-    text = "the model's calls are captured"
-    return f"{text} if launch-bound, which is logged then" if config.graph == "auto" else text
-
-
-def _optimizer(config: RunConfig) -> str:
-    return f"{config.optimizer} in place of the task's: {describe_optimizer(config.optimizer)}"
+    condition = " if launch-bound, which is logged then" if config.graph == "auto" else ""
+    return f"the model's calls are captured{condition}"
 
 
 def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
@@ -173,7 +170,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
 
 
 def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
-    """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas, about which there is nothing to say."""
+    """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas: there is nothing to say about them."""
     strategy = config.sharing
     if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
         return None
@@ -192,13 +189,12 @@ def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> 
 
 
 def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
-    """Describe what the pp and tp axes divide."""
     parts = []
     pp_size, tp_size = mesh.sizes["pp"], mesh.sizes["tp"]
-    # A rank holds several stages under an interleaved schedule, which has its own default number.
     if pp_size > 1:
         from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
 
+        # A rank holds several stages under an interleaved schedule, which has its own default number.
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         parts.append(f"{stages} stages over {pp_size} ranks")
 
@@ -221,8 +217,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
 
     over = f"sharded over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")
     # FSDP gathers one block at a time. Without blocks it gathers everything.
-    blocks = find_blocks(model, config.blocks)
-    if blocks:
+    if blocks := find_blocks(model, config.blocks):
         return f"{_count_blocks(blocks)}, {over}"
     name = class_to_name(model)
     suggestion = f" (name some, such as blocks=[{name}])" if name else ""
@@ -241,8 +236,7 @@ def _remat(model: nn.Module, config: RunConfig) -> str:
 def _count_blocks(blocks: list[nn.Module]) -> str:
     """`4 blocks of Layer, 2 of Encoder`"""
     (first, number), *rest = Counter(class_name(block) for block in blocks).items()
-    words = [f"{_count(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)]
-    return ", ".join(words)
+    return ", ".join([f"{_count(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)])
 
 
 def _count(number: int, noun: str) -> str:
@@ -284,7 +278,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Return each goal (`accuracy >= 0.9`) with the value found. A value that is missing or NaN reaches no goal."""
+    """Return each goal (`accuracy >= 0.9`) with its value. A value that is missing or NaN reaches no goal."""
     verdicts = []
     for goal in goals:
         name, sign, bound = goal.split()

@@ -5,7 +5,6 @@ Where a check compares ranks it is collective, and raises the same error on ever
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.driver import Placement
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, Loss, StepBatches
+from lockstep.task import BatchSource, StepBatches
 
 # Wrappers that a model must not come in, and what to type instead.
 WRAPPERS: dict[type, str] = {
@@ -31,7 +30,7 @@ WRAPPERS: dict[type, str] = {
     FSDPModule: "strategy=fsdp",
 }
 
-# Parameters are compared as integers of the same width.
+# Parameters are compared as integers of the same width, by the size of an element in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +75,7 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
 
 
 def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> None:
-    """Check that a task with `before_batch` gets the same part of every global batch on the same rank, in order."""
+    """Check that each rank runs the same part of every global batch, in order: the task keeps something for it."""
     if not placement.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
@@ -234,7 +233,7 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach().contiguous().view(INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
 
 
-# ---- the data and the loss ----
+# ---- the data ----
 
 
 def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
@@ -287,28 +286,3 @@ def check_different(digests: Sequence[str | None], fix: str) -> None:
     for rank, value in enumerate(digests):
         if value is not None and seen.setdefault(value, rank) != rank:
             raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)
-
-
-def check_loss(loss: Loss) -> None:
-    """Check what the task's `loss` returned: a sum of shape (), and a weight."""
-    if not isinstance(loss, Loss):
-        raise UserError(
-            f"loss() must return lockstep.Loss(sum, weight); it returned a {type(loss).__name__}",
-            "",
-            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
-        )
-    if loss.total.dim() != 0 or not loss.total.requires_grad:
-        raise UserError(
-            f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
-            f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
-            "",
-            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
-        )
-    # Reading a weight on the GPU would make the host wait for it.
-    on_gpu = isinstance(loss.weight, torch.Tensor) and loss.weight.is_cuda
-    if not (on_gpu or 0 <= float(loss.weight) < math.inf):
-        raise UserError(
-            f"the weight of a loss is the number of its terms; it cannot be {loss.weight}",
-            "",
-            "return a finite weight of 0 or more",
-        )

@@ -1,13 +1,13 @@
-"""One step on this rank: the micro-batch being computed, what the losses add up to, the control word.
+"""One step on this rank: the micro-batch being computed, its losses so far, and the control word.
 
-A driver runs the micro-batches and asks here for everything that is not about executing the model: the random stream of
+A driver runs the micro-batches. It asks here for everything that is not about executing the model: the random stream of
 each micro-batch, the factor that its gradient starts with, and the control word that travels with the last gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from lockstep import faults
 from lockstep.config import RunConfig
-from lockstep.engine.checks import check_loss
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
-from lockstep.observe.metrics import Sums
+from lockstep.errors import UserError
+from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import LossScale, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
-from lockstep.task import Loss, MicroBatch, StepBatches
+from lockstep.task import Loss, MicroBatch, StepBatches, Weight
 
 
 class TrainedBatch(NamedTuple):
-    """Which samples a micro-batch held. Their losses are in the step's sums."""
+    """Which samples a micro-batch held. Its loss is at the same place in `StepControl.losses`."""
 
     index: int
     epoch: int
@@ -36,7 +36,7 @@ class TrainedBatch(NamedTuple):
 
 @dataclass
 class Requests:
-    """What this rank asks of all ranks, which the next control word carries; or what all have agreed on."""
+    """What this rank asks of all ranks through the next control word; or what all of them have agreed on."""
 
     stop: bool = False  # end the loop
     save: bool = False  # write a checkpoint
@@ -60,7 +60,7 @@ class StepContext:
     config: RunConfig
     runtime: Runtime
     precision: Precision
-    loss_scale: LossScale
+    loss_scale: LossScale | None  # with fp16
     global_batch: int
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
@@ -78,8 +78,13 @@ class StepControl:
         self.step = step
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
-        self.sums = Sums()
+
+        # What the micro-batches so far held and cost, detached from the graph, and still on the device.
         self.trained: list[TrainedBatch] = []
+        self.losses: list[tuple[Tensor, Weight]] = []
+        self.metrics: list[Term] = []
+
+        self.autocast = context.precision.autocast  # makes the context in which the model and the loss are computed
         self._context = context
         self._weight: float | Tensor = 0.0
         self._loss: float | Tensor = 0.0
@@ -92,16 +97,14 @@ class StepControl:
     @property
     def needs_reference_weight(self) -> bool:
         """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
-        return self._context.loss_scale.needs_reference_weight
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model and the loss are computed."""
-        return self._context.precision.autocast()
+        scale = self._context.loss_scale
+        return scale is not None and scale.needs_reference_weight
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
         self._context.runtime.heartbeat.beat("compute", self.step)
+
         # The first stage of a pipeline draws what a single process would.
         keys = (micro.index, stage) if stage else (micro.index,)
         self.seed("model", *keys)
@@ -110,12 +113,14 @@ class StepControl:
         """Add the loss of the micro-batch to the step's sums. Returns the factor that its gradient starts with."""
         context, micro = self._context, self.micro
         assert micro is not None
-        check_loss(loss)
+        _check_loss(loss)
         if self.needs_reference_weight:
             self.find_reference_weight(loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
-        if kind := faults.fire("loss", self.step):
+
+        # Most runs plan no faults, and pay no more than this comparison.
+        if faults.in_environment != [] and (kind := faults.fire("loss", self.step)):
             loss.total = loss.total * float(kind)
 
         # Padding only keeps this rank in step with the others: it weighs nothing, and its gradient is 0.
@@ -123,12 +128,13 @@ class StepControl:
             return 0.0
         if context.reports_loss:
             self._add(loss, micro)
-        return context.loss_scale.value
+        return context.loss_scale.value if context.loss_scale else 1.0
 
     def find_reference_weight(self, weight: Any) -> None:
         """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
         context, micro = self._context, self.micro
         assert micro is not None
+        assert context.loss_scale is not None
         silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
 
@@ -143,7 +149,7 @@ class StepControl:
             stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
             step=self.step % STEP_MODULUS,
-            scale=context.loss_scale.logarithm,
+            scale=context.loss_scale.logarithm if context.loss_scale else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
             save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),
@@ -171,9 +177,14 @@ class StepControl:
         if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
             check_weight(float(loss.weight))
 
-        self._weight = self._weight + self._number(loss.weight, WEIGHT_GRID)
-        self.sums.add(loss)
+        # Losses are only collected: adding them up would be one more kernel per micro-batch.
         self.trained.append(TrainedBatch(micro.index, micro.epoch, micro.ids))
+        self.losses.append((loss.total.detach(), loss.weight))
+        if loss.metrics:
+            self.metrics += metric_terms(loss)
+
+        # The control word must hold their sums.
+        self._weight = self._weight + self._number(loss.weight, WEIGHT_GRID)
         if self._context.word_has_loss:
             self._loss = self._loss + self._number(loss.total.detach(), LOSS_GRID)
 
@@ -185,3 +196,26 @@ class StepControl:
 
 def _on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def _check_loss(loss: Loss) -> None:
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"loss() must return lockstep.Loss(sum, weight); it returned a {type(loss).__name__}",
+            "",
+            "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
+        )
+    if loss.total.dim() != 0 or not loss.total.requires_grad:
+        raise UserError(
+            f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
+            f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
+            "",
+            "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+    # Reading a weight on the GPU would make the host wait for it.
+    if not (_on_gpu(loss.weight) or 0 <= float(loss.weight) < math.inf):
+        raise UserError(
+            f"the weight of a loss is the number of its terms; it cannot be {loss.weight}",
+            "",
+            "return a finite weight of 0 or more",
+        )

@@ -54,7 +54,7 @@ class Exactness:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
-        """`changing` names the buffers that training changes, according to the task."""
+        """`changing` names the buffers that training changes, as the task says."""
         _check_changing(model, changing)
         _check_batchnorm(model)
         self.model = model
@@ -71,7 +71,7 @@ class Exactness:
                 "which samples make up a micro-batch would depend on the number of ranks",
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
-        # Cloned only now: resuming may have restored them.
+        # They are cloned only now, since resuming may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
         text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
@@ -91,8 +91,9 @@ class Exactness:
         """
         for name, before in self._first_buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
-                problem = f"the buffer {name!r} changed in the first step"
-                raise _changing_buffer(problem, "it depends on the samples that a rank has seen")
+                raise _changing_buffer(
+                    f"the buffer {name!r} changed in the first step", "it depends on the samples that a rank has seen"
+                )
         self._first_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.driver import Driver
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
 @contextmanager
@@ -52,7 +54,6 @@ def explained(builder: RunBuilder) -> Iterator[None]:
 
 
 def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> UserError:
-    """Explain that sharded parameters are gathered in the model's forward only."""
     config = builder.config
     tensor_parallel = f" mesh.tp={config.mesh.tp}" if config.mesh.tp else ""
     return UserError(
@@ -68,7 +69,7 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 
 
 def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exception:
-    """Return an error that says what did not fit, what memory holds, and what would help, best advice first."""
+    """Return an error that says what did not fit, what memory holds, and what would help, the best advice first."""
     shortage = Shortage.of(str(error))
     driver = builder.driver
     if driver is None:
@@ -101,8 +102,8 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         smaller = _note_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
-        blocks = len(find_blocks(driver.model, config.blocks))
-        advice = options(held, config, world.size, run.plan.micro_batch, blocks, on_host)
+        blocks = find_blocks(driver.model, config.blocks)
+        advice = options(held, config, world.size, run.plan.micro_batch, len(blocks), on_host)
 
     # Options that are enough by themselves come first; otherwise the order stays.
     missing = shortage.missing(held.to_come)
@@ -131,7 +132,11 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         optimizers = builder.model_setup.optimizers
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
-            to_come += sum(moments * count(parameters) for moments, parameters in _moments_to_come(optimizer))
+            # What other optimizers allocate is not known well enough.
+            groups = optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim.") else []
+            for group in groups:
+                stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+                to_come += round(state_copies(optimizer, group) * count(stateless))
         if optimizers.masters:
             state += optimizers.masters.held()
 
@@ -148,28 +153,18 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
 
 
-def _moments_to_come(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield how many moments the first step will allocate, and for which parameters, for torch's own optimizers."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    for group in optimizer.param_groups:
-        # Adam and its relatives keep two, SGD keeps one if it has momentum.
-        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
-        yield moments, [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-
-
 # ---- micro_batch=auto ----
 
 
 def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
-    """Return the largest micro-batch that fits, if an earlier attempt of this run has noted one."""
+    """Return the largest micro-batch that fits, if an earlier attempt of this run noted one."""
     if FOLDER not in os.environ:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
             "these ranks were started by another one",
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
         )
-    path = _note_path(run_dir)
+    path = run_dir / NOTE
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None
     )
@@ -182,14 +177,10 @@ def _note_smaller_micro_batch(run: Run) -> int | None:
     # The next attempt begins at the last commit, with this size.
     smaller = smaller_micro_batch(run.plan)
     run_dir = run.folder.path
-    staged = run_dir / f"micro_batch.json.{run.runtime.world.rank}"  # several ranks may run out of memory at once
+    staged = run_dir / f"{NOTE}.{run.runtime.world.rank}"  # several ranks may run out of memory at once
     staged.write_text(json.dumps({"micro_batch": smaller}))
-    os.replace(staged, _note_path(run_dir))
+    os.replace(staged, run_dir / NOTE)
     return smaller
-
-
-def _note_path(run_dir: Path) -> Path:
-    return run_dir / "micro_batch.json"
 
 
 # ---- torch's message ----

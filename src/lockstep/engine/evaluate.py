@@ -21,7 +21,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import SampleReader, read_all, to_device
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
-from lockstep.observe.metrics import terms
+from lockstep.observe.metrics import Term, terms
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision
@@ -44,7 +44,7 @@ class Evaluation:
 
 
 def check_data(data: Any) -> None:
-    """Check that every sample of `data` can be counted once, before the first step rather than at an evaluation."""
+    """Check that every sample of `data` can be counted once."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
@@ -99,16 +99,14 @@ class Evaluator:
 
         # A rank that is not preempted learns here that another one is.
         preempted = may_preempt and self.runtime.notice.signal is not None
-        gathered = self.runtime.collectives.gather_json({"rows": rows, "samples": samples, "preempted": preempted})
-        if any(rank["preempted"] for rank in gathered):
+        gathered = self.runtime.collectives.gather_json([rows, samples, preempted])
+        if any(preempted for _, _, preempted in gathered):
             return None
-        evaluation = _combine(
-            [row for rank in gathered for row in rank["rows"]], sum(rank["samples"] for rank in gathered), step
-        )
+        all_rows = [row for rows, _, _ in gathered for row in rows]
+        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step)
 
         self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
-        # The time of an evaluation is not the time of a step.
-        self.recorder.exclude(time.perf_counter() - began)
+        self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
 
     def _run_own_batches(
@@ -123,12 +121,11 @@ class Evaluator:
         placement = self.driver.placement
         length = len(reader.dataset)
         count = math.ceil(length / batch)
-        own = deal(count, placement.data_rank, placement.data_size)
-        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own]
+        own_batches = deal(count, placement.data_rank, placement.data_size)
+        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
         repeated: list[range] = []
         if placement.collective_forwards:
-            most = math.ceil(count / placement.data_size)
-            repeated = [range(min(batch, length))] * (most - len(ranges))
+            repeated = [range(min(batch, length))] * (math.ceil(count / placement.data_size) - len(ranges))
 
         # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
         results = []
@@ -147,13 +144,15 @@ class Evaluator:
         if not placement.reports_loss:
             return [], 0
         # Read back only now: one host synchronisation instead of one per batch.
-        own_results = results[: len(ranges)]
-        rows = [{name: [float(total), float(weight)] for name, total, weight in result} for result in own_results]
+        rows = [_on_host(result) for result in results[: len(ranges)]]
         return rows, sum(map(len, ranges))
 
 
+def _on_host(result: list[Term]) -> Row:
+    return {name: [float(total), float(weight)] for name, total, weight in result}
+
+
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
-    """Add the sums of all batches, and divide once."""
     means: dict[str, float] = {}
     weights: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):

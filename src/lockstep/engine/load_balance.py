@@ -1,8 +1,8 @@
 """Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
 
-The result does not depend on it. A micro-batch has the same samples and random numbers on any rank, and sums are
-divided once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Loader processes read ahead, so a new deal takes effect at a later position in the data, on which all ranks agree first.
+This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
+once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once. Loader
+processes read ahead, so a new deal takes effect at a later position in the data, which all ranks agree on first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pace(NamedTuple):
 
 
 def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """Return the plan with what follows from `load_balance`, or refuse it."""
+    """Return the plan, changed to fit `load_balance`, or refuse it."""
     if speeds == "none":
         return plan
     if not isinstance(speeds, str) and len(speeds) != plan.world:
@@ -67,7 +67,6 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
-    """Return a line for the banner."""
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
     return f"micro-batches {_show(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
@@ -76,7 +75,7 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
 def open_load_balancer(
     speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log: Callable[..., None]
 ) -> LoadBalancer | None:
-    """Return a balancer that measures, with `auto`. Given numbers are applied at once, and stay."""
+    """Return a balancer that measures speeds, with `auto`. Speeds that are given are applied now, and stay."""
     if speeds == "none" or plan.world == 1:
         return None
 
@@ -131,13 +130,12 @@ class LoadBalancer:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
     def _deal_again(self, step: int, own: Pace) -> None:
-        """Change the deal if it pays. Collective: all ranks gather the same figures, and come to the same deal."""
+        """Change the deal if it pays. Collective: all ranks gather the same figures and make the same deal."""
         # Loader processes have already read batches of the present deal, so ranks also send where it ends for them.
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         weights = tuple(1.0 / s for s in seconds)
         better = apportion(self._micro_batches, weights)
-        # A step takes as long as its slowest rank.
         now_s = step_seconds(self.dealt, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
@@ -177,7 +175,7 @@ def seconds_each(paces: Sequence[Pace]) -> list[float]:
 
 
 def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds that the last rank needs for its micro-batches."""
+    """Return the seconds of a step, which takes as long as its slowest rank."""
     return max(n * s for n, s in zip(counts, seconds, strict=True))
 
 

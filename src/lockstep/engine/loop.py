@@ -27,13 +27,17 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     at the end:             save the weights, evaluate, show
     """
     data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
-    builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
-    before_batch, after_step = _hooks(task, builder)
+    setup = builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
+    before_batch = _own_method(task, "before_batch")
+    after_step = _own_method(task, "after_step")
+    if before_batch:
+        check_before_batch(builder.config, setup.driver.placement, builder.runtime.world.alone)
+
     if hasattr(task, "state_dict"):
         builder.others["task"] = task  # saved with every checkpoint
     run = builder.setup_run(data(), task.collate)
 
-    # Checked before the first step, not when the first evaluation is due.
+    # The evaluation data is checked before the first step, not when the first evaluation is due.
     held_out = _held_out(task, run)
     evaluate_every = run.config.evaluate.every if held_out is not None else None
 
@@ -49,15 +53,17 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             batches.batches = _call_before_each(batches.batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
+
         step = run.stepper.counters.step
 
-        # The user's own code may take long: it has a phase of its own, so that the launcher does not see a hang.
+        # The user's own code may take long: in a phase of its own, the launcher does not take it for a hang.
         if after_step:
             run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
+        # After the evaluation, so that a checkpoint knows how good its weights are.
         run.maintain()
 
     # The weights first: an error in an evaluation or in `show` must not lose them.
@@ -67,21 +73,11 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     return run.close(_show(task, run))
 
 
-def _hooks(task: Task, builder: RunBuilder) -> tuple[Callable[[MicroBatch], None] | None, Callable[..., None] | None]:
-    """Return the task's own `before_batch` and `after_step`, or None."""
-    # What the task keeps for each part of the global batch must stay on the rank that runs that part.
-    before_batch = task.before_batch if _overrides(task, "before_batch") else None
-    if before_batch is not None:
-        assert builder.driver is not None
-        check_before_batch(builder.config, builder.driver.placement, builder.runtime.world.alone)
-    return before_batch, task.after_step if _overrides(task, "after_step") else None
-
-
-def _overrides(task: Any, method: str) -> bool:
-    """Return whether the task has its own `method`: those of Task do nothing, so no step needs to call them."""
+def _own_method(task: Any, name: str) -> Callable[..., Any] | None:
+    """Return the task's own method of this name, or None: those of Task do nothing, so no step need call them."""
     # A task need not be a subclass of Task, and its methods need not be bound.
-    own = getattr(task, method, None)
-    return own is not None and getattr(own, "__func__", own) is not getattr(Task, method)
+    method = getattr(task, name, None)
+    return None if getattr(method, "__func__", method) is getattr(Task, name) else method
 
 
 def _held_out(task: Task, run: Run) -> Any:
@@ -104,13 +100,14 @@ def _call_before_each(
 
 
 def _show(task: Task, run: Run) -> str | None:
-    """Return the text of the task's `show`, on rank 0.
+    """Return the text of the task's `show` on rank 0, or None.
 
     The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
     """
     # Where a forward is collective, all ranks must run it; elsewhere rank 0 alone does.
+    show = _own_method(task, "show")
     placement = run.driver.placement
-    if not _overrides(task, "show") or (not run.runtime.is_main and not placement.collective_forwards):
+    if show is None or not (run.runtime.is_main or placement.collective_forwards):
         return None
     if not placement.runs_whole_model:
         run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
@@ -123,7 +120,7 @@ def _show(task: Task, run: Run) -> str | None:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:
             if known:
                 run.recorder.event("warning", reason=f"show(): {known}")
-            text = task.show(run.driver.model)
+            text = show(run.driver.model)
     except Exception as error:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
@@ -134,9 +131,9 @@ def _show(task: Task, run: Run) -> str | None:
 def _location(error: BaseException, task: Task) -> str:
     """Return the last line of the task's own file that led to `error`, or else the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The error of the task's own code may have led to another one, elsewhere.
+    # An error in the task's own code may have led to another one, elsewhere.
     earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
     code = getattr(inspect.unwrap(task.show), "__code__", None)
-    own = [frame for frame in (*frames, *earlier) if code and frame.filename == code.co_filename]
-    frame = (own or frames)[-1]
+    own_frames = [frame for frame in (*frames, *earlier) if code and frame.filename == code.co_filename]
+    frame = (own_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -1,6 +1,6 @@
-"""The outcome of a step, which every rank reads from the same summed control word, and what follows from it.
+"""The outcome of a step, and what follows from it. Every rank reads it from the same summed control word.
 
-A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped, and logged with its
+A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped and logged with its
 reason; then the run continues, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from,
 which is legal; many in a row are reported, and a run of nothing else is an error.
 """
@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,19 +29,25 @@ LEAST_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 
+class SpoiledStep(NamedTuple):
+    """A step after which the run must rewind."""
+
+    result: StepResult
+    span: tuple[int, int] | None  # positions of its samples, if the source knows them
+
+
 class Outcomes:
     """Decides whether a step is applied, and what follows if not. All ranks see the same numbers and decide alike."""
 
     def __init__(
-        self, config: RunConfig, scale: LossScale, runtime: Runtime, log_event: Callable[..., None] | None = None
+        self, config: RunConfig, scale: LossScale | None, runtime: Runtime, log_event: Callable[..., None] | None = None
     ):
-        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them."""
         self.spikes = SpikeDetector(config.spike)
         self.skipped = 0
         self.skipped_since_log = 0
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
-        self.rewind_wanted: StepResult | None = None  # the step to rewind before, and to leave out
+        self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
         self._lowered = 0  # skipped steps in which the loss scale of fp16 was only doing its work
         self._config = config
         self._scale = scale
@@ -49,7 +55,7 @@ class Outcomes:
         self._log_event = log_event
 
     def accept(self, word: ControlWord, grad_norm: float, loss_limit: float) -> bool:
-        """Return whether the step may be applied."""
+        """Return whether the step may be applied: its gradient is finite, and its loss is no spike."""
         return math.isfinite(grad_norm) and not (self.spikes.on and _mean_loss(word) > loss_limit)
 
     def conclude(
@@ -66,7 +72,8 @@ class Outcomes:
         ranks = self._runtime.world.size
         if word.step != ranks * (step % STEP_MODULUS):
             raise RuntimeError(f"the ranks are out of step: their step numbers add up to {word.step}, here {step}")
-        self._scale.check_equal(word.scale, ranks)
+        if self._scale:
+            self._scale.check_equal(word.scale, ranks)
 
         # A step of weight 0 is not applied either, but nothing is wrong with it.
         finite = math.isfinite(grad_norm)
@@ -87,38 +94,39 @@ class Outcomes:
             skip_reason=skip_reason,
         )
         if result.weight == 0:
-            self._count_empty(step)
+            self.empty_in_a_row += 1
+            if self.empty_in_a_row == MANY_EMPTY and self._log_event:
+                reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
+                self._log_event("warning", step=step, reason=reason)
             return result
 
         # A loss spike says nothing about the loss scale; an overflow does.
-        scale_before = self._scale.value
-        if self._scale.scaler and (applied or not finite):
+        scale_lowered = False
+        if self._scale and (applied or not finite):
+            before = self._scale.value
             self._scale.scaler.update(overflowed=not applied)
+            scale_lowered = self._scale.value < before
 
         self.empty_in_a_row = 0
         if applied:
             self.failures_in_a_row = 0
             self.spikes.add(_mean_loss(word))
         else:
-            self._skip(result, control, spike=finite, scale_lowered=self._scale.value < scale_before)
+            self._skip(result, control, spike=finite, scale_lowered=scale_lowered)
         return result
-
-    def _count_empty(self, step: int) -> None:
-        self.empty_in_a_row += 1
-        if self.empty_in_a_row == MANY_EMPTY and self._log_event:
-            reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
-            self._log_event("warning", step=step, reason=reason)
 
     def _skip(self, result: StepResult, control: StepControl, spike: bool, scale_lowered: bool) -> None:
         """Log a skipped step, and act on it. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
         reason = self._log_skip(result, control, spike)
+
         # An overflow that lowers the loss scale of fp16 is the scaler at work, not a failure.
         if scale_lowered:
             self._lowered += 1
             return
 
+        # Everything else is a failure. Too many in a row end the run, whatever the policy.
         self.failures_in_a_row += 1
         most = self._config.nonfinite.max_in_a_row
         key = "spike" if spike else "nonfinite"
@@ -131,17 +139,18 @@ class Outcomes:
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
         if policy == "rewind":
-            self.rewind_wanted = result
+            self.spoiled = SpoiledStep(result, control.batches.span)
 
     def _log_skip(self, result: StepResult, control: StepControl, spike: bool) -> str | None:
-        """Log a skipped step, and return its reason with the samples to blame."""
+        """Returns the reason, with the samples to blame."""
         if self._log_event is None:
             return result.skip_reason
+
         # The host waits for the losses here. A skipped step is rare, and worth it.
-        losses = [float(loss) for loss in control.sums.losses]
-        own = blame(control.trained, losses, self._runtime.world.rank, spike)
-        blamed = [line for lines in self._runtime.collectives.gather_json(own) for line in lines]
-        scale = {"scale": self._scale.scaler.value} if self._scale.scaler else {}
+        losses = [float(total) for total, _ in control.losses]
+        own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
+        blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
+        scale = {"scale": self._scale.scaler.value} if self._scale else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
 
@@ -149,6 +158,7 @@ class Outcomes:
         """Raise at the end if no step changed the weights: they must not look like the result of training."""
         if applied or not steps:
             return
+
         empty = steps - self.skipped
         if not self.skipped:
             cause = "the loss of every step had weight 0"
@@ -168,11 +178,10 @@ class Outcomes:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        scaler = self._scale.scaler
         return {
             "skips": {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
-            "scaler": scaler.get_state() if scaler else None,
+            "scaler": self._scale.scaler.get_state() if self._scale else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +191,7 @@ class Outcomes:
         self.empty_in_a_row = 0
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
-        if self._scale.scaler and state["scaler"]:
+        if self._scale and state["scaler"]:
             self._scale.scaler.load_state(state["scaler"])
 
 
@@ -198,9 +207,11 @@ class SpikeDetector:
         """Return the loss above which a step is a spike: the median, plus a multiple of the median deviation."""
         if not self.on or len(self.recent) < LEAST_LOSSES:
             return math.inf
+
         median = statistics.median(self.recent)
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
-        # A loss that hardly moves has no deviation to speak of; a hundredth of its size is never a spike.
+        # A loss that hardly moves has almost no deviation; a change of a hundredth is never a spike. The factor makes
+        # the median deviation of normally distributed losses their standard deviation.
         return median + self.config.factor * max(1.4826 * deviation, 0.01 * abs(median))
 
     def add(self, loss: float) -> None:
@@ -213,8 +224,8 @@ def blame(batches: list[TrainedBatch], losses: list[float], rank: int, spike: bo
 
     Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
     """
-    # A spike is judged on the global mean, which every micro-batch contributes to: name the largest contribution.
-    pairs = list(zip(batches, losses, strict=True))
+    # A spike is a matter of the global mean, which every micro-batch contributes to: name the largest contribution.
+    pairs = zip(batches, losses, strict=True)
     if spike:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,32 +33,20 @@ class OwnRun:
     """What `lockstep.start` yields. Before `steps` there is only a builder; the Run exists from then on."""
 
     def __init__(self, builder: RunBuilder):
+        self.rank = builder.runtime.world.rank
+        self.world_size = builder.runtime.world.size
+        self.device = builder.runtime.device
+        self.run_dir = builder.folder.path
         self._builder = builder
         self._run: Run | None = None
         self._in_loop = False
-
-    @property
-    def rank(self) -> int:
-        return self._builder.runtime.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._builder.runtime.world.size
-
-    @property
-    def device(self) -> torch.device:
-        return self._builder.runtime.device
-
-    @property
-    def run_dir(self) -> Path:
-        return self._builder.folder.path
 
     def setup(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
 
         A model with nothing to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
         """
-        # Without an optimizer nothing is trained: there is nothing to wrap, and nothing to save.
+        # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
         if not optimizers:
             if any(p.requires_grad for p in model.parameters()):
                 raise UserError(
@@ -153,11 +140,22 @@ class OwnRun:
     def close(self) -> None:
         """Save the weights and write the report, if there was a loop."""
         # A script that only set up a model has nothing to save.
-        if self._run is not None:
-            if self._in_loop:
-                self._meet_after_break(self._run)
-            self._run.save_weights()
-            self._run.close()
+        run = self._run
+        if run is None:
+            return
+
+        # After a `break` on this rank only, the others would wait for it for ever. They are asked over the store, which
+        # works while they wait in a collective.
+        step = run.stepper.counters.step
+        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
+            raise UserError(
+                f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
+                "of the others did",
+                "",
+                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
+            )
+        run.save_weights()
+        run.close()
 
     def _check_model(self, call: str) -> None:
         if self._builder.model_setup is None:
@@ -165,18 +163,6 @@ class OwnRun:
                 f"{call} was called before run.setup",
                 "no model yet",
                 "model, optimizer = run.setup(model, optimizer), before the loop",
-            )
-
-    def _meet_after_break(self, run: Run) -> None:
-        """Check that all ranks left the loop early: otherwise the others would wait for this one for ever."""
-        # Over the store, which works while other ranks wait in a collective.
-        step = run.stepper.counters.step
-        if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
-            raise UserError(
-                f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
-                "of the others did",
-                "",
-                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
 
 
@@ -239,7 +225,7 @@ class OwnStep:
 
         self.ended = True
         self.result = self._run.stepper.apply(self._control, self._driver.reduced())
-        # Here and not after the loop's body, so that the rest of the body finds the step ended.
+        # Now and not after the loop's body, so that the rest of the body finds the step ended.
         self._run.finish(self._batches, self.result)
         self._run.runtime.heartbeat.beat("user code")
         return self.result

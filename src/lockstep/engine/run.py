@@ -1,6 +1,6 @@
 """One run in this process, from its first step on: what `fit` and the user's own loop have in common.
 
-A Run gets finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
+A Run is made of finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
 the skeleton of the loop, `finish()` ends a step, and `maintain()` does what is due between two steps. It decides
 nothing about gradients: that is the Stepper's work.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from lockstep.engine.control import Requests, TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
+from lockstep.engine.outcome import SpoiledStep
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -40,49 +42,25 @@ from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
 
-Span = tuple[int, int]  # first and last + 1 position in the endless order of samples
 
+class SampleLog:
+    """Writes which samples this rank trained in each step, one line per step (`log.samples`).
 
-@dataclass
-class LogInterval:
-    """Counts since the last log line."""
-
-    samples: int = 0
-    steps: int = 0
-
-
-class SampleHistory:
-    """The samples of this rank's newest steps, and, with `log.samples`, a file with those of all steps.
-
-    The file has one line per step. A step that was repeated after a restart has several; the last attempt's counts.
+    A step that was repeated after a restart has several lines; that of the last attempt counts.
     """
 
-    def __init__(self, path: Path | None, attempt: int):
-        """`path` is that of the file, or None; `attempt` counts the restarts of the run."""
-        self._sink: JsonlSink | None = None
-        if path is not None:
-            path.parent.mkdir(exist_ok=True)
-            self._sink = JsonlSink(path)
+    def __init__(self, path: Path, attempt: int):
+        """`attempt` counts the restarts of the run."""
+        path.parent.mkdir(exist_ok=True)
+        self._sink = JsonlSink(path)
         self._attempt = attempt
-        # On a GPU the outcome of a step is read one step late, so two steps may still be asked about.
-        self._spans: list[tuple[int, Span | None]] = []
 
-    def begin_step(self, step: int, span: Span | None) -> None:
-        self._spans = [*self._spans[-1:], (step, span)]
-
-    def span_of(self, step: int) -> Span | None:
-        """Return the positions of the samples of `step`, which must be one of the last two."""
-        return next(span for number, span in self._spans if number == step)
-
-    def end_step(self, step: int, batches: list[TrainedBatch]) -> None:
-        """Log the samples of `step`."""
-        if self._sink is not None:
-            ids = [[batch.epoch, *map(int, batch.ids)] for batch in batches]
-            self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+    def write(self, step: int, batches: list[TrainedBatch]) -> None:
+        ids = [[batch.epoch, *map(int, batch.ids)] for batch in batches]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
     def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
+        self._sink.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +84,7 @@ class Run:
     # The data and the step.
     plan: Plan
     source: BatchSource
-    samples: SampleHistory
+    sample_log: SampleLog | None  # with `log.samples`
     stepper: Stepper
     load_balancer: LoadBalancer | None  # with `load_balance=auto`
 
@@ -116,8 +94,8 @@ class Run:
     evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
     builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
-    _interval: LogInterval = field(init=False, default_factory=LogInterval)
     _agreed: Requests = field(init=False, default_factory=Requests)  # what control words ask for, until it is done
+    _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
 
     # ---- the loop ----
 
@@ -128,7 +106,7 @@ class Run:
         while self.stepper.counters.step < self.plan.steps and not self._agreed.stop:
             self.guard.check()
 
-            # The digests of the first batches are compared once: later steps follow from the same arithmetic.
+            # The ranks compare digests of their first batches. Later ones follow from the same arithmetic.
             if check_first:
                 batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
                 check_first = False
@@ -136,7 +114,6 @@ class Run:
                 batches = self.source.take()
 
             batches.batches = self._timed(batches.batches, batches.count)
-            self.samples.begin_step(self.stepper.counters.step, batches.span)
             yield batches
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -147,11 +124,12 @@ class Run:
         # From here on a checkpoint would resume after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
-        self.samples.end_step(step - 1, self.stepper.control.trained)
+        if self.sample_log:
+            self.sample_log.write(step - 1, self.stepper.control.trained)
         self._accept_requests(result)
 
-        self._interval.samples += batches.samples
-        self._interval.steps += 1
+        self._interval["steps"] += 1
+        self._interval["samples"] += batches.samples
         if self.load_balancer:
             self.load_balancer.end_step(step)
 
@@ -172,7 +150,7 @@ class Run:
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
 
-        # Both travel to the other ranks in the control word of the next step.
+        # The control word of the next step carries both to the other ranks.
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
         self.stepper.context.requests.save = self.checkpoints.save_is_due_by_clock()
 
@@ -187,11 +165,11 @@ class Run:
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
             self._accept_requests(self.stepper.wait_for_outcome())
-        if self.stepper.outcomes.rewind_wanted:
-            self._rewind(self.stepper.outcomes.rewind_wanted)
+        if self.stepper.outcomes.spoiled:
+            self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # the state is that of a checkpoint
 
-        # Not in `finish`: this also compares what the task or the user's loop changes after a step.
+        # Here and not in `finish`, to include what the task or the user's loop changes after a step.
         if save_due or step % self.config.checks.every == 0:
             self._check_replicas()
 
@@ -200,8 +178,7 @@ class Run:
             self._save_checkpoint(evaluation_due)
             self._agreed.save = False
             self.stepper.context.requests.save = False
-            # The time of a save is not the time of a step.
-            self.recorder.exclude(time.perf_counter() - began)
+            self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step of this process the optimizers have their state, so the size of a snapshot is
             # known: allocating it now keeps the first save short.
@@ -224,11 +201,13 @@ class Run:
         evaluation = self.evaluator.evaluate(
             data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
         )
+
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
             self._agreed.preempt = True
             self.maintain(evaluation_due=True)
             raise AssertionError("maintain() ends a preempted process")
+
         self.evaluation = evaluation
         return evaluation
 
@@ -268,6 +247,7 @@ class Run:
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
+
         # The user gets the model and the optimizers back as plain ones.
         self.optimizers.release()
         release_captures(self.driver.model)
@@ -291,16 +271,17 @@ class Run:
         return summary
 
     def close_loaders(self) -> None:
-        """End the loader processes and the sample log."""
         # A source of the user's own need not have anything to close.
         if hasattr(self.source, "close"):
             self.source.close()
-        self.samples.close()
+        if self.sample_log:
+            self.sample_log.close()
 
     def _end_preempted(self) -> NoReturn:
         """End this process with `Preempted`. All ranks have saved at the same step."""
         step = self.stepper.counters.step
         self.close_loaders()
+
         # A checkpoint that could not be committed is no place to resume from.
         newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
         path = self.folder.as_shown(newest) if newest else None
@@ -320,6 +301,7 @@ class Run:
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
             if self.load_balancer:
                 self.load_balancer.mark()
+
             began = time.perf_counter()
             micro = next(iterator)
             self.recorder.data_wait_s += time.perf_counter() - began
@@ -338,7 +320,7 @@ class Run:
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
 
-        # All ranks learn from the control word of the same step that some rank has seen a new metric.
+        # The control word of the same step tells all ranks that some rank has seen a new metric.
         metrics = stepper.context.metrics
         if metrics.new:
             self.recorder.agree_on_names(metrics.seen)
@@ -346,15 +328,16 @@ class Run:
             metrics.new = False
 
         # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
-        ended = self._interval
-        self.recorder.interval(stepper.sums, ended.steps, ended.samples, outcomes.skipped_since_log, facts)
-        self._interval = LogInterval()
+        self.recorder.interval(
+            stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, facts
+        )
+        self._interval.clear()
         outcomes.skipped_since_log = 0
 
     def _accept_requests(self, result: StepResult | None) -> None:
-        """Note what the control word of a step asks of all ranks."""
         if result is None:
             return
+
         self._agreed.stop |= result.stop
         self._agreed.preempt |= result.preempt
         self._agreed.save |= result.save
@@ -362,13 +345,14 @@ class Run:
         if result.save_failed:
             self.checkpoints.give_up()
 
-    def _rewind(self, spoiled: StepResult) -> None:
+    def _rewind(self, spoiled: SpoiledStep) -> None:
         """Return to the last checkpoint; from now on the samples of the spoiled step are left out."""
-        self.stepper.outcomes.rewind_wanted = None
-        resumed = self.checkpoints.rewind(spoiled, self.samples.span_of(spoiled.step))
-        # The log interval is that of the checkpoint again: the steps in between are undone.
+        self.stepper.outcomes.spoiled = None
+        resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
+
+        # The log interval is again that of the checkpoint: the steps in between are undone.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
-        self._interval = LogInterval()
+        self._interval.clear()
         self.recorder.start_clock()
 
     def _check_replicas(self) -> None:
@@ -376,10 +360,10 @@ class Run:
             check_replicas(self.driver.model, self.runtime)
 
     def _save_checkpoint(self, evaluation_due: bool) -> None:
-        # Rank 0's buffers are the ones that are saved.
+        # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 
-        # What checkpoints are compared by: an evaluation of these weights, if there was one.
+        # Checkpoints are compared by the evaluation of their weights, if there was one.
         metrics: dict[str, float] = {}
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
@@ -394,7 +378,7 @@ class Run:
 
 
 def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | None:
-    """Write both, and return the path of the report. The weights are safe: a failure here only prints a message."""
+    """Write both, and return the path of the report. The weights are saved, so a failure only prints a message."""
     try:
         write_summary(run_dir, summary)
         return write_report(run_dir)

@@ -41,7 +41,7 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
-from lockstep.engine.run import Run, SampleHistory
+from lockstep.engine.run import Run, SampleLog
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.recorder import Recorder
@@ -125,7 +125,15 @@ class RunBuilder:
                 "",
                 "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
             )
-        _check_model(model, self.precision, self.runtime)
+
+        check_plain(model)
+        if self.precision.rounding:
+            check_statistics(model, self.precision)
+        else:
+            check_storage(model)
+        check_supported(model)
+        # Frozen parameters are never broadcast: they must be equal already.
+        check_replicas(model, self.runtime, only_frozen=True)
 
         # Sharding replaces parameters, so optimizers that were made before it are bound to the new ones by name.
         names_before = dict(model.named_parameters())
@@ -144,8 +152,13 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
-        evaluator = Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder)
-        self.model_setup = ModelSetup(self.driver, stepped, evaluator, TrainableGuard(model), exactness)
+        self.model_setup = ModelSetup(
+            self.driver,
+            stepped,
+            Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
+            TrainableGuard(model),
+            exactness,
+        )
         return self.model_setup
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -158,9 +171,11 @@ class RunBuilder:
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
         about_data = _attach_source(source, driver, plan, config, runtime)
-        sample_log = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
-        samples = SampleHistory(sample_log if config.log.samples else None, self.folder.attempt)
-        self._on_failure.callback(samples.close)
+        sample_log = None
+        if config.log.samples:
+            path = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
+            sample_log = SampleLog(path, self.folder.attempt)
+            self._on_failure.callback(sample_log.close)
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
         rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
@@ -208,7 +223,7 @@ class RunBuilder:
             source=source,
             stepper=stepper,
             load_balancer=load_balancer,
-            samples=samples,
+            sample_log=sample_log,
             checkpoints=checkpoints,
             resumed=resumed,
             evaluator=setup.evaluator,
@@ -251,7 +266,6 @@ class RunBuilder:
     # ---- parts of setup_run ----
 
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
-        """Decide how the batch is split, and open the source of the batches."""
         config = self.config
         placement = driver.placement
         # Ranks that differ in tp or pp only go through the same samples, so they count as one.
@@ -260,8 +274,8 @@ class RunBuilder:
         # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
-        even_plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
-        plan = plan_by_speed(even_plan, config.load_balance)
+        plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
+        plan = plan_by_speed(plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)
         if not placement.runs_whole_model:
             check_enough_micro_batches(plan)
@@ -317,11 +331,10 @@ class RunBuilder:
         return describe_resume(resumed, self.folder)
 
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
-        """Write the head of the run folder, and print the facts."""
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
             write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
-        record = {
+        start = {
             "task": self.name,
             "world": self.runtime.world.size,
             "device": str(self.runtime.device),
@@ -333,7 +346,7 @@ class RunBuilder:
             "run_dir": self.folder.shown,
             "facts": facts,
         }
-        self.recorder.open(self.config.log.progress, plan.steps, self.unit, record)
+        self.recorder.open(self.config.log.progress, plan.steps, self.unit, start)
 
 
 def open_run(
@@ -341,41 +354,27 @@ def open_run(
 ) -> RunBuilder:
     """Open the run folder and its records, and seed the generators for building the model."""
     config = resolved.config
-    # First of all: ranks with different settings might wait for each other in any collective that follows.
+    # Before any other collective, in which ranks with different settings might wait for each other.
     check_same_config(config, runtime)
     precision = choose(config, runtime.device)
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
-    _write_launcher_settings(config)
     builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
+
+    # The settings that concern the launcher go where it reads them: it does not know the task's defaults.
+    launcher_folder = os.environ.get(FOLDER)
+    if launcher_folder and os.environ.get("RANK") == "0":
+        # Renamed when it is complete: the launcher may read it at any moment.
+        staged = Path(launcher_folder) / "settings.json.tmp"
+        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
+        staged.rename(Path(launcher_folder) / "settings.json")
 
     # Whatever draws random numbers before the first step, such as building the model, draws the same on every rank.
     runtime.heartbeat.beat("build")
     seed_everything(derive(config.seed, "init"))
     seed_torch(derive(config.seed, "init"), runtime.device)
     return builder
-
-
-def _write_launcher_settings(config: RunConfig) -> None:
-    """Leave the settings that concern the launcher where it reads them: it does not know the task's defaults."""
-    folder = os.environ.get(FOLDER)
-    if folder and os.environ.get("RANK") == "0":
-        # Renamed when it is complete: the launcher may read it at any moment.
-        staged = Path(folder) / "settings.json.tmp"
-        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
-        staged.rename(Path(folder) / "settings.json")
-
-
-def _check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> None:
-    check_plain(model)
-    if precision.rounding:
-        check_statistics(model, precision)
-    else:
-        check_storage(model)
-    check_supported(model)
-    # Frozen parameters are never broadcast: they must be equal already.
-    check_replicas(model, runtime, only_frozen=True)
 
 
 def _wrap_optimizers(
@@ -389,6 +388,7 @@ def _wrap_optimizers(
         stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
     else:
         stepped = Optimizers(optimizers, model)
+
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:
         stepped.use_masters(MasterWeights(stepped.all, model, precision.rounding, config.seed))

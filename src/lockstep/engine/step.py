@@ -7,8 +7,8 @@
 
 A loop that the user writes runs the micro-batches itself, between `begin` and `apply`.
 
-This module names no strategy and no recipe. All it knows of the device is whether the host waits for the outcome: on a
-GPU the host reads it one step late, and the device itself decides whether to skip.
+This module names no strategy and no recipe. All it knows about the device is whether the host waits for the outcome: on
+a GPU the host reads it one step late, and the device itself decides whether to skip.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Stepper:
 
         `before_reduce` is called before the gradients are reduced, to measure this rank's own work.
         """
-        scale = LossScale(DynamicScaler(config.scaler) if precision.needs_scaler else None, runtime)
+        scale = LossScale(DynamicScaler(config.scaler), runtime) if precision.needs_scaler else None
+        self.scaler = scale.scaler if scale else None  # with fp16
         self.driver = driver
         self.learning_rate = learning_rate
         self.outcomes = Outcomes(config, scale, runtime, log_event)
@@ -95,7 +96,7 @@ class Stepper:
 
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and scale.scaler is None and self.update.skips_on_device
+        self.late = runtime.device.type == "cuda" and scale is None and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
         """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
@@ -104,7 +105,6 @@ class Stepper:
         return self.apply(control, reduced)
 
     def begin(self, batches: StepBatches) -> StepControl:
-        """Start a step: its sums and counts are 0."""
         self.control = StepControl(self.context, batches, self.counters.step)
         return self.control
 
@@ -113,12 +113,14 @@ class Stepper:
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
         self.context.runtime.heartbeat.beat("update")
+        # With `exact`, what draws from now on must not depend on this rank's last forward.
+        if self.context.config.exact:
+            control.seed("update")
+        self.lr = self.learning_rate.set(self.counters.applied)
+        self.counters.step += 1
+
         norm = torch.linalg.vector_norm(reduced.norms)
         limit = self.outcomes.spikes.limit()
-        self.lr = self.learning_rate.set(self.counters.applied)
-        if self.context.config.exact:
-            control.seed("update")  # what draws from now on must not depend on this rank's last forward
-        self.counters.step += 1
         if self.late:
             return self._apply_late(control, reduced, norm, limit)
 
@@ -127,6 +129,7 @@ class Stepper:
         grad_norm, factor = math.nan, math.nan
         if word.weight:
             grad_norm, factor = self._scale(reduced, float(norm), float(word.weight))
+
         applied = self.outcomes.accept(word, grad_norm, limit)
         if applied:
             self.update.step(reduced.parameters, factor, self.counters.step)
@@ -134,7 +137,7 @@ class Stepper:
         return self._conclude(control, reduced, word, grad_norm, limit, applied)
 
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, limit: float) -> StepResult | None:
-        """Leave everything to the device, where the optimizer skips by itself. Returns the previous step's result."""
+        """Let the device decide: its optimizer skips the step by itself. Returns the previous step's result."""
         # With weight 0 the factor is 0 x inf = nan, so nothing is applied.
         grad_norm, factor = self._scale(reduced, norm, reduced.codec.weight(reduced.packed))
         skip = ~torch.isfinite(grad_norm)
@@ -143,6 +146,7 @@ class Stepper:
         self.update.step_on_device(factor, skip, self.counters.step)
         self.counters.applied += 1  # on trust: corrected when the outcome arrives
 
+        # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
         previous = self.wait_for_outcome()
         row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
@@ -155,6 +159,7 @@ class Stepper:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
+
         pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
@@ -167,7 +172,7 @@ class Stepper:
         self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
     ) -> StepResult:
         if applied:
-            self.sums.merge(control.sums)
+            self.sums.add(control.losses, control.metrics)
         self.context.metrics.new |= word.new_metrics > 0
         return self.outcomes.conclude(control, reduced, word, grad_norm, limit, applied)
 
@@ -176,9 +181,9 @@ class Stepper:
 
         `norm` and `weight` are numbers, or tensors on the device.
         """
-        # Without a loss scale the weight is not multiplied by 1: on a device that would be a kernel in every step.
-        divisor = weight if self.scaler is None else weight * self.context.loss_scale.value
-        to_mean = reduced.factor / divisor
+        # Without a loss scale the weight is not multiplied by 1, which would cost a kernel in every step on a device.
+        scale = self.context.loss_scale
+        to_mean = reduced.factor / (weight if scale is None else weight * scale.value)
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 
@@ -193,11 +198,6 @@ class Stepper:
         self.sums = self._no_sums()
         self._pending = None
         self.lr = self.learning_rate.at(self.counters.applied)
-
-    @property
-    def scaler(self) -> DynamicScaler | None:
-        """The loss scale of fp16; None in other precisions."""
-        return self.context.loss_scale.scaler
 
     def _no_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

@@ -34,23 +34,11 @@ class Sums:
         self._metrics: list[Term] = []
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
-    def add(self, loss: Loss) -> None:
-        """Add one micro-batch without waiting for the device.
-
-        The sum is computed later: here it would cost one more kernel per micro-batch.
-        """
-        self._losses.append((loss.total.detach(), loss.weight))
-        if loss.metrics:
-            self._metrics += metric_terms(loss)
-
-    @property
-    def losses(self) -> list[Tensor]:
-        """The losses, each of shape (), of the micro-batches that have not been folded yet."""
-        return [total for total, _ in self._losses]
-
-    def merge(self, other: Sums) -> None:
-        self._losses += other._losses
-        self._metrics += other._metrics
+    def add(self, losses: list[tuple[Tensor, Weight]], metrics: list[Term]) -> None:
+        """Add the (sum, weight) of each micro-batch of a step, and its metrics, without waiting for the device."""
+        # Nothing is added up yet: that would be one more kernel per micro-batch.
+        self._losses += losses
+        self._metrics += metrics
         if len(self._losses) >= FOLD_AT:
             self._fold()
 

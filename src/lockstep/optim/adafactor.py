@@ -30,7 +30,7 @@ class Adafactor(torch.optim.Optimizer):
     """Adafactor for plain parameters and for those that FSDP shards by rows."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, decay: float = 0.8):
-        """Store the settings. In step t the means forget a share t ** -decay of what they hold."""
+        """In step t the means forget a share t ** -decay of what they hold."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
     @torch.no_grad()
@@ -88,16 +88,16 @@ class Adafactor(torch.optim.Optimizer):
         """
         state = self.state[p]
         if "square" in state:
-            return local(p.grad) * local(state["square"]).rsqrt()  # pyrefly: ignore[bad-argument-type]
-
-        # The mean of the row means is the mean of the column means, which every rank has.
-        columns = local(state["columns"])
-        size = local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
-        return local(p.grad) * size.rsqrt()  # pyrefly: ignore[bad-argument-type]
+            square = local(state["square"])
+        else:
+            # The mean of the row means is the mean of the column means, which every rank has.
+            columns = local(state["columns"])
+            square = local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
+        return local(p.grad) * square.rsqrt()  # pyrefly: ignore[bad-argument-type]
 
 
 def _squared(p: Tensor) -> Tensor:
-    """Return the squared gradient of this rank's rows, above 0."""
+    """Return the squared gradient of this rank's rows, always above 0."""
     return local(p.grad).square().add_(EPS1)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -106,16 +106,16 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     shard = local(p)
     step = torch.tensor(0.0)
     if p.dim() < 2 or min(p.shape[-2:]) == 1:
-        zeros = torch.zeros_like(shard)
-        return {"step": step, "square": like(zeros, p) if isinstance(p, DTensor) else zeros}
+        return {"step": step, "square": like(torch.zeros_like(shard), p)}
 
+    # Row means are sharded like the rows. Column means of a matrix are replicated.
     rows = shard.new_zeros(shard.shape[:-1])
     columns = shard.new_zeros((*shard.shape[:-2], 1, shard.shape[-1]))
-    if isinstance(p, DTensor):
-        # Row means are sharded like the rows. Column means of a matrix are replicated.
-        rows = laid_out(rows, p, p.shape[:-1])
-        columns = laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), whole=p.dim() == 2)
-    return {"step": step, "rows": rows, "columns": columns}
+    return {
+        "step": step,
+        "rows": laid_out(rows, p, p.shape[:-1]),
+        "columns": laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), whole=p.dim() == 2),
+    }
 
 
 def _all_reduced(sums: list[Tensor], model: Tensor) -> list[Tensor]:
@@ -123,11 +123,11 @@ def _all_reduced(sums: list[Tensor], model: Tensor) -> list[Tensor]:
     if not sums or not isinstance(model, DTensor):
         return sums
 
-    flat = torch.cat([part.flatten() for part in sums])
-    # Along a replicated axis every rank has the same sums already.
+    flat = torch.cat([tensor.flatten() for tensor in sums])
     for axis, placement in enumerate(model.placements):
+        # Along a replicated axis every rank has the same sums already.
         if placement != Replicate():
             dist.all_reduce(flat, group=model.device_mesh.get_group(axis))
 
-    totals = flat.split([part.numel() for part in sums])
-    return [total.view(part.shape) for total, part in zip(totals, sums, strict=True)]
+    totals = flat.split([tensor.numel() for tensor in sums])
+    return [total.view(tensor.shape) for total, tensor in zip(totals, sums, strict=True)]

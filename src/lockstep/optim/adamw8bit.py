@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lockstep.runtime.layout import laid_out, like, local
 
 BLOCK = 256  # elements of a row that share a scale, at most
 SMALLEST = 4096  # parameters with fewer elements keep float32 moments
-AT_ONCE = 2**22  # elements whose moments are float32 at the same time, during an update
+AT_ONCE = 2**22  # elements whose moments are float32 at the same time during an update
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments and torch's arguments, for plain parameters and for those that FSDP shards by rows."""
+    """AdamW with 8-bit moments, for plain parameters and for those that FSDP shards by rows."""
 
     def __init__(
         self,
@@ -34,6 +33,7 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
+        """The arguments are those of torch's AdamW."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -51,12 +51,10 @@ class AdamW8bit(torch.optim.Optimizer):
             state.update(_first_state(p))
         state["step"] += 1
 
-        # A rank may hold no row of a small parameter at all.
         shard = local(p)
-        if not shard.numel():
-            return
-
         count = float(state["step"])
+        if not shard.numel():
+            return  # a rank may hold no row of a small parameter
         if state["exp_avg"].dtype == torch.uint8:
             _update_8bit(shard, local(grad), state, count, group)
         else:
@@ -64,7 +62,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
-    """Update this rank's rows, AT_ONCE elements at a time, so that few moments are float32 at once.
+    """Update this rank's rows, AT_ONCE elements at a time, so that few moments are float32 at the same time.
 
     shard, grad: (..., width), with two or more dimensions.
     """
@@ -84,7 +82,7 @@ def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: floa
         for (name, signed), moment in zip(MOMENTS.items(), moments, strict=True):
             _to_bytes_(moment, codes[name], codes[f"{name}_scale"], signed)
 
-    # Where rows are not one after another in memory, such as with channels_last, `rows` is a copy.
+    # Where rows are not contiguous in memory, such as with channels_last, `rows` is a copy.
     if rows.data_ptr() != shard.data_ptr():
         shard.copy_(rows.view(shard.shape))
 
@@ -98,27 +96,22 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     if p.dim() < 2 or p.numel() < SMALLEST:
         return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
 
+    shard = local(p)
+    blocks = -(-p.shape[-1] // BLOCK)
     for name, signed in MOMENTS.items():
         # Which byte stands for 0 depends on the table.
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
         state[name] = _filled(p, zero, torch.uint8)
-        state[f"{name}_scale"] = _zero_scales(p)
+        # One scale for each block of a row, placed like the rows.
+        scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
+        state[f"{name}_scale"] = laid_out(scales, p, (*p.shape[:-1], blocks))
     return state
 
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor shaped and placed like `p`, but always contiguous."""
+    """Return a tensor with the shape and the placement of `p`, in row-major order even if `p` is not."""
     shard = local(p)
-    filled = torch.full(shard.shape, value, dtype=dtype, device=shard.device)
-    return like(filled, p) if isinstance(p, DTensor) else filled
-
-
-def _zero_scales(p: Tensor) -> Tensor:
-    """Return scales of shape (..., blocks of a row), placed like the rows of `p`."""
-    shard = local(p)
-    blocks = -(-p.shape[-1] // BLOCK)
-    scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
-    return laid_out(scales, p, (*p.shape[:-1], blocks)) if isinstance(p, DTensor) else scales
+    return like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
 
 
 def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""Optimizers of parameters that are stored in bfloat16: they see float32 stand-ins, and never bfloat16 itself.
+"""Parameters stored in bfloat16: their optimizers only ever see float32 stand-ins. There are three kinds of rounding:
 
-master       a stand-in is the parameter in full precision (its master weight); the model has a rounded copy of it
-stochastic   a stand-in lives for one update: made from the parameter, and rounded back up or down at random
-compensated  the same, but what rounding cuts off is kept in a second bfloat16, and added back the next time
+master       the stand-in is the parameter in full precision (its master weight), and the model has a rounded copy
+stochastic   the stand-in is made from the parameter for one update, then rounded back up or down at random
+compensated  the same, but what rounding cuts off is kept in a second bfloat16, and added to the next stand-in
 
-An update goes through the parameters a few at a time, so that the memory that lives for one update stays small.
+An update goes through the parameters a few at a time, to keep the memory for temporary stand-ins small.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.optim.optimizers import GroupPart, only_these
 from lockstep.runtime.layout import by_mesh, like, local, shard_of
@@ -30,11 +29,9 @@ class MasterWeights:
     """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins, and rounds their updates back."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
-        """Put stand-ins into the optimizers' groups, in place of the parameters.
-
-        `rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding.
-        """
+        """`rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding."""
         self.rounding = rounding
+        self.persistent = rounding == "master"  # stand-ins live on between two steps
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
@@ -44,13 +41,8 @@ class MasterWeights:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
 
-    @property
-    def persistent(self) -> bool:
-        """Whether stand-ins live on between two steps, as master weights do."""
-        return self.rounding == "master"
-
     def named(self) -> dict[int, str]:
-        """Return the names of the parameters, by the ids of their stand-ins."""
+        """Return the name of each parameter, by the id of its stand-in."""
         return {key: self.names[id(p)] for key, p in self._parameters.items()}
 
     def master_of(self, parameter: Tensor) -> Tensor | None:
@@ -83,34 +75,28 @@ class MasterWeights:
                 self._round_back(optimizer, stand_in, now)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        """Return the stand-in, which takes over any state that the optimizer already has for the parameter."""
-        stand_in = self._stand_in_for(parameter)
-        state = optimizer.state.pop(parameter, None) if stand_in is not parameter else None
+        """Return a float32 stand-in of the same placement. Frozen parameters stand for themselves."""
+        if not parameter.requires_grad:
+            return parameter
+
+        # A stand-in for one update has memory only while that lasts.
+        wide = local(parameter).detach().float()
+        if not self.persistent:
+            _free(wide)
+        stand_in = nn.Parameter(like(wide, parameter))
+        self._stand_ins[id(parameter)] = stand_in
+        self._parameters[id(stand_in)] = parameter
+
+        # Some optimizers, such as Adagrad, have set up their state already, in the parameter's bfloat16.
+        state = optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[stand_in] = {key: _widened(value, parameter) for key, value in state.items()}
         return stand_in
 
-    def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a float32 parameter of the same placement. Frozen parameters stand for themselves."""
-        if not parameter.requires_grad:
-            return parameter
-
-        # Without master weights there are no values between two updates, only a shape for the optimizer's state.
-        wide = local(parameter).detach().float()
-        if not self.persistent:
-            _free(wide)
-
-        stand_in = nn.Parameter(_placed_like(wide, parameter))
-        self._stand_ins[id(parameter)] = stand_in
-        self._parameters[id(stand_in)] = parameter
-        return stand_in
-
     def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
-        """Yield what one call of `optimizer.step()` updates.
-
-        An optimizer of the user's own may count its calls: it gets everything at once.
-        """
+        """Yield what one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
+        # An optimizer of the user's own may count its calls: it gets everything at once.
         if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
             yield from ([part] for part in parts)
         elif parts:
@@ -134,25 +120,26 @@ class MasterWeights:
             yield group, part
 
     def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
-        """Give a stand-in its value and its gradient in float32. Dividing here costs no precision."""
+        """Set the value and the gradient of a stand-in. Dividing here, in float32, costs no precision."""
         parameter = self._parameters[id(stand_in)]
 
-        # The value: what the model has, and what rounding has cut off before. Masters have theirs.
+        # The value is what the model has, plus what rounding cut off before. Masters keep theirs.
         if not self.persistent:
             wide = local(stand_in)
             wide.untyped_storage().resize_(wide.numel() * wide.element_size())
             wide.copy_(local(parameter))
+
             # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
             cut_off = optimizer.state.get(stand_in, {}).get(COMPENSATION)
             if cut_off is not None:
                 wide.add_(local(cut_off))
 
-        # The gradient: a float32 copy for the time of the update.
+        # The gradient is a float32 copy, which is freed after the update.
         gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
         wide = local(gradient).float()
         if divisor is not None:
             wide.div_(divisor)
-        stand_in.grad = _placed_like(wide, gradient)
+        stand_in.grad = like(wide, gradient)
 
     def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, now: int) -> None:
         """Write an updated stand-in into its bfloat16 parameter, and free what lives for one update only."""
@@ -169,7 +156,7 @@ class MasterWeights:
 
         # Stored only after the update: optimizers initialise their state in the first step only if it is empty.
         if self.rounding == "compensated":
-            optimizer.state[stand_in][COMPENSATION] = _placed_like((wide - shard).to(shard.dtype), parameter)
+            optimizer.state[stand_in][COMPENSATION] = like((wide - shard).to(shard.dtype), parameter)
 
         # Only masters live on.
         stand_in.grad = None
@@ -181,12 +168,8 @@ def _widened(value: Any, parameter: Tensor) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
-def _placed_like(part: Tensor, reference: Tensor) -> Tensor:
-    return like(part, reference) if isinstance(reference, DTensor) else part
-
-
 def _free(tensor: Tensor) -> None:
-    """Give the memory of a tensor back. It keeps its shape."""
+    """Release the memory of a tensor. It keeps its shape."""
     tensor.untyped_storage().resize_(0)
 
 
@@ -199,9 +182,8 @@ def _free(tensor: Tensor) -> None:
 
 def round_stochastically(values: Tensor, indices: Tensor, key: int) -> Tensor:
     """Return float32 `values` as bfloat16. `indices` (int32, same shape) number the elements of the full tensor."""
-    bits = values.contiguous().view(torch.int32)
-    # The sum carries into the upper half as often as the lower half is large.
-    raised = bits + (_scrambled(indices, key) & LOW_BITS)
+    # Adding random low bits carries into the upper half with a probability in proportion to the lower half.
+    raised = values.contiguous().view(torch.int32) + (_scrambled(indices, key) & LOW_BITS)
     return (raised & ~LOW_BITS).view(torch.float32).to(torch.bfloat16)
 
 

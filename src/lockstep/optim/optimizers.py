@@ -34,7 +34,7 @@ class Optimizers:
     """One or several torch optimizers that together move every trainable parameter of the model."""
 
     def __init__(self, optimizers: Any, model: nn.Module):
-        """Take over what the task or the user's loop has made: one optimizer, or a list of them."""
+        """`optimizers`: an optimizer or a list of them, as the task or the user's loop made them."""
         self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
@@ -81,8 +81,7 @@ class Optimizers:
             if self.masters:
                 self.masters.step(optimizer, divisor, number)
             elif self._several_meshes:
-                groups = optimizer.param_groups
-                parts = [(group, tensors) for group in groups for tensors in by_mesh(group["params"])]
+                parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                 with only_these(optimizer, parts):
                     optimizer.step()
             else:
@@ -95,7 +94,7 @@ class Optimizers:
         self._hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.all]
 
     def release(self) -> None:
-        """Give the optimizers back as they came."""
+        """Let the user step the optimizers again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -120,8 +119,8 @@ class Optimizers:
 class ShardedOptimizers(Optimizers):
     """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
 
-    Gradients come from DDP as usual. A parameter belongs to one rank as a whole, and all ranks own about the same
-    number of bytes. In a checkpoint each rank saves the state of the parameters that it owns.
+    DDP reduces the gradients as always. Parameters are dealt to the ranks by size, each as a whole, and in a
+    checkpoint each rank saves the state of the parameters that it owns.
     """
 
     def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
@@ -153,8 +152,8 @@ class ShardedOptimizers(Optimizers):
         flat = torch.cat([p.detach().flatten() for p in parameters])
         self._runtime.collectives.broadcast_([flat], owner)
         if owner != self._runtime.world.rank:
-            parts = flat.split([p.numel() for p in parameters])
-            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(parts))
+            received = flat.split([p.numel() for p in parameters])
+            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(received))
 
 
 def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

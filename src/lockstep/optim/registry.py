@@ -27,14 +27,11 @@ OWN = "task"
 class OptimizerKind:
     """What a run must know of an optimizer that it can build by name."""
 
-    # Makes the optimizer from parameter groups.
     build: Callable[[Groups], torch.optim.Optimizer]
     # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
     options: tuple[str, ...]
-    # Bytes of state per parameter, for a large matrix.
-    state_bytes: float
-    # What its state holds, for the banner.
-    about: str
+    state_bytes: float  # per parameter, for a large matrix
+    about: str  # what its state holds, for the banner
     # Classes of optimizers that allocate this state with their first update, the user's own ones included.
     classes: tuple[str, ...] = ()
     # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
@@ -104,9 +101,9 @@ NAMES = (OWN, *OPTIMIZERS)
 
 
 def describe(name: str) -> str:
-    """Return what the optimizer of this name keeps, for the banner."""
+    """Return a line for the banner: what the optimizer of this name keeps."""
     kind = OPTIMIZERS[name]
-    return f"{kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
+    return f"{name} in place of the task's: {kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
@@ -146,13 +143,10 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return optimizers
         if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-            built.append(kind.build(_groups_for(kind, optimizer)))
+            keys = ("params", *kind.options)
+            groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+            built.append(kind.build(groups))
         else:
             # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
             built.append(optimizer)
     return built
-
-
-def _groups_for(kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> Groups:
-    keys = ("params", *kind.options)
-    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
-"""The update at the end of a step: gradients x one factor, clipped, into the optimizers.
+"""The update at the end of a step: gradients are multiplied by one factor, clipped, and applied by the optimizers.
 
 Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter's weights
-(adaptive), changes elements, and needs gradients of their true size.
+(adaptive), changes single elements, and needs gradients at their true size.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before: list[Callable[[], None]] = []  # called before parameters change: a snapshot may be under way
+        self.before_next: list[Callable[[], None]] = []  # called once, before the next change: a save may be copying
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated
         self._norms = norms
         self._device = device
+        self._clips_elements = clip.value is not None or clip.adaptive is not None
 
         # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
         # to full float32 masters first) and nothing needs them at their true size before.
-        self._clips_elements = clip.value is not None or clip.adaptive is not None
-        full = replicated or optimizers.masters is not None
-        self._fused = optimizers.divides_gradients and full and not self._clips_elements
+        full_gradients = replicated or optimizers.masters is not None
+        self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_by_itself
 
     def clip_factor(self, norm: Any) -> Any:
@@ -49,18 +49,20 @@ class Update:
         """
         if self._clip.norm is None:
             return 1.0
+
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
-        """Apply the `number`-th step. The host already knows that it is accepted."""
+        """Apply the `number`-th step. The host knows that it is accepted."""
         self._wait()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
             return
 
-        if parameters:  # a pipeline stage may have nothing to train
+        # A pipeline stage may have nothing to train.
+        if parameters:
             grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
             torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
             if self._clips_elements:
@@ -73,8 +75,9 @@ class Update:
         self._optimizers.step(number, (1.0 / factor).float(), skip.float())
 
     def _wait(self) -> None:
-        for wait in self.before:
-            wait()
+        # A list that is nearly always empty: only a save puts something into it.
+        while self.before_next:
+            self.before_next.pop()()
 
 
 def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
@@ -84,7 +87,7 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
         torch._foreach_clamp_min_(shards, -clip.value)
         torch._foreach_clamp_max_(shards, clip.value)
 
-    # Norms are those of full tensors, so all ranks scale their shards of a gradient by the same factor.
+    # A gradient may be as large as a fixed fraction of its weights. Both norms are those of full tensors.
     if clip.adaptive is not None:
         for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
             limit = clip.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)

@@ -122,13 +122,18 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
     return [position for name, position in named if name not in inner]
 
 
-def like(shard: Tensor, model: DTensor) -> DTensor:
-    """Return a DTensor with this shard, laid out like `model`."""
-    return _dtensor(shard, model, model.placements, model)
+def like(shard: Tensor, model: Tensor) -> Tensor:
+    """Return a DTensor with this shard, laid out like `model`; or the shard itself if `model` is a plain tensor."""
+    return _dtensor(shard, model, model.placements, model) if isinstance(model, DTensor) else shard
 
 
-def laid_out(shard: Tensor, model: DTensor, shape: Sequence[int], whole: bool = False) -> DTensor:
-    """Return a DTensor of `shape` with its rows on the same ranks as those of `model`; if `whole`, replicated."""
+def laid_out(shard: Tensor, model: Tensor, shape: Sequence[int], whole: bool = False) -> Tensor:
+    """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank.
+
+    If `model` is a plain tensor, the shard itself is returned.
+    """
+    if not isinstance(model, DTensor):
+        return shard
     placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
     # The meta tensor gives shape and stride, and takes no memory.
     return _dtensor(shard, model, placements, torch.empty(tuple(shape), device="meta"))
