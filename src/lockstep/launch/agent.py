@@ -133,14 +133,16 @@ class Agent:
             self._zygote.close()
             self._zygote, self._next_zygote = self._next_zygote, None
 
-        # The run's folder may have been removed, or be on a disk that this node cannot write to.
         self._current = current = LocalAttempt(start.attempt)
         logs = self._job.run_dir / "logs"
+
+        # The run's folder may have been removed, or be on a disk that this node cannot write to.
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_writable(self._job.run_dir, error) from None
 
+        # The user's own variables win over those of the flight recorder.
         shared = flight_recorder.environment(logs) | self._zygote.env
         shared |= {
             "WORLD_SIZE": str(start.world),
@@ -259,6 +261,7 @@ class Agent:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
         self._hopeless = not self._zygote.ready
         self._zygote.close()
+
         attempt = -1
         if self._current is not None:
             attempt = self._current.number
@@ -269,6 +272,7 @@ class Agent:
         why = "exited while importing; the error is on that node's terminal" if self._hopeless else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._hopeless))
+
         if not self._hopeless:
             self._zygote = self._new_zygote(self._zygote.env)
 
@@ -311,7 +315,7 @@ def _ask_to_stop(pid: int) -> None:
 
 
 def _kill_rank(pid: int) -> None:
-    """Kill a rank with its loader processes, which are in its process group."""
+    """Kill a rank and its loader processes, which are in its process group."""
     # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError):

@@ -187,6 +187,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     # Of all signals only SIGKILL can be the kernel's answer to a lack of memory.
     before = rank.oom_kills_before
     after = oom_kills() if code == -signal.SIGKILL else before
+
     match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
         case "SIGKILL" if after > before:
             message = f"out of host memory (cgroup oom_kill went from {before} to {after})"

@@ -172,6 +172,7 @@ def _wait(history: History) -> str | None:
     inside = [rank for rank, entered in history.items() if first in entered and not entered[first].finished]
     late = [rank for rank, entered in history.items() if max(entered, default=0) < first]
     collective = f"collective {first}, {history[inside[0]][first]}"
+
     if not late:
         return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 

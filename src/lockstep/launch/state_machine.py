@@ -343,6 +343,7 @@ class JobStateMachine:
         """The process that starts a node's ranks is gone. Between two attempts that does no harm."""
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
+
         if event.hopeless and self.phase is not Phase.OVER:
             self._after_stop = Ending(1, failure)
             self._report(failure, "not restarted: it would end the same way")
@@ -395,6 +396,7 @@ class JobStateMachine:
         # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
         at_once = self._stop_request == signal == "SIGINT"
         self._stop_request = self._stop_request or signal
+
         match self.phase:
             case Phase.GATHER:
                 self._end_preempted()
@@ -488,6 +490,7 @@ class JobStateMachine:
         """Stop all ranks, and decide whether another attempt follows."""
         assert failure is not None
         saved = self.committed()
+
         if failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._after_stop = Ending(2, failure)

@@ -208,6 +208,7 @@ class Coordinator:
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
         count = hello.count
+
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
@@ -302,6 +303,7 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
     Orders may arrive together with the welcome.
     """
     connection.send(Hello(name, job.nproc, job.identity))
+
     adopted: Job | None = None
     orders: list[Message] = []
     while adopted is None:

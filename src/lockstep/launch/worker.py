@@ -25,10 +25,12 @@ from lockstep.runtime.heartbeat import FOLDER
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
     """Run `work(spec)` as a rank, and exit. `lifeline` is a pipe that closes when the launcher dies."""
     threading.Thread(target=_die_with_launcher, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
+
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[FOLDER])
     stacks.register(folder / f"stacks-{rank}")
     flight_recorder.serve(folder, rank)
+
     try:
         work(spec)
     except BaseException as error:

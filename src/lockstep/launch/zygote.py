@@ -173,6 +173,7 @@ def main(arguments: Sequence[str]) -> None:
 
     # Imports leave hardly any garbage, and looking for it would take a fifth of their time.
     gc.disable()
+
     module, _, function = entry.partition(":")
     work = getattr(importlib.import_module(module), function)
     for name in preload:
@@ -193,6 +194,7 @@ def _serve(control: socket.socket, work: Work) -> None:
 
     children: dict[int, int] = {}  # process -> rank
     folders: set[str] = set()
+
     with contextlib.suppress(ConnectionError):
         _report(control, {"ready": os.getpid()})
         while True:

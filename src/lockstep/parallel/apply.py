@@ -44,6 +44,7 @@ def apply(
     mesh = plan_mesh(config, runtime.world)
     axes = None if mesh.plain else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
+
     compiled = config.compile
     if compiled == "auto":
         compiled = runtime.device.type == "cuda" and not config.exact
@@ -57,6 +58,7 @@ def apply(
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
+
     empty = any(p.is_meta for p in model.parameters())
     if not empty:
         store(model, config.precision)
@@ -71,6 +73,8 @@ def apply(
     if config.precision == "fp8":
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
+
+    # From the inside out: a capture contains the compiled kernels.
     if compiled and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         warm_up_compile(model, config, runtime)
@@ -110,5 +114,6 @@ def _drive(
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters:
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
+
     ddp = OrderedDDPDriver if config.exact else DDPDriver
     return ddp(model, config.ddp, runtime, config.seed)

@@ -44,6 +44,7 @@ def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Mod
     named = list(model.named_modules(remove_duplicate=False))
     block_ids = {id(block) for block in blocks}
     block_prefixes = tuple(f"{name}." for name, module in named if id(module) in block_ids)
+
     # A module inside a block counts here if it also has a name outside.
     outside = [module for name, module in named if not f"{name}.".startswith(block_prefixes)]
 
@@ -68,11 +69,13 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     """
     parts = [module for module in _candidates(model) if _has_parameters(module)]
     blocks = find_blocks(model)
+
     # Layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
     likely = [module for module in parts if any(True for _ in module.children())] + blocks or parts
 
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):
         return close[0]
+
     largest_first = sorted(parts, key=lambda module: -sum(p.numel() for p in module.parameters()))
     return next((class_name(module) for module in [*blocks, *largest_first]), None)
 

@@ -29,11 +29,13 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
     """Return the tensors of `value` in a fixed order, and the spec of everything else."""
     tensors: list[Tensor] = []
     spec = _flatten(value, tensors)
+
     # Not every constant can be hashed, nor every context of a registered node.
     try:
         hash(spec)
     except TypeError as error:
         raise OpaqueValue(str(error)) from error
+
     return tensors, spec
 
 

@@ -108,6 +108,7 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
     """
     kernels = torch.backends.cuda
     cudnn_was_on = kernels.cudnn_sdp_enabled()
+
     # The other attention kernels need no plan. If none of them is enabled, cuDNN has to stay on.
     has_alternative = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
 

@@ -63,7 +63,7 @@ class StateSnapshot:
         random.setstate(self._python_random)
         np.random.set_state(self._numpy_random)
 
-        # The same dicts, since other code may hold them.
+        # Refill the same dicts, since other code may hold them.
         for module, buffers, non_persistent in self._owned:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -119,7 +119,7 @@ class AttributeSnapshot:
             for name in own_attributes(module).keys() - before.keys():
                 del vars(module)[name]
 
-            # Also what was replaced or changed in place becomes the same object again, with the same contents.
+            # Values that were replaced or changed in place become the same objects again, with the same contents.
             for name, (value, contents) in before.items():
                 vars(module)[name] = value
                 if type(value) is list:
@@ -165,6 +165,7 @@ class TrialCall:
         self.spec = spec
         self.device_type = device_type
         self.grad = torch.is_grad_enabled()
+
         # Copies, since a call may change its inputs in place.
         self.inputs = [t.detach().clone().requires_grad_(self.grad and t.requires_grad) for t in tensors]
         self.parameters = parameters if self.grad else []
@@ -178,11 +179,13 @@ class TrialCall:
     def forward(self) -> None:
         """Run the call and set its results: `outputs` and `output_spec`, and whether it `keeps_arguments`."""
         args, kwargs = unflatten(self.inputs, self.spec)
+
         # Autocast caches converted weights; a trial must not read copies made outside, nor leave its own there.
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(self.grad):
             self.outputs, self.output_spec = flatten(self.call(*args, **kwargs))
         torch.clear_autocast_cache()
+
         self.keeps_arguments = self._has_kept(args, kwargs)
 
     def _has_kept(self, args: Any, kwargs: Any) -> bool:
@@ -191,6 +194,7 @@ class TrialCall:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue:
             return False
+
         return spec == self.spec and all(a is b for a, b in zip(tensors, self.inputs, strict=True))
 
     @property
@@ -203,6 +207,7 @@ class TrialCall:
         pattern = tuple(gradient is not None for gradient in grad_outputs)
         outputs = [output for output, arrives in zip(self.differentiable, pattern, strict=True) if arrives]
         starts = [gradient for gradient in grad_outputs if gradient is not None]
+
         if not starts:
             self.gradients[pattern] = [None] * len(self.sources)
             return

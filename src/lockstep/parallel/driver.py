@@ -36,7 +36,7 @@ class Placement:
     pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
     data_rank: int = 0  # ranks with the same number train on the same samples
     data_size: int = 1  # how many different data_ranks there are
-    reports_loss: bool = True  # of the ranks with one data_rank, the one whose loss and weight count
+    reports_loss: bool = True  # whether this rank's loss and weight count; one rank per data_rank reports them
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks that hold a tensor, where not all do
     duplicates: frozenset[str] = frozenset()  # tensors of this rank that a lower rank also holds, sharded alike
     facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
@@ -157,6 +157,7 @@ class BaseDriver(Driver):
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
         start = control.record(loss)
+
         # After `record`: the word carries the weights of all micro-batches.
         word = control.word() if control.last else None
         self._backward(loss.total, control.constant(start, loss.total.dtype), word)
@@ -166,6 +167,7 @@ class BaseDriver(Driver):
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
+
         # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
@@ -243,8 +245,10 @@ class ShardedDriver(SingleDriver):
         try:
             yield None
         except _RanksDiffer:
+            # All ranks raise this together, so nobody is left to tell.
             raise
         except Exception as error:
+            # Tell the others before they wait for another forward.
             self._agree(f"{type(error).__name__}: {error}")
             raise  # all ranks have failed alike
         else:

@@ -47,12 +47,12 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """How many groups of ranks have samples of their own. Ranks that differ in pp or tp only train on the same."""
+        """How many groups of ranks have their own samples. Ranks that differ only in pp or tp train on the same."""
         return self.sizes["dp"]
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss and weight count. Of the ranks with the same samples, one in the last stage does."""
+        """Whether this rank's loss and weight count: of the ranks that share samples, one in the last stage reports."""
         return self.coordinate("tp") == 0 and self.coordinate("pp") == self.sizes["pp"] - 1
 
     def __str__(self) -> str:
@@ -86,10 +86,12 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
     filled = next((axis for axis in (config.sharing.axis, "dp") if axis and sizes[axis] is None), None)
     shape = {axis: sizes[axis] or 1 for axis in AXES}
     product = math.prod(shape.values())
+
     if filled and world.size % product == 0:
         shape[filled] = world.size // product
     elif product != world.size:
         raise _misfit({axis: size for axis, size in sizes.items() if size}, filled, world.size)
+
     return Mesh(shape, world.rank)
 
 
@@ -126,12 +128,14 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
             "",
             f"type strategy={strategy.nearest}, or leave mesh out",
         )
+
     if inner and config.fsdp.offload:
         raise UserError(
             f"fsdp.offload=true cannot be combined with mesh.{inner[0]}={sizes[inner[0]]}",
             "parameters would lie in host memory, and a mesh exchanges them on the device",
             "leave fsdp.offload out, or the mesh",
         )
+
     if strategy.axis is not None and sizes[strategy.axis] == 1:
         raise UserError(
             f"strategy={strategy.name} with mesh.{strategy.axis}=1 leaves nothing to shard along that axis",

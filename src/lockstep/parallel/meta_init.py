@@ -32,6 +32,7 @@ def make_model(make: Callable[[], nn.Module], config: RunConfig) -> nn.Module:
     """Return `make()`; with init=meta its parameters take no memory."""
     if config.init != "meta":
         return make()
+
     _check_strategy(config)
     with _parameters_on_meta():
         return make()
@@ -98,6 +99,7 @@ def fill(
     seed_torch(derive(seed, "init"), runtime.device)
     # Before any memory is allocated: initialising a large model takes too long to fail late.
     _check_can_be_filled(model)
+
     filling = _Filling({id(block) for block in blocks}, shard)
     filling.fill(model, "")
     filling.finish(model)
@@ -166,6 +168,7 @@ class _Filling:
             return
 
         tied, blank = self._allocate(module, name)
+
         # Sharded blocks must not be set any more: their full tensors are gone.
         versions = [p._version for p in self._sharded]
         reset()
@@ -212,6 +215,7 @@ def _check_can_be_filled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         own = _own_empty(module)
         lost = [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+
         # A bool has no value that could mark it as blank.
         lost += [key for key, value in own.items() if value.dtype == torch.bool]
 
@@ -222,7 +226,6 @@ def _check_can_be_filled(model: nn.Module) -> None:
 
 
 def _own_empty(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own parameters and buffers on the meta device."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {name: tensor for name, tensor in own if tensor.is_meta}
 

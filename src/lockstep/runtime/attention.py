@@ -55,6 +55,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
+
     # torch.compile caches code on disk and in this process. That code contains the kernels it was compiled for, and
     # torch does not compare them with those wanted now. So the choice becomes part of the key on disk; and a run that
     # chooses by name begins and ends with nothing compiled in the process. (`auto` is the same in every run on a
@@ -62,6 +63,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
     by_name = config.attention != "auto"
     settings = torch.compiler.config
     tag = settings.cache_key_tag
+
     with sdpa_kernel([kernels[name] for name in names], set_priority=True):
         _forget_compiled(by_name)
         settings.cache_key_tag = f"{tag} attention={','.join(names)}"

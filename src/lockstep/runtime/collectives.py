@@ -64,6 +64,7 @@ class Collectives:
             padded[: data.numel()] = data
             texts = [torch.empty_like(padded) for _ in range(self.world.size)]
             dist.all_gather(texts, padded, group=self.group)
+
             return [json.loads(bytes(text[:size].cpu().tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,7 @@ class Collectives:
         gathered = values.new_empty(self.world.size, *values.shape)
         with self._waiting_in("gather"):
             dist.all_gather(list(gathered.unbind()), values, group=self.group)
+
         return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
@@ -114,6 +116,7 @@ class Collectives:
         result, words = self.gather_json([result, list(error.args) if error else None])[0]
         if words:
             raise error or UserError(*words)
+
         return result
 
     def final_barrier(self) -> None:

@@ -59,6 +59,7 @@ class Runtime:
             store.wait([f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
         except dist.DistStoreError:
             return False
+
         return True
 
 
@@ -73,10 +74,12 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _set_numerics(config, device)
+
     # The order in which a kernel adds depends on its threads: under `exact` the number of ranks must not change it.
     threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
 
     heartbeat.beat("join")
+
     # A script that has made the process group itself also destroys it.
     joined = dist.is_initialized()
     if joined:
@@ -95,6 +98,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             if device.type == "cuda":
                 stack.enter_context(_own_stream(device))
             stack.enter_context(attention(config, device))
+
             if config.gpu_memory is not None:
                 _limit_memory(config.gpu_memory, device, stack)
 
@@ -130,6 +134,7 @@ def join(
     if store is None:
         assert world.master_addr is not None
         assert world.master_port is not None
+
         # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
         agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(
@@ -140,6 +145,7 @@ def join(
             timeout=timeout or timedelta(minutes=5),
             master_listen_fd=world.listen_fd,
         )
+
         # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
         store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -175,6 +181,7 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
         store.add("shared", 1)
     if store.add("ranks", 1) == world.size:
         store.set("complete", "")
+
     store.wait(["complete"])
     return store.add("shared", 0) > 0
 

@@ -63,6 +63,7 @@ class ControlWordCodec:
         """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
+
         integer = math.floor(weight)
         values = (
             integer - integer % LOW,
@@ -102,6 +103,7 @@ class ControlWordCodec:
             word.stop = round(values[STOP])
             word.exhausted = round(values[EXHAUSTED])
             word.new_metrics, word.save, word.preempt, word.save_failed = map(round, values[REQUESTS])
+
         return word
 
     def weight(self, packed: Tensor) -> Tensor:

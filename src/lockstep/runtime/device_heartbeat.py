@@ -62,6 +62,8 @@ class DeviceHeartbeat(Heartbeat):
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000
             self._free.append(begin)
+
+            # An event that also begins the next phase is freed when that phase has been read.
             begins_next = end is self._entered or (self._unread and end is self._unread[0][1])
             if not begins_next:
                 self._free.append(end)

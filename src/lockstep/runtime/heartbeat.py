@@ -98,6 +98,7 @@ class Heartbeat:
             self._steps += 1
 
         self._write(now)
+
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
@@ -133,6 +134,7 @@ def read(path: Path) -> View | None:
     # The file exists a moment before it has its size.
     if len(data) < SIZE:
         return None
+
     beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None

@@ -56,6 +56,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     shard = tensor.to_local().detach().cpu()
     for axis, dim, size, _ in reversed(_splits(tensor)):
         shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
+
     return shard.to(tensor.device)
 
 
@@ -164,7 +165,9 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
+
     terms = torch.stack([local(tensor).detach().double().square().sum() for tensor in tensors])
+
     # Each of several ranks that hold the same elements adds its fraction of their sum.
     copies = torch.tensor([ranks / _count_shards(tensor) for tensor in tensors], dtype=torch.float64)
     return terms / copies.to(terms.device)

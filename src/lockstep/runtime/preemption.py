@@ -29,6 +29,7 @@ class PreemptionNotice:
         # A loader process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
+
         # A second Ctrl-C does not wait.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

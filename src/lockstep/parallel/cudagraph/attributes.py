@@ -41,7 +41,7 @@ class AttributeWatch:
 
         self._sizes = sizes
 
-        # By the kind of value. Values of other kinds are not watched.
+        # Grouped by the kind of value; other kinds are not watched.
         self._plain: list[Slot] = []
         self._tensors: list[Slot] = []
         self._callables: list[Slot] = []
@@ -62,6 +62,7 @@ class AttributeWatch:
         """Return the plain values (a temperature, a probability) as a key."""
         # `get`: an attribute may have been deleted; None is then a changed value.
         values = [held.get(name) for held, name in self._plain]
+
         # Nearly always nothing has changed, and building the key costs more than this comparison.
         if not same_objects(values, self._last_values):
             self._last_values = values

@@ -38,9 +38,11 @@ class Capture:
         self.trial = trial
         self._reached = reached
         self._all: Pattern = (True,) * len(reached)
+
         # The pattern of all outputs comes last; it is always captured.
         self.patterns = [*(pattern for pattern in patterns if pattern != self._all), self._all]
         self.unknown_pattern: Pattern | None = None  # one that arrived and does not have its own backward
+
         # Returns the ticket of a forward whose backward may still come: another forward would overwrite what it needs.
         self.pending_backward: Callable[[], object] = lambda: None
 
@@ -77,6 +79,7 @@ class Capture:
             outputs = list(_Replay.apply(self, *tensors, *self.trial.parameters))
         else:
             outputs = self.forward(tensors)
+
         return unflatten(outputs, self.trial.output_spec)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -106,6 +109,7 @@ class Capture:
                     reached |= sources
 
             self._backwards[pattern]()
+
             gradients = self.trial.gradients[pattern]
             live = {n: g for n, g in enumerate(gradients) if g is not None and n in reached}
             fresh = dict(zip(live, _copies(list(live.values())), strict=True))
@@ -118,14 +122,13 @@ class _Ticket:
 
 
 class _Replay(torch.autograd.Function):
-    """A replayed forward whose backward is also a replay."""
-
     @staticmethod
     def forward(ctx: Any, capture: Capture, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`tensors` are the inputs, then the parameters (autograd must know them; the replay reads them in place)."""
         ctx.capture = capture
         ctx.ticket = _Ticket()
         capture.pending_backward = weakref.ref(ctx.ticket)
+
         # None stays None, instead of zeros: see Capture.
         ctx.set_materialize_grads(False)
         outputs = capture.forward(tensors[: len(capture.trial.inputs)])

@@ -35,6 +35,7 @@ def dry_run(
 
                 trial = make_trial()
                 versions = [tensor._version for tensor in trial.inputs]
+
                 # In the second run nothing is missing, so a synchronisation comes from the model itself.
                 with device.forbid_sync():
                     _run(trial, pattern)
@@ -117,6 +118,8 @@ def difference(expected: Sequence[Tensor | None], replayed: Sequence[Tensor | No
 
     floats = [tensor for tensor in expected if tensor is not None and tensor.is_floating_point()]
     largest = max(map(_finite_norm, floats), default=0.0)
+
+    # A gradient may be missing (None), but then on both sides.
     for plain, replay in zip(expected, replayed, strict=True):
         if plain is not None and replay is not None:
             if why := _tensor_difference(plain, replay, low, largest):

@@ -198,6 +198,7 @@ class GraphedCall(Link):
         """Return everything that decides which kernels a call launches."""
         # Attributes may have been added or deleted since the last call.
         self._attributes.refresh()
+
         grad = torch.is_grad_enabled()
         kind = self.device.type
         return (
@@ -213,7 +214,7 @@ class GraphedCall(Link):
         )
 
     def _new_variant(self, tensors: list[Tensor]) -> Variant:
-        """Return a variant for a call with these input tensors, which may be refused at once."""
+        """Return a variant for a call with these input tensors. It may be refused at once."""
         mode = "training" if torch.is_grad_enabled() else "without gradients"
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
         variant = Variant(f"{mode}, {' '.join(shapes)}", torch.is_grad_enabled())
@@ -234,6 +235,8 @@ class GraphedCall(Link):
         # The cheap reasons first: a dry run costs two forwards and backwards.
         if variant.training and not variant.patterns:
             return self._refuse(variant, "no gradient came back to its results")
+
+        # graph=true captures whatever the timing says.
         if not self.required:
             host_s, device_s = self._seconds(variant)
             if host_s < LAUNCH_BOUND * device_s:
@@ -247,6 +250,7 @@ class GraphedCall(Link):
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
 
+        # Without gradients there is no backward: one empty pattern stands for the forward alone.
         patterns = variant.patterns or [()]
         reached, why = dry_run(make_trial, patterns, self.model, self.device)
         if why:
@@ -274,6 +278,7 @@ class GraphedCall(Link):
                 why = compare(capture, trial, pattern, self.model, self.device)
             except Exception as error:
                 why = first_line(error)
+
             if why:
                 return self._refuse(variant, why)
 
@@ -376,6 +381,7 @@ class GraphedCall(Link):
             return result
 
         live = [tensor for tensor in tensors if tensor.requires_grad]
+
         # An output that is also an input or a parameter: a replay would return a copy of it.
         if any(tensor.grad_fn is None for tensor in live):
             self._refuse(variant, "it returns one of its arguments or parameters")

@@ -55,6 +55,7 @@ class CompileWarmup(Link):
 
             heartbeat.beat("collective")
             heartbeat.set_detail("compiled")
+
             # Over the store, not with a collective, whose time limit is shorter.
             if not self.runtime.store_barrier("compiled", self.timeout):
                 seconds = f"{self.timeout.total_seconds():.0f}"
@@ -63,6 +64,7 @@ class CompileWarmup(Link):
                     "all ranks must have compiled it before their first gradient all-reduce",
                     "type hang.first=3600, or compile=false",
                 )
+
             heartbeat.beat("compute")
 
         return self.inner(*args, **kwargs)

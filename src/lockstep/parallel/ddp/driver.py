@@ -50,6 +50,7 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
+
         # Assign parameters to buckets now. torch would assign them again after the first step, and a resumed run would
         # differ in its last bits: with three or more ranks, the position of a gradient in its bucket decides the order
         # in which the ranks are added.
@@ -106,6 +107,8 @@ class DDPDriver(BaseDriver):
         self.runtime = runtime
         self.names, self.parameters = trainable(model)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
+
+        # bfloat16 has too few bits for the integers of a control word.
         last_dtype = self.parameters[-1].dtype
         dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
         self.codec = ControlWordCodec(runtime.device, dtype)
@@ -117,6 +120,8 @@ class DDPDriver(BaseDriver):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             carrier, [f"model.{name}" for name in self._frozen]
         )
+
+        # DDP reads the ignored names when it is constructed.
         self._replica = Replica(
             carrier,
             bucket_cap_mb=config.bucket_mb,
@@ -167,6 +172,7 @@ class DDPDriver(BaseDriver):
                 "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or "
                 "`model.encoder(...)`; give the model's forward an argument that selects what to compute",
             )
+
         if self.hook:
             self.hook.prepare(start, word)
 
@@ -178,6 +184,7 @@ class DDPDriver(BaseDriver):
         # DDP divides by the world size, so the word is multiplied by it first.
         packed = self.codec.pack(word, times=self.gradient_factor)
         torch.autograd.backward((total, self._word_parameter), (start, packed))
+
         self._check_complete()
         assert self._word_parameter.grad is not None
         self._word = self._word_parameter.grad

@@ -158,6 +158,7 @@ def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
     # 2^126: twice 2^127 is no longer a float32.
     exponent = 15 - (ranks - 1).bit_length() - torch.frexp(largest).exponent
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(max=126))
+
     # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
     return torch.where((largest > 0) & torch.isfinite(largest), scale, torch.ones_like(scale))
 

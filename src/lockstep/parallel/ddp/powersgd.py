@@ -64,6 +64,7 @@ class PowerSGDHook(Hook):
         self.steps = 0
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
+
         # Vectors and small matrices are not among them, and are sent as they are.
         self.matrices: dict[str, Matrix] = {}
 
@@ -107,6 +108,7 @@ class PowerSGDHook(Hook):
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         compressed: list[tuple[Matrix, Tensor]] = []
         full: list[Tensor] = []
+
         # The control word has no matrix, and is in `full`.
         for parameter, gradient in bucket.gradients:
             matrix = self.matrices.get(self.names.get(id(parameter), ""))
@@ -126,6 +128,7 @@ class PowerSGDHook(Hook):
         # P = M Q, in one collective with everything that is sent in full, such as the control word.
         for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
+
         firsts = [_as_matrix(gradient) @ matrix.query for matrix, gradient in compressed]
         summed = yield from self._mean([*firsts, *full])
         for gradient, mean in zip(full, summed[len(firsts) :], strict=True):
@@ -168,6 +171,7 @@ class PowerSGDHook(Hook):
         """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
+
         # A step with inf or NaN is skipped, and its Q would spoil the steps after it.
         matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
 
@@ -194,6 +198,7 @@ class PowerSGDHook(Hook):
         for name, matrix in self.matrices.items():
             query = state["queries"].get(name)
             error = state["errors"].get(name)
+
             # The shapes differ if ddp.powersgd_rank was changed.
             if query is not None and query.shape == matrix.query.shape:
                 matrix.query.copy_(query)

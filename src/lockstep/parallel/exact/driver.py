@@ -29,7 +29,7 @@ from lockstep.task import MicroBatch
 
 
 class _FullParameters(BaseDriver):
-    """What drivers share whose ranks hold full parameters: a tree of gradients, and norms.
+    """The common base of drivers whose ranks hold full parameters: a tree of gradients, and norms.
 
     Norms are computed with the formula that ranks with shards use.
     """
@@ -48,7 +48,6 @@ class _FullParameters(BaseDriver):
         return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
 
     def _push_gradients(self) -> None:
-        """Move the gradients of the micro-batch from the parameters into the tree."""
         assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
         self.tree.push(self._subtree, {id(p): p.grad for p in self.parameters if p.grad is not None})
         for parameter in self.parameters:
@@ -88,6 +87,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
             self._ordered.expect(self._total, self._subtree)
 
         super()._backward(total, start, word)
+
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
             check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
@@ -137,6 +137,8 @@ class OrderedFSDPDriver(FSDPDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         self._uniform_use.compare(END)
+
+        # Only the last backward finishes a tree: what is left belongs to a module that it has not reached.
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
@@ -161,6 +163,7 @@ class OrderedFSDPDriver(FSDPDriver):
         most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
         message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
         message[:LENGTH] = packed
+
         for slot, tensor in zip(message[LENGTH:].split(most), tensors, strict=True):
             rows = row_norms(local(tensor))
             slot[: len(rows)] = rows
@@ -175,6 +178,7 @@ class _OrderedReduceScatter(ReduceScatter):
 
     def __init__(self) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+
         # About the next backward: the number of its round, the micro-batches of the step, whether it is the last.
         self.expected: tuple[int, int, bool] | None = None
 

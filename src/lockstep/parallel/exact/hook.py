@@ -28,6 +28,7 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
+
     left.update({key: gradient for key, gradient in right.items() if key not in left})
     return left
 
@@ -71,6 +72,7 @@ class OrderedHook(Hook):
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # this rank's micro-batches except the last
         self.me = group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.me]
+
         # Ranks that share a GPU use gloo, which takes GPU tensors in collectives, but not in point-to-point transfers.
         self.through_host = word.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
@@ -93,8 +95,8 @@ class OrderedHook(Hook):
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
-            started(dist.all_gather(list(every.unbind()), word.contiguous(), group=self.group, async_op=True))
-            for every, word in zip(gathered, words, strict=True)
+            started(dist.all_gather(list(per_rank.unbind()), word.contiguous(), group=self.group, async_op=True))
+            for per_rank, word in zip(gathered, words, strict=True)
         ]
 
         # A bucket may hold nothing but the control word.
@@ -106,8 +108,8 @@ class OrderedHook(Hook):
         for work in works:
             work.wait()
 
-        for word, every in zip(words, gathered, strict=True):
-            word.copy_(every.sum(0))  # the sum of these numbers is exact in any order
+        for word, per_rank in zip(words, gathered, strict=True):
+            word.copy_(per_rank.sum(0))  # the sum of these numbers is exact in any order
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
         buffer = bucket.buffer
@@ -188,6 +190,7 @@ class OrderedHook(Hook):
         """
         terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
         chunks = -(-buffer.numel() // CHUNK)
+
         # One element more per chunk: slices are rounded up.
         size = terms * (buffer.numel() // self.ranks + chunks)
 
@@ -200,7 +203,7 @@ class OrderedHook(Hook):
         return buffer.new_empty(size)
 
     def _own_roots(self, bucket: Bucket) -> list[Tensor]:
-        """Return this rank's sums, laid out like the bucket: copies, and as the last one the bucket itself."""
+        """Return this rank's sums, laid out like the bucket. The last is the bucket itself, the others are copies."""
         if self._last is None:
             return []
 
@@ -208,6 +211,7 @@ class OrderedHook(Hook):
         views = {id(p): view for p, view in bucket.gradients if p is not self.word}
         earlier = list(self.tree.roots)
         subtree = self._last
+
         # Sums that need no other rank are added here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()

@@ -42,6 +42,7 @@ class FSDPDriver(ShardedDriver):
         self._keeps_gathered = config.sharing.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
+
         blocks = find_blocks(model, config.blocks)
         alone = without_shared(blocks, model)
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
@@ -64,6 +65,7 @@ class FSDPDriver(ShardedDriver):
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
         self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(alone)))
+
         if empty:
             self.sync_buffers()  # each rank has made its own
 
@@ -84,7 +86,7 @@ class FSDPDriver(ShardedDriver):
                 warning = "every forward gathers the model again: twice its parameters do not fit"
                 yield None if stays_gathered else warning
         finally:
-            # As configured again, and nothing stays gathered.
+            # Back to the configured setting, with nothing left gathered.
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
@@ -118,7 +120,7 @@ def _has_room(model: nn.Module, runtime: Runtime) -> bool:
 
 
 def _free_memory(device: torch.device) -> tuple[str, float]:
-    """Return a name for the memory, and how many bytes this process could still take if it had it to itself."""
+    """Return a name for the memory, and how many bytes of it this process could still take if no other used it."""
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
 
@@ -135,6 +137,7 @@ def prepare(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _keep_in_place  # pyrefly: ignore[bad-assignment]
             # cuDNN now copies the weights in every call, and would warn about it.

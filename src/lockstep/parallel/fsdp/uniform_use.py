@@ -59,6 +59,7 @@ class UniformUse:
         self._in_mesh = False  # with mesh.tp or mesh.pp, where zero1 is no alternative
 
         names = {id(p): name for name, p in model.named_parameters()}
+
         # A ModuleList visits modules that several stages share only once.
         modules = nn.ModuleList(stages or [model]).modules()
         for module in [module for module in modules if isinstance(module, FSDPModule)]:
@@ -94,6 +95,7 @@ class UniformUse:
             names = [] if action == END else self.groups[number]
             if action == REDUCE:
                 names = list(compress(names, has_gradient))
+
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
     def _compare_before_reducing(self, group: Any, number: int) -> None:
@@ -102,6 +104,7 @@ class UniformUse:
 
         def post_backward(*unused: Any) -> None:
             has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
+
             # Without a gradient torch reduces nothing.
             if any(has_gradient):
                 self.compare(REDUCE, number, has_gradient)

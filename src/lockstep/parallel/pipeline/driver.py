@@ -62,6 +62,7 @@ class PipelineDriver(ShardedDriver):
         position = self.mesh.coordinate("pp")
         self._sharded = config.sharing.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
+
         self._replicas = axes.along("dp")
         self._tp = axes.along("tp")
 
@@ -72,6 +73,8 @@ class PipelineDriver(ShardedDriver):
         stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+
+        # While every rank still holds every tensor: from here on it keeps only its own.
         _broadcast_one_by_one(model, runtime)
 
         # This rank keeps the tensors of its own stages, and the buffers that they change.
@@ -165,6 +168,7 @@ class PipelineDriver(ShardedDriver):
             full = full_tensor(tensor).contiguous()
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
         self.runtime.collectives.broadcast_([full], source=holders[0])
         return full
 
@@ -190,9 +194,11 @@ class PipelineDriver(ShardedDriver):
             # Replicas and tp shards of a stage share with their counterparts in the other stages.
             counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
             group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
+
             if isinstance(group, dist.ProcessGroup):
                 world = World(group.rank(), group.size())
                 tied.append((indices, Collectives(world, self.runtime.device, self.runtime.heartbeat, group)))
+
         return tied
 
     def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
@@ -211,22 +217,25 @@ class PipelineDriver(ShardedDriver):
         marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
         summed = self.runtime.collectives.sum_(torch.cat([packed, marks.to(packed.device)]))
         self._word = summed[:LENGTH]
+
         used_anywhere = [count > 0 for count in summed[LENGTH:].tolist()]
         self._foreign.check(used_anywhere[len(used) :])
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
+
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
         if trained:
             copies = torch.tensor([self._copies[n] for n in trained], device=squared.device)
             squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
+
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
 
-        `used` says of each parameter whether any rank has used it; if none has, it keeps no gradient.
+        `used` says for each parameter whether any rank has used it; if none has, it keeps no gradient.
         """
         trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in trained:
@@ -239,6 +248,7 @@ class PipelineDriver(ShardedDriver):
 
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
+
         if not self._tp.world.alone:
             agree_on_plain(trained, self._tp)
 

@@ -34,6 +34,7 @@ class ForeignTensors:
         """
         self.stages = stages
         self.steps = 0
+
         # Under all names, since the error names what the user wrote.
         self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
         self._read: set[str] = set()
@@ -90,6 +91,7 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+
         # An expanded or transposed placeholder shares its memory; what is computed from it does not.
         is_view = isinstance(result, Tensor) and _address(result) in self._names
         if not is_view:
@@ -99,6 +101,6 @@ class _ReadRecorder(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the tensor lies in memory, or 0 if it is of a kind that no placeholder is."""
+    """Return the tensor's address in memory, or 0 if it cannot be a placeholder."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else 0

@@ -124,6 +124,7 @@ class Pipeline:
 
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
+
         # model.train() does not reach modules that stages(model) has wrapped around parts of the model.
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
@@ -134,6 +135,7 @@ class Pipeline:
         Micro-batches of another shape (the short one at the end of an epoch) get a pass of their own.
         """
         self._set_mode()
+
         # Every rank finds the arguments itself, since every rank has the samples.
         inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(arguments) for arguments in inputs]
@@ -234,12 +236,11 @@ _Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass
 
 
 class _ScheduledStage(nn.Module):
-    """The module that torch's schedule calls, micro-batch after micro-batch."""
-
     def __init__(self, number: int, stage: Stage, pipeline: Pipeline):
         super().__init__()
         self.number = number
         self._behind = (pipeline, stage)  # in a tuple, so that they do not become submodules
+
         # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
         # FSDP has accumulated, so such a stage stays hidden from torch.
         if pipeline.shard_group is None:

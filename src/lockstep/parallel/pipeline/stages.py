@@ -212,6 +212,7 @@ def shard_stages(
 
         for block in alone:
             shard(block)
+
         # Placeholders of other stages have no memory to shard.
         shard(stage, ignored_params=set(stage.parameters()) - owned)
         prepare(stage)

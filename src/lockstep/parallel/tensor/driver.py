@@ -38,6 +38,7 @@ class TensorDriver(ShardedDriver):
         # First within a tp group: only gradients that are laid out alike can be summed over replicas.
         for p in self.parameters:
             redistribute_gradient(p)
+
         reduce_replicas(self.parameters, self._replicas)
         agree_on_plain(self.parameters, self._tp)
 
@@ -75,7 +76,7 @@ def _register_cpu_attention() -> None:
 
 
 def explain_mixtures(model: nn.Module) -> None:
-    """Where an operation mixes shards and full tensors, turn torch's error into advice for the plan."""
+    """Turn torch's error about an operation that mixes shards and full tensors into advice for the plan."""
     original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +109,7 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     # Zeros where this rank has not used a parameter that another one has.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
     sum_gradients(trained, replicas)
 
 

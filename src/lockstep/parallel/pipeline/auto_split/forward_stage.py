@@ -68,6 +68,7 @@ class BlockInterceptor:
         # Numbers may change: after a trace they follow the order of calls.
         for block in self.blocks:
             CallChain.of(block).remove("intercept")
+
         self.blocks = list(blocks)
         for number, block in enumerate(self.blocks):
             chain = CallChain.of(block)
@@ -84,8 +85,6 @@ class BlockInterceptor:
 
 
 class _InterceptedCall:
-    """The link in the call chain of one block."""
-
     inner: Call
 
     def __init__(self, interceptor: BlockInterceptor, number: int):
@@ -94,6 +93,7 @@ class _InterceptedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = self._interceptor.handler
+
         # Without a handler (when the backward recomputes a block) the block just runs.
         if handler is None:
             return self.inner(*args, **kwargs)

@@ -36,6 +36,7 @@ def split_forward(
     with StateSnapshot(model):
         trace = _Trace(model, interceptor)
         trace.run(arguments, autocast)
+
         # From here on, blocks are numbered in the order of their calls.
         interceptor.install([blocks[number] for number in trace.order])
 
@@ -46,6 +47,7 @@ def split_forward(
             # Buffers outside the blocks that other stages change: their code may also run here, and must not count.
             foreign = set().union(*trace.changed) - {id(tensor) for tensor in tensors}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
+
             last_block = min(stop, len(trace.order)) - 1
             stages.append(ForwardStage(model, interceptor, trace.outputs, start, last_block, names))
             used.append(tensors)
@@ -104,6 +106,7 @@ class _Trace:
 
         segment = len(self.outputs)
         self._end_segment(tensors, block.parameters())
+
         # Stages pass floating-point tensors on, and nothing else.
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             self.closed.add(segment)
@@ -118,6 +121,7 @@ class _Trace:
         """Note what the segment that ends with `tensors` depends on; `own` are the parameters of its block."""
         segment = len(self.needs)
         reached = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+
         # An output that is itself a leaf (a parameter, say) has no graph.
         leaves = {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
         earlier_outputs = leaves & self._detached.keys()
