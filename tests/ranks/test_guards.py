@@ -349,6 +349,22 @@ def applies_too_early(task: Any, model: Any, optimizer: Any, step: Any) -> None:
         step.apply()
 
 
+def applies_twice(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    forgets_apply(task, model, optimizer, step)
+    step.apply()
+    step.apply()
+
+
+def applies_the_previous_step(task: Any, model: Any, optimizer: Any, step: Any) -> None:
+    for batch in step:
+        loss = task.loss(model, batch)
+        step.backward(loss.total, loss.weight)
+        if hasattr(task, "previous"):
+            task.previous.apply()
+    step.apply()
+    task.previous = step
+
+
 def forgets_backward(task: Any, model: Any, optimizer: Any, step: Any) -> None:
     for batch in step:
         task.loss(model, batch)
@@ -367,6 +383,8 @@ MISTAKES = [
     (forgets_apply, ("step 0 ended without step.apply()", "call step.apply()")),
     (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
     (applies_too_early, ("step.apply() was called after 1 of",)),
+    (applies_twice, ("step.apply() was called on step 0, which has ended", "once per step")),
+    (applies_the_previous_step, ("step.apply() was called on step 0, which has ended",)),
     (forgets_backward, ("step.backward was called 0 times for batch 0",)),
     (goes_backward_twice, ("step.backward was called twice for batch 0",)),
 ]

@@ -73,9 +73,11 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
 
     if not streams:
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
-        return MapSource(reader, sampler or make_sampler(len(dataset), options.seed, options.config.shuffle), options)
+        if sampler is None:
+            sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
+        return MapSource(reader, sampler, options)
 
-    if sampler is not None:
+    if isinstance(data, Sampled):
         raise UserError(
             f"a sampler needs a dataset with __getitem__; it was given a {type(dataset).__name__}",
             "",

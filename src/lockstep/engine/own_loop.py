@@ -214,6 +214,13 @@ class OwnStep:
 
     def apply(self) -> StepResult | None:
         """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
+        if self.ended or self._control is not self._run.stepper.control:
+            raise UserError(
+                f"step.apply() was called on step {self.index}, which has ended",
+                "",
+                "call apply() once per step, before the next one begins",
+            )
+
         done = self._control.backwards_done
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:

@@ -179,10 +179,12 @@ def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iter
     try:
         yield
     finally:
-        # Some optimizers keep numbers in their groups, which must survive.
-        for (group, _), used in zip(parts, optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in used.items() if key != "params"})
+        used_groups = optimizer.param_groups
         optimizer.param_groups = groups
+
+    # Some optimizers keep numbers in their groups, which must survive.
+    for (group, _), used in zip(parts, used_groups, strict=True):
+        group.update({key: value for key, value in used.items() if key != "params"})
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -192,7 +194,7 @@ def as_list(optimizers: Any) -> list[Any]:
 def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
     """Give optimizers that were made before the model was sharded the parameters that it has now."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
-    for optimizer in as_list(optimizers):
+    for optimizer in as_list(optimizers) if replaced else []:
         for group in getattr(optimizer, "param_groups", []):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
