@@ -110,7 +110,7 @@ def _created(path: Path) -> bool:
 def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
     """Refuse a phase that never comes: the fault would never happen, and its test would prove nothing."""
     known = [*phases, *PLACES]
-    for fault in planned():
+    for fault in faults:
         if fault.phase is not None and fault.phase not in known:
             raise UserError(
                 f"phase={fault.phase!r} of a fault does not exist",
