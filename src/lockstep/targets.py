@@ -137,8 +137,7 @@ def _is_task(value: Any) -> bool:
 
 def check_is_task(value: Any) -> None:
     """Refuse anything but a task or its class, such as the name of a recipe, for `lockstep.fit`."""
-    kind = value if isinstance(value, type) else type(value)
-    if not _is_task(kind):
+    if not all(hasattr(value, name) for name in CONTRACT):
         raise UserError(
             "lockstep.fit takes a task or its class",
             f"{value!r:.80}, a {type(value).__name__}",

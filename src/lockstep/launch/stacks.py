@@ -61,10 +61,14 @@ class Frame:
 
     def __str__(self) -> str:
         # Relative to this package, to site-packages, or to the working directory.
-        file = self.file.rpartition("-packages/")[2].removeprefix(os.getcwd() + "/")
-        if self.file.startswith(_PACKAGE):
-            file = "lockstep/" + self.file.removeprefix(_PACKAGE)
-
+        file = self.file
+        if file.startswith(_PACKAGE):
+            file = "lockstep/" + file.removeprefix(_PACKAGE)
+        elif "-packages/" in file:
+            file = file.rpartition("-packages/")[2]
+        else:
+            with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
+                file = file.removeprefix(os.getcwd() + "/")
         return f"{file}:{self.line} {self.function}"
 
 
