@@ -590,3 +590,31 @@ def test_trees():
     assert flatten([1])[1] != flatten([True])[1]
     with pytest.raises(OpaqueValue, match="set"):
         flatten([{1}])
+
+
+class Forces(nn.Module):
+    """Energies and their derivative: the forward makes its argument require a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x.requires_grad_()
+        energy = self.net(x).square().sum(-1)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+def test_an_argument_that_the_forward_makes_differentiable():
+    plain = Forces()
+    model = copy.deepcopy(plain)
+    _, device, _ = graphed(model, required=True)
+    for step in range(STEPS):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each.zero_grad()
+            energy, force = each(x.clone())
+            (energy.sum() + force.square().sum()).backward()
+        assert torch.equal(plain.net.weight.grad, model.net.weight.grad)
+    assert device.replayed

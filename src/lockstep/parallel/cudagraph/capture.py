@@ -51,6 +51,9 @@ class Capture:
         self.addresses: list[int] = []  # of the tensors that it reads in place
         self.callables: list[Any] = []  # submodules and functions at the time of the capture
 
+        # Before the forward runs, which may call requires_grad_() on an input.
+        self.wants_gradient = [t.requires_grad for t in trial.inputs]
+
         # The trial has its gradients by pattern, in the order of their captures.
         self._forward, *backwards = device.capture(self._works())
         self._backwards = dict(zip(trial.gradients, backwards, strict=True))
@@ -152,7 +155,7 @@ class _Replay(torch.autograd.Function):
         starts = [gradient for gradient, fixed in zip(grad_outputs, ctx.fixed, strict=True) if not fixed]
         gradients = iter(ctx.capture.backward(starts))
         # Sources are the inputs that require a gradient, then all parameters.
-        of_inputs = [next(gradients) if t.requires_grad else None for t in ctx.capture.trial.inputs]
+        of_inputs = [next(gradients) if wanted else None for wanted in ctx.capture.wants_gradient]
         return None, *of_inputs, *gradients
 
 
