@@ -91,7 +91,7 @@ def _wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str
     for name, known in choices.items():
         value = values[name]
         if value not in known:
-            nearest = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
             yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
 
 
