@@ -88,7 +88,12 @@ class StepResult:
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size."""
+    """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size.
+
+    The engine also uses what else a source may have: `attach(context)` before the first step (see SourceContext) and
+    `close()` after the last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`,
+    which leaves these positions out from now on, and `passed_over`, the spans left out so far.
+    """
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next step."""

@@ -170,6 +170,36 @@ def test_a_rank_that_leaves_the_loop_alone_says_so(pool: Pool) -> None:
     assert_user_errors(errors[:1], "rank 0 of 2 left `for step in run.steps(...)` at step 3", "run.stop()")
 
 
+def ends_early(world: Any, store: Any, way: str) -> dict[str, Any]:
+    """Train 3 steps, with log lines that are further apart, and return the last line."""
+    from lockstep.engine.own_loop import OwnRun
+
+    with open_watched(world, store, VALUES | {"log.every": 100, "steps": 3 if way == "plan" else 6}) as builder:
+        own = OwnRun(builder)
+        task = Regression()
+        model = task.model()
+        model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in own.steps(task.data()):
+            # The request travels with this step, which is then the last one.
+            if way == "stop" and world.rank == 1 and step.index == 2:
+                own.stop()
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight)
+            step.apply()
+            if way == "break" and own.agree(step.index == 2):
+                break
+        own.close()
+        return builder.recorder.last
+
+
+@pytest.mark.parametrize("way", ["stop", "break"])
+def test_a_run_that_ends_between_two_log_lines_logs_its_last_steps(pool: Pool, way: str) -> None:
+    planned = pool.run(ends_early, "plan", world=2)[0]
+    ended = pool.run(ends_early, way, world=2)[0]
+    assert (ended["step"], ended["samples"], ended["loss"]) == (3, 12, planned["loss"])
+
+
 def test_the_weights_are_saved_even_if_show_fails(pool: Pool, tmp_path) -> None:
     class Shown(Regression):
         def show(self, model: nn.Module) -> str:

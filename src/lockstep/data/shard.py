@@ -42,35 +42,35 @@ def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
     return start, min(start + micro, window.stop)
 
 
-def deal(count: int, rank: int, size: int, weights: Sequence[float] | None = None) -> range:
+def deal(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
     """Return the contiguous range of `count` items that belongs to `rank`.
 
-    Without `weights` ranges differ by at most one item.
+    Without `speeds` ranges differ by at most one item.
     """
-    if weights is None:
+    if speeds is None:
         return range(count * rank // size, count * (rank + 1) // size)
 
     # Every rank computes all counts: no message is needed.
-    counts = apportion(count, tuple(weights))
+    counts = apportion(count, tuple(speeds))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])
 
 
 @lru_cache(maxsize=64)
-def apportion(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+def apportion(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many of `count` equal items each rank gets, so that ranks of these speeds finish early.
 
     Items are given out one after another, each to the rank that would finish it first, ties to the lowest rank.
     Every rank gets an item if there are enough: an idle rank runs one all the same, as padding.
     """
-    least = int(count >= len(weights))
-    counts = [least] * len(weights)
+    least = int(count >= len(speeds))
+    counts = [least] * len(speeds)
 
     # (time at which the rank would finish its next item, rank): a heap, with the earliest on top.
-    finishing = [((least + 1) / weight, rank) for rank, weight in enumerate(weights)]
+    finishing = [((least + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapify(finishing)
     for _ in range(count - sum(counts)):
         rank = finishing[0][1]
         counts[rank] += 1
-        heapreplace(finishing, ((counts[rank] + 1) / weights[rank], rank))
+        heapreplace(finishing, ((counts[rank] + 1) / speeds[rank], rank))
     return tuple(counts)

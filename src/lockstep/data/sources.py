@@ -116,9 +116,9 @@ class MapSource:
         self.position = 0  # samples consumed so far
         self.passed_over: list[tuple[int, int]] = []  # positions left out because they spoiled a step
 
-        # The position up to which this rank's micro-batches are decided: workers may be reading them.
+        # No deal may change before this position: workers may already be reading up to it.
         self.dealt_until = 0
-        # (first position, weights of the ranks from there on), in ascending order.
+        # (first position, speeds of the ranks), oldest first. The newest that has begun counts, also after a rewind.
         self._deals: list[tuple[int, tuple[float, ...]]] = []
 
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.
@@ -161,13 +161,13 @@ class MapSource:
         """Never train on these positions again: they spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
-    def deal_by(self, weights: Sequence[float], position: int = 0) -> None:
-        """Deal micro-batches to the ranks by `weights` from `position` on.
+    def deal_by(self, speeds: Sequence[float], position: int = 0) -> None:
+        """Deal micro-batches to the ranks by their `speeds` from `position` on.
 
         All ranks must call it, before any of them has read that far.
         """
         assert position >= self.dealt_until
-        self._deals.append((position, tuple(weights)))
+        self._deals.append((position, tuple(speeds)))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -221,8 +221,8 @@ class MapSource:
             own = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
-            weights = next((weights for first, weights in reversed(self._deals) if first <= begin), None)
-            own = deal(count, rank, size, weights)
+            speeds = next((speeds for first, speeds in reversed(self._deals) if first <= begin), None)
+            own = deal(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         micros = [self._micro_batch(window, index, padding=False) for index in own]

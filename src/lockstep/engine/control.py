@@ -1,7 +1,7 @@
 """One step on this rank: the micro-batch being computed, its losses so far, and the control word.
 
 A driver runs the micro-batches. It asks here for everything that is not about executing the model: the random stream of
-each micro-batch, the factor that its gradient starts with, and the control word that travels with the last gradients.
+each micro-batch, the initial factor of its gradient, and the control word that travels with the last gradients.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class TrainedBatch(NamedTuple):
 
 @dataclass
 class Requests:
-    """What this rank asks of all ranks through the next control word; or what all of them have agreed on."""
+    """What this rank asks of all ranks through the next control word."""
 
     stop: bool = False  # end the loop
     save: bool = False  # write a checkpoint
-    preempt: bool = False  # save, then end the process
-    save_failed: bool = False
+    save_failed: bool = False  # give up the save
 
 
 @dataclass
@@ -79,7 +78,7 @@ class StepControl:
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
 
-        # What the micro-batches so far held and cost, detached from the graph, and still on the device.
+        # Samples, losses and metrics of the micro-batches so far, detached from the graph, and still on the device.
         self.trained: list[TrainedBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
@@ -110,7 +109,7 @@ class StepControl:
         self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
-        """Add the loss of the micro-batch to the step's sums. Returns the factor that its gradient starts with."""
+        """Collect the loss of the micro-batch, and return the initial factor of its gradient."""
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
@@ -119,7 +118,7 @@ class StepControl:
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
 
-        # Most runs plan no faults, and pay no more than this comparison.
+        # Without injected faults this costs one comparison.
         if faults.in_environment != [] and (kind := faults.fire("loss", self.step)):
             loss.total = loss.total * float(kind)
 
@@ -183,7 +182,7 @@ class StepControl:
         if loss.metrics:
             self.metrics += metric_terms(loss)
 
-        # The control word must hold their sums.
+        # The control word needs the sums, so these are added now.
         self._weight = self._weight + self._number(loss.weight, WEIGHT_GRID)
         if self._context.word_has_loss:
             self._loss = self._loss + self._number(loss.total.detach(), LOSS_GRID)

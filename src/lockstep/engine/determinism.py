@@ -23,6 +23,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
 
 # Sums of multiples of a power of two are exact in any order, as long as they stay below 2^53 of these units.
+# So the device can sum control words. Log lines hold numbers of any size: `ExactSums` adds those on the host.
 WEIGHT_GRID = 2.0**32  # weights are multiples of 1/this: their sums are exact below 2^21 a step
 LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
 

@@ -134,15 +134,15 @@ class LoadBalancer:
         # Loader processes have already read batches of the present deal, so ranks also send where it ends for them.
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
-        weights = tuple(1.0 / s for s in seconds)
-        better = apportion(self._micro_batches, weights)
+        speeds = tuple(1.0 / s for s in seconds)
+        better = apportion(self._micro_batches, speeds)
         now_s = step_seconds(self.dealt, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
             return
 
         # No rank's workers have read as far as this position.
-        self._source.deal_by(weights, max(position for _, position in gathered))
+        self._source.deal_by(speeds, max(position for _, position in gathered))
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))
         self._log(

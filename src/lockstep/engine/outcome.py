@@ -25,7 +25,7 @@ from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.task import StepResult
 
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
-LEAST_LOSSES = 8  # losses seen before one can stand out as a spike
+MIN_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 
@@ -48,38 +48,40 @@ class Outcomes:
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
         self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
-        self._lowered = 0  # skipped steps in which the loss scale of fp16 was only doing its work
+        self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
         self._config = config
-        self._scale = scale
+        self._loss_scale = scale
         self._runtime = runtime
         self._log_event = log_event
 
-    def accept(self, word: ControlWord, grad_norm: float, loss_limit: float) -> bool:
-        """Return whether the step may be applied: its gradient is finite, and its loss is no spike."""
-        return math.isfinite(grad_norm) and not (self.spikes.on and _mean_loss(word) > loss_limit)
+    def accept(self, word: ControlWord, grad_norm: float, limit: float) -> bool:
+        """Return whether the step may be applied: its gradient is finite, and its loss is not above `limit`."""
+        return math.isfinite(grad_norm) and not (self.spikes.on and _mean_loss(word) > limit)
+
+    def reject_on_device(self, reduced: Reduced, grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
+        """Return the opposite of `accept` as a tensor () on the device. `accept` must later decide the same."""
+        rejected = ~torch.isfinite(grad_norm)
+        if limit < math.inf:
+            rejected = rejected | (reduced.codec.mean_loss(reduced.packed) > limit)
+        return rejected
 
     def conclude(
-        self,
-        control: StepControl,
-        reduced: Reduced,
-        word: ControlWord,
-        grad_norm: float,
-        loss_limit: float,
-        applied: bool,
+        self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
     ) -> StepResult:
         """Check that the ranks agree, count the step, act if it was skipped, and return its result."""
         step = control.step
         ranks = self._runtime.world.size
+        # An accepted step has been applied by now: these two checks do not prevent it, they only end the run.
         if word.step != ranks * (step % STEP_MODULUS):
             raise RuntimeError(f"the ranks are out of step: their step numbers add up to {word.step}, here {step}")
-        if self._scale:
-            self._scale.check_equal(word.scale, ranks)
+        if self._loss_scale:
+            self._loss_scale.check_equal(word.scale, ranks)
 
         # A step of weight 0 is not applied either, but nothing is wrong with it.
         finite = math.isfinite(grad_norm)
         skip_reason = None
         if word.weight and not applied:
-            spike = f"a loss spike: {_mean_loss(word):.4g}, above {loss_limit:.4g}"
+            spike = f"a loss spike: {_mean_loss(word):.4g}, above {limit:.4g}"
             skip_reason = spike if finite else _gradient_problem(reduced)
         result = StepResult(
             step=step,
@@ -102,10 +104,10 @@ class Outcomes:
 
         # A loss spike says nothing about the loss scale; an overflow does.
         scale_lowered = False
-        if self._scale and (applied or not finite):
-            before = self._scale.value
-            self._scale.scaler.update(overflowed=not applied)
-            scale_lowered = self._scale.value < before
+        if self._loss_scale and (applied or not finite):
+            before = self._loss_scale.value
+            self._loss_scale.scaler.update(overflowed=not applied)
+            scale_lowered = self._loss_scale.value < before
 
         self.empty_in_a_row = 0
         if applied:
@@ -121,9 +123,9 @@ class Outcomes:
         self.skipped_since_log += 1
         reason = self._log_skip(result, control, spike)
 
-        # An overflow that lowers the loss scale of fp16 is the scaler at work, not a failure.
+        # An overflow that lowers the loss scale of fp16 is how the scaler finds its value, not a failure.
         if scale_lowered:
-            self._lowered += 1
+            self._scale_backoffs += 1
             return
 
         # Everything else is a failure. Too many in a row end the run, whatever the policy.
@@ -150,7 +152,7 @@ class Outcomes:
         losses = [float(total) for total, _ in control.losses]
         own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
         blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
-        scale = {"scale": self._scale.scaler.value} if self._scale else {}
+        scale = {"scale": self._loss_scale.scaler.value} if self._loss_scale else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
 
@@ -163,7 +165,7 @@ class Outcomes:
         if not self.skipped:
             cause = "the loss of every step had weight 0"
             fix = "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked)"
-        elif self._lowered == self.skipped:
+        elif self._scale_backoffs == self.skipped:
             cause = f"{self.skipped} overflowed, and each of them halved the loss scale of fp16"
             fix = "train for more steps, or type a smaller scaler.initial"
         else:
@@ -181,7 +183,7 @@ class Outcomes:
         return {
             "skips": {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
-            "scaler": self._scale.scaler.get_state() if self._scale else None,
+            "scaler": self._loss_scale.scaler.get_state() if self._loss_scale else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,8 +193,8 @@ class Outcomes:
         self.empty_in_a_row = 0
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
-        if self._scale and state["scaler"]:
-            self._scale.scaler.load_state(state["scaler"])
+        if self._loss_scale and state["scaler"]:
+            self._loss_scale.scaler.load_state(state["scaler"])
 
 
 class SpikeDetector:
@@ -205,7 +207,7 @@ class SpikeDetector:
 
     def limit(self) -> float:
         """Return the loss above which a step is a spike: the median, plus a multiple of the median deviation."""
-        if not self.on or len(self.recent) < LEAST_LOSSES:
+        if not self.on or len(self.recent) < MIN_LOSSES:
             return math.inf
 
         median = statistics.median(self.recent)

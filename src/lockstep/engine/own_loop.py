@@ -241,5 +241,5 @@ class OwnStep:
         return UserError(
             f"step.backward was called {times} for batch {self._taken - 1} of step {self.index}",
             "",
-            "call step.backward exactly once per batch; pass weight=0 to let a batch count nothing",
+            "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )

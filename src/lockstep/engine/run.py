@@ -22,7 +22,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
-from lockstep.engine.control import Requests, TrainedBatch
+from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
@@ -94,7 +94,9 @@ class Run:
     evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
     builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
-    _agreed: Requests = field(init=False, default_factory=Requests)  # what control words ask for, until it is done
+    _stop_agreed: bool = field(init=False, default=False)  # what control words have asked for, until it is done
+    _save_agreed: bool = field(init=False, default=False)
+    _preempt_agreed: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
 
     # ---- the loop ----
@@ -103,7 +105,7 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
-        while self.stepper.counters.step < self.plan.steps and not self._agreed.stop:
+        while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.guard.check()
 
             # The ranks compare digests of their first batches. Later ones follow from the same arithmetic.
@@ -133,9 +135,8 @@ class Run:
         if self.load_balancer:
             self.load_balancer.end_step(step)
 
-        # The last log line waits for the outcome of the last step. The others take the newest one known, so that
-        # the host never waits for the device.
-        if step == self.plan.steps:
+        # Only the last log line waits for its own step's outcome; earlier ones use the newest outcome on the host.
+        if step == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_requests(last)
             self._log(last or result)
@@ -160,7 +161,7 @@ class Run:
         `evaluation_due`: this step's evaluation was interrupted, and the resumed run must repeat it.
         """
         step = self.stepper.counters.step
-        save_due = self.checkpoints.due(step, self._agreed.save or self._agreed.preempt)
+        save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
 
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
@@ -176,7 +177,7 @@ class Run:
         if save_due:
             began = time.perf_counter()
             self._save_checkpoint(evaluation_due)
-            self._agreed.save = False
+            self._save_agreed = False
             self.stepper.context.requests.save = False
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
@@ -184,7 +185,7 @@ class Run:
             # known: allocating it now keeps the first save short.
             self.checkpoints.prepare()
 
-        if self._agreed.preempt:
+        if self._preempt_agreed:
             self._end_preempted()
 
     def evaluate(
@@ -204,9 +205,9 @@ class Run:
 
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
-            self._agreed.preempt = True
+            self._preempt_agreed = True
             self.maintain(evaluation_due=True)
-            raise AssertionError("maintain() ends a preempted process")
+            raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
         return evaluation
@@ -229,7 +230,11 @@ class Run:
     def save_weights(self) -> None:
         """Wait for the last outcome, and write the final weights before anything else can go wrong."""
         self.close_loaders()
-        self._accept_requests(self.stepper.wait_for_outcome())
+        last = self.stepper.wait_for_outcome()
+        self._accept_requests(last)
+        # After a `break` in the user's loop, no log line shows the last steps yet.
+        if self._interval["steps"]:
+            self._log(last)
         counters = self.stepper.counters
         self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
@@ -338,9 +343,9 @@ class Run:
         if result is None:
             return
 
-        self._agreed.stop |= result.stop
-        self._agreed.preempt |= result.preempt
-        self._agreed.save |= result.save
+        self._stop_agreed |= result.stop
+        self._preempt_agreed |= result.preempt
+        self._save_agreed |= result.save
         # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()

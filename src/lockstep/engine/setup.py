@@ -147,7 +147,7 @@ class RunBuilder:
         stepped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
         self._on_failure.callback(stepped.release)
 
-        # Its state is part of a checkpoint, because a resumed run must compute as before.
+        # A checkpoint holds what Exactness knows of the platform: a resumed run must compute as before.
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))

@@ -1,8 +1,8 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
     control = self.begin(batches)                                        sums and counts start at 0
-    reduced = self.driver.forward_backward(batches, loss_fn, control)    sums over micro-batches and ranks
-    factor  = clipping / (global weight x loss scale)                    the only division
+    reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
+    factor  = clipping x N / (global weight x loss scale)                N = 1, or the ranks if DDP left a mean
     finite and no spike?  optimizer.step(factor) : skip                  the same answer on every rank
 
 A loop that the user writes runs the micro-batches itself, between `begin` and `apply`.
@@ -37,7 +37,7 @@ from lockstep.task import Loss, StepBatches, StepResult
 
 @dataclass
 class Counters:
-    step: int = 0  # transactions begun and ended, applied or not
+    step: int = 0  # steps run so far, applied or skipped
     applied: int = 0  # optimizer steps: what the schedule runs on
 
 
@@ -96,7 +96,7 @@ class Stepper:
 
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.late = runtime.device.type == "cuda" and scale is None and self.update.skips_on_device
+        self.reads_outcome_late = runtime.device.type == "cuda" and scale is None and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
         """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
@@ -121,14 +121,14 @@ class Stepper:
 
         norm = torch.linalg.vector_norm(reduced.norms)
         limit = self.outcomes.spikes.limit()
-        if self.late:
+        if self.reads_outcome_late:
             return self._apply_late(control, reduced, norm, limit)
 
         # On a GPU the host waits here for the control word and the norm.
         word = reduced.codec.unpack(reduced.packed.tolist())
         grad_norm, factor = math.nan, math.nan
         if word.weight:
-            grad_norm, factor = self._scale(reduced, float(norm), float(word.weight))
+            grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight))
 
         applied = self.outcomes.accept(word, grad_norm, limit)
         if applied:
@@ -138,13 +138,11 @@ class Stepper:
 
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, limit: float) -> StepResult | None:
         """Let the device decide: its optimizer skips the step by itself. Returns the previous step's result."""
-        # With weight 0 the factor is 0 x inf = nan, so nothing is applied.
-        grad_norm, factor = self._scale(reduced, norm, reduced.codec.weight(reduced.packed))
-        skip = ~torch.isfinite(grad_norm)
-        if limit < math.inf:
-            skip = skip | (reduced.codec.mean_loss(reduced.packed) > limit)
+        # With weight 0 the norm is 0 x inf = nan, so the device skips.
+        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
+        skip = self.outcomes.reject_on_device(reduced, grad_norm, limit)
         self.update.step_on_device(factor, skip, self.counters.step)
-        self.counters.applied += 1  # on trust: corrected when the outcome arrives
+        self.counters.applied += 1  # assumed; `wait_for_outcome` takes it back if the device skipped
 
         # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
         previous = self.wait_for_outcome()
@@ -176,7 +174,7 @@ class Stepper:
         self.context.metrics.new |= word.new_metrics > 0
         return self.outcomes.conclude(control, reduced, word, grad_norm, limit, applied)
 
-    def _scale(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
+    def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
         """Return the norm of the mean's gradient, and the one factor that gradients are multiplied by.
 
         `norm` and `weight` are numbers, or tensors on the device.

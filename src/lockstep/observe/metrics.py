@@ -1,7 +1,7 @@
 """Sums and weights of the loss and the metrics since the last log line. They stay on the device until they are read.
 
 `ExactSums` rounds only the final result: every float is an integer multiple of 2^-1074, and a sum of integers does not
-depend on their order.
+depend on their order. The grid of `exact` for the control word (`engine/determinism.py`) would round metrics too much.
 """
 
 from __future__ import annotations

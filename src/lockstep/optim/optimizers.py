@@ -16,8 +16,8 @@ from lockstep.runtime.layout import by_mesh
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
-# torch's own fused optimizers can apply `grad_scale` inside their fused kernel. Others that claim to take part in loss
-# scaling may expect a GradScaler instead, so only these are trusted, and only as they are, not subclassed.
+# These divide gradients by `grad_scale` inside their fused kernel. Subclasses are not trusted to, nor are others that
+# say they support gradient scaling: they may expect a GradScaler to call them.
 DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
@@ -67,8 +67,9 @@ class Optimizers:
         self.skips_by_itself = self._all_fused(SKIPPING)
 
     def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Step every optimizer, for the `number`-th time; stochastic rounding draws its random bits by that number.
+        """Step every optimizer.
 
+        `number` is the run's step count, including skipped steps; it seeds the bits of stochastic rounding.
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
         """
         self._updating = True  # `_refuse` lets these steps pass

@@ -54,7 +54,7 @@ class Update:
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
-        """Apply the `number`-th step. The host knows that it is accepted."""
+        """Apply a step that the host has accepted. `number` is the run's step count, including skipped steps."""
         self._wait()
         if self._fused:
             # The optimizers divide, hence the inverse.
@@ -70,7 +70,7 @@ class Update:
         self._optimizers.step(number)
 
     def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
-        """Apply the `number`-th step unless `skip` is true on the device."""
+        """Apply the step unless `skip` is true on the device. `number` is as in `step`."""
         self._wait()
         self._optimizers.step(number, (1.0 / factor).float(), skip.float())
 

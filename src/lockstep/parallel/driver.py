@@ -1,4 +1,4 @@
-"""The Driver: one way of executing a model, behind an interface that is the same for all. The step never asks which.
+"""The Driver: one way to execute a model, behind one interface. The step does not know which driver it has.
 
 `Driver` is the interface. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
 `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
@@ -44,14 +44,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The gradients of one step, summed over micro-batches and ranks, and the summed control word."""
+    """The gradients of one step, reduced over micro-batches and ranks; times `factor` they are sums."""
 
     parameters: list[nn.Parameter]  # those of this rank that have a gradient
     names: list[str]  # of the gradients that `norms` describes; in a pipeline those of all stages
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
-    packed: Tensor  # [LENGTH]: the control word
+    packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    factor: float  # what turns gradients as reduced into sums over ranks (DDP leaves means)
+    factor: float  # N where DDP has left means over N ranks, else 1
 
 
 class Control(Protocol):
@@ -71,7 +71,7 @@ class Control(Protocol):
         """Start a micro-batch: seed its random stream."""
 
     def record(self, loss: Loss) -> float:
-        """Add up what the micro-batch cost. Returns the factor that its gradient starts with."""
+        """Add the micro-batch's loss and weight to the step's. Returns the initial factor of its gradient."""
 
     @property
     def needs_reference_weight(self) -> bool:
@@ -117,10 +117,7 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs one micro-batch after another. A loop that the user writes calls `begin` to `reduced` itself.
-
-    A subclass implements `_backward`.
-    """
+    """Runs micro-batches in turn; a user's loop calls `begin`, `before_forward`, `backward` and `reduced` itself."""
 
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
@@ -156,11 +153,11 @@ class BaseDriver(Driver):
 
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
-        start = control.record(loss)
+        initial = control.record(loss)
 
         # After `record`: the word carries the weights of all micro-batches.
         word = control.word() if control.last else None
-        self._backward(loss.total, control.constant(start, loss.total.dtype), word)
+        self._backward(loss.total, control.constant(initial, loss.total.dtype), word)
         control.backwards_done += 1
 
     def reduced(self) -> Reduced:
@@ -197,8 +194,8 @@ class BaseDriver(Driver):
 
     # ---- for subclasses ----
 
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        """Backpropagate `total * start`, both (). Given the control word, also reduce it and the gradients."""
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""
         raise NotImplementedError
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
@@ -206,7 +203,7 @@ class BaseDriver(Driver):
 
 
 class SingleDriver(BaseDriver):
-    """Runs the model in one process. There is nothing to reduce, and collectives return at once."""
+    """Runs the model in one process, where nothing is reduced. Replicated and sharded drivers override `_reduce`."""
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         self.model = model
@@ -215,8 +212,8 @@ class SingleDriver(BaseDriver):
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, start)
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        torch.autograd.backward(total, grad_output)
         if word is not None:
             self._reduce(word)
 

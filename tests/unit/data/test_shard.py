@@ -38,25 +38,25 @@ SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 
 @given(st.integers(0, 100), SPEEDS)
-def test_every_item_is_dealt_once_by_weight(count, weights):
-    parts = [deal(count, rank, len(weights), weights) for rank in range(len(weights))]
+def test_every_item_is_dealt_once_by_speed(count, speeds):
+    parts = [deal(count, rank, len(speeds), speeds) for rank in range(len(speeds))]
     assert [i for part in parts for i in part] == list(range(count))
-    assert tuple(map(len, parts)) == apportion(count, tuple(weights))
-    if count >= len(weights):
+    assert tuple(map(len, parts)) == apportion(count, tuple(speeds))
+    if count >= len(speeds):
         assert all(parts), "a rank was left without work"
 
 
 @given(st.integers(1, 60), SPEEDS)
-def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, weights):
-    counts = apportion(count, tuple(weights))
-    last = max(n / w for n, w in zip(counts, weights, strict=True))
-    for giver, taker in itertools.permutations(range(len(weights)), 2):
-        if counts[giver] > 1 and counts[giver] / weights[giver] == last:
-            assert (counts[taker] + 1) / weights[taker] >= last
+def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, speeds):
+    counts = apportion(count, tuple(speeds))
+    last = max(n / speed for n, speed in zip(counts, speeds, strict=True))
+    for giver, taker in itertools.permutations(range(len(speeds)), 2):
+        if counts[giver] > 1 and counts[giver] / speeds[giver] == last:
+            assert (counts[taker] + 1) / speeds[taker] >= last
 
 
 @pytest.mark.parametrize(
-    ("count", "weights", "counts"),
+    ("count", "speeds", "counts"),
     [
         (9, (2.0, 1.0), (6, 3)),
         (8, (1.0, 1.0), (4, 4)),
@@ -65,5 +65,5 @@ def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, weights
         (2, (1.0, 3.0, 2.0), (0, 1, 1)),
     ],
 )
-def test_micro_batches_by_speed(count, weights, counts):
-    assert apportion(count, weights) == counts
+def test_micro_batches_by_speed(count, speeds, counts):
+    assert apportion(count, speeds) == counts

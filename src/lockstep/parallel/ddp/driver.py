@@ -39,7 +39,7 @@ class _WithControlWord(nn.Module):
         super().__init__()
         self.model = model
         # In its own module after the model: DDP fills buckets from the back, and this gradient is known first.
-        self.last = nn.ParameterList([nn.Parameter(word)])
+        self.word_holder = nn.ParameterList([nn.Parameter(word)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -56,7 +56,7 @@ class Replica(DistributedDataParallel):
         # in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self.armed = False
+        self.prepared_for_backward = False
         self._complete = True  # from here on, attributes that the user's model has are set there
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -65,7 +65,7 @@ class Replica(DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.armed = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
+        self.prepared_for_backward = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
         return super().forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +115,7 @@ class DDPDriver(BaseDriver):
 
         # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
-        self._word_parameter = carrier.last[0]
+        self._word_parameter = carrier.word_holder[0]
         self._frozen = _frozen_names(model)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             carrier, [f"model.{name}" for name in self._frozen]
@@ -156,15 +156,15 @@ class DDPDriver(BaseDriver):
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._replica.require_backward_grad_sync = control.last
-        self._replica.armed = False
+        self._replica.prepared_for_backward = False
         self._reached.clear()
 
     def sync_buffers(self) -> None:
         buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
         self.runtime.collectives.broadcast_(buffers)
 
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        if not self._replica.armed:
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        if not self._replica.prepared_for_backward:
             raise UserError(
                 "the loss was computed without the model that Lockstep passed in",
                 f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
@@ -174,16 +174,16 @@ class DDPDriver(BaseDriver):
             )
 
         if self.hook:
-            self.hook.prepare(start, word)
+            self.hook.prepare(grad_output, word)
 
         # Not the last backward of the step: gradients stay on this rank.
         if word is None:
-            torch.autograd.backward(total, start)
+            torch.autograd.backward(total, grad_output)
             return
 
         # DDP divides by the world size, so the word is multiplied by it first.
         packed = self.codec.pack(word, times=self.gradient_factor)
-        torch.autograd.backward((total, self._word_parameter), (start, packed))
+        torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
         self._check_complete()
         assert self._word_parameter.grad is not None

@@ -54,8 +54,8 @@ class Hook:
         """
         raise NotImplementedError
 
-    def prepare(self, start: Tensor, word: ControlWord | None) -> None:
-        """Called before every backward; `start` () is the loss scale. The last backward of a step has the `word`."""
+    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
+        """Called before every backward, with the loss scale (0 for padding), and in the last one of a step the word."""
 
     def finish(self) -> None:
         """Called when all buckets of a step have been exchanged."""

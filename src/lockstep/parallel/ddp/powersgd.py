@@ -87,7 +87,7 @@ class PowerSGDHook(Hook):
     def compresses(self) -> bool:
         return self.steps >= self.first_step and bool(self.matrices)
 
-    def prepare(self, start: Tensor, word: ControlWord | None) -> None:
+    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
         """Start to sum one unit of the mean gradient: global weight x loss scale.
 
         The exchange needs the weight before the control word has arrived, so it is sent separately.
@@ -96,7 +96,7 @@ class PowerSGDHook(Hook):
             return
 
         # The maximum of the micro-batches: padding has a loss scale of 0, which must not count.
-        self._scale = torch.maximum(self._scale, start.double())
+        self._scale = torch.maximum(self._scale, grad_output.double())
         if word is not None:
             self._unit = self._scale * word.weight
             self._unit_work = self.start_reduce(self._unit)

@@ -61,8 +61,8 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
         super().__init__(model, runtime)
         self.tree = TreeSum(add_gradients_)
 
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
-        super()._backward(total, start, word)
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        super()._backward(total, grad_output, word)
         self._push_gradients()
 
         # After the last backward of the step.
@@ -82,11 +82,11 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
         super().before_forward(micro, control)
         self._total = _micro_batches(control)
 
-    def _backward(self, total: Tensor, start: Tensor, word: ControlWord | None) -> None:
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
 
-        super()._backward(total, start, word)
+        super()._backward(total, grad_output, word)
 
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
