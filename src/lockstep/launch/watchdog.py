@@ -44,7 +44,7 @@ IO_FACTOR = 6.0
 BUSY_FACTOR = 12.0
 
 # How long a process must be seen stopped or dead: it may be stopped for a moment, or its exit may be reported soon.
-HALTED_S = 3.0
+STOPPED_S = 3.0
 
 # How long a rank that compiles is left alone, before it is asked again.
 COMPILING_S = 10.0
@@ -130,7 +130,7 @@ def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
         return None
 
     # A stopped or dead process is the reason by itself, whatever the others do.
-    halted = [view for view in working if view.halted and view.halted_s > HALTED_S]
+    halted = [view for view in working if view.halted and view.halted_s > STOPPED_S]
     if halted:
         what = "stopped by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
