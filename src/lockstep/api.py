@@ -350,7 +350,7 @@ def _launch(
 
     # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
     cause = f"rank {culprit.rank}: {culprit.message}"
-    with JsonlSink(run_dir / "events.jsonl") as events:
+    with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # the disk may be full
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)

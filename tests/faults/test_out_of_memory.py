@@ -57,7 +57,7 @@ def test_one_rank_out_of_memory_ends_the_run_with_advice(tmp_path):
     assert ended.code == 2
     assert "lockstep: step 2 with micro-batches of 8 does not fit into memory\n" in ended.output
     assert "out of memory: 2.0 GiB wanted, 1.0 GiB free; it holds parameters 20 B, gradients " in ended.output
-    assert "the first first: micro_batch=4; strategy=fsdp (about " in ended.output
+    assert "in order: micro_batch=4; strategy=fsdp (about " in ended.output
     assert "Traceback" not in ended.output
     assert not ended.events("restart")
 

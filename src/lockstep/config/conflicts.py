@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 
 Settings = Mapping[str, Setting]  # by dotted key
 
-# How the sources of values begin that no user has typed. A task may set options of something that is switched off.
+# Prefixes of sources that hold values no user typed. A task may set options of something that is switched off.
 PREPARED = ("task default", "preset ")
 
 # Values that mean "not used", whatever the key.

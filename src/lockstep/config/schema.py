@@ -197,8 +197,10 @@ class RestartConfig(Section):
 class HangConfig(Section):
     action: Literal["restart", "stop"] = _key("restart", "what the watchdog does when no rank makes progress")
     # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
-    first: float = _key(900.0, "timeout in seconds of the first time: start, compilation, ...", gt=0)
-    least: float = _key(5.0, "shortest timeout of a step, in seconds; other phases get six times it", gt=0)
+    first: float = _key(900.0, "timeout in seconds the first time a phase runs; always for start, compile, ...", gt=0)
+    least: float = _key(
+        5.0, "shortest timeout of a step, in seconds; data, evaluation and checkpoint phases get six times this", gt=0
+    )
     factor: float = _key(5.0, "timeout as a multiple of the longest time that the phase has taken", ge=1)
 
 

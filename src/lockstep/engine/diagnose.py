@@ -1,7 +1,7 @@
 """Turn torch's errors into errors about the run: what happened, why, and what to type.
 
 Out of memory is the main one. With micro_batch=auto the rank leaves a note with a smaller size, and ends; its launcher
-stops the other ranks, which wait for it in a collective, and restarts all of them.
+kills the other ranks, which wait for it in a collective, and restarts all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.launch import records
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
@@ -109,11 +110,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     missing = shortage.missing(held.to_come)
     advice = sorted(advice, key=lambda option: not option.enough(missing))
     fix = "; ".join(option.text(missing) for option in [*first, *advice])
-    return UserError(
-        f"{what} does not fit into memory",
-        f"{shortage}; it holds {held}",
-        f"type one of these, the first first: {fix}",
-    )
+    return UserError(f"{what} does not fit into memory", f"{shortage}; it holds {held}", f"try these in order: {fix}")
 
 
 def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
@@ -176,10 +173,7 @@ def _note_smaller_micro_batch(run: Run) -> int | None:
         return None
     # The next attempt begins at the last commit, with this size.
     smaller = smaller_micro_batch(run.plan)
-    run_dir = run.folder.path
-    staged = run_dir / f"{NOTE}.{run.runtime.world.rank}"  # several ranks may run out of memory at once
-    staged.write_text(json.dumps({"micro_batch": smaller}))
-    os.replace(staged, run_dir / NOTE)
+    records.write(run.folder.path / NOTE, json.dumps({"micro_batch": smaller}))
     return smaller
 
 

@@ -44,6 +44,7 @@ from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
 from lockstep.engine.run import Run, SampleLog
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
+from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
@@ -365,10 +366,8 @@ def open_run(
     # The settings that concern the launcher go where it reads them: it does not know the task's defaults.
     launcher_folder = os.environ.get(FOLDER)
     if launcher_folder and os.environ.get("RANK") == "0":
-        # Renamed when it is complete: the launcher may read it at any moment.
-        staged = Path(launcher_folder) / "settings.json.tmp"
-        staged.write_text(json.dumps({"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}))
-        staged.rename(Path(launcher_folder) / "settings.json")
+        limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
+        records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))
 
     # Whatever draws random numbers before the first step, such as building the model, draws the same on every rank.
     runtime.heartbeat.beat("build")

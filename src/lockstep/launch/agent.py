@@ -33,11 +33,8 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import available_cores
-
-# Which attempt a rank belongs to, counted from 0. `observe.run_folder` reads it.
-ATTEMPT = "LOCKSTEP_ATTEMPT"
 
 # How long the zygote may take to report the end of killed ranks.
 RANKS_STOP_S = 5.0
@@ -100,8 +97,8 @@ class Agent:
         self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
 
-        # Whether a zygote ended during its imports: a new one would end the same way.
-        self._hopeless = False
+        # Whether a zygote died while importing; a new one would too.
+        self._cannot_import = False
 
         # What the next `poll` returns.
         self._events: list[Message] = []
@@ -147,7 +144,7 @@ class Agent:
         shared |= {
             "WORLD_SIZE": str(start.world),
             "LOCAL_WORLD_SIZE": str(start.count),
-            "GROUP_RANK": str(start.group),
+            "GROUP_RANK": str(start.group_rank),
             "MASTER_ADDR": start.address,
             "MASTER_PORT": str(start.port),
             FOLDER: str(current.folder),
@@ -228,7 +225,7 @@ class Agent:
         if current and current.stopping and current.living and time.monotonic() - current.stopping > RANKS_STOP_S:
             self._zygote.kill()
 
-        if not self._zygote.alive and not self._hopeless:
+        if not self._zygote.alive and not self._cannot_import:
             self._replace_zygote()
 
         if current is not None and current.stopping and not current.living:
@@ -259,7 +256,7 @@ class Agent:
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
-        self._hopeless = not self._zygote.ready
+        self._cannot_import = not self._zygote.ready
         self._zygote.close()
 
         attempt = -1
@@ -269,11 +266,11 @@ class Agent:
             for rank in self._current.living:
                 rank.ended = True
 
-        why = "exited while importing; the error is on that node's terminal" if self._hopeless else "died"
+        why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
-        self._events.append(ZygoteLost(attempt, text, self._hopeless))
+        self._events.append(ZygoteLost(attempt, text, self._cannot_import))
 
-        if not self._hopeless:
+        if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
 
     def beat(self) -> NodeBeat:

@@ -50,7 +50,7 @@ class Failure:
     log: str = ""  # the last lines that the rank wrote
 
     @property
-    def from_python(self) -> bool:
+    def likely_to_repeat(self) -> bool:
         """Whether it is an exception or an exit code, which the same program would most likely repeat."""
         return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
 
@@ -198,9 +198,9 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
             message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
         case "SIGSEGV":
-            message = "invalid access to memory, in code that is not Python"
+            message = "segmentation fault in native code"
         case _:
-            message = "ended by this signal"
+            message = "killed by this signal"
 
     # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
     frames = stacks.main_thread(records.read(rank.folder / f"stacks-{rank.number}"))

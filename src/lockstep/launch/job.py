@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,9 +236,12 @@ def parse_join(asked: str) -> tuple[str, int]:
 
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     line = json.dumps({"time": time.time(), **event}, allow_nan=False)
-    run_dir.mkdir(parents=True, exist_ok=True)
 
-    # One line, one write: ranks append to the same file, and create it with the same mode.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
-        file.write(f"{line}\n".encode())
+    # A full disk must not end the launcher in the middle of a restart: better to lose the event.
+    with suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+        # One line, one write: ranks append to the same file, and create it with the same mode.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())

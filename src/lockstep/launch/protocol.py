@@ -138,7 +138,7 @@ class Start(AttemptMessage):
     base: int  # the first rank of this node
     count: int
     world: int
-    group: int  # the node's number in this attempt
+    group_rank: int  # the node's number in this attempt
     address: str
     port: int
 

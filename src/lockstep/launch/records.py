@@ -7,6 +7,7 @@ all, one that cannot be read counts as empty, and JSON is checked field by field
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file under another name and rename it, so that nobody reads half of it."""
-    staged = path.with_name(f".{path.name}.tmp")
+    """Write under a unique name, since several ranks may write at once, and rename: nobody reads half a file."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     staged.write_text(text)
     os.replace(staged, path)
 

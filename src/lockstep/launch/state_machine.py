@@ -2,7 +2,7 @@
 
 Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument, the wall
 clock is read only for failure records, and `committed` returns the newest checkpoint's step. An attempt is a set of
-ranks that live and die together. After a failure all of them are stopped, and a new attempt resumes from the newest
+ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
 `JobStateMachine` has the phases and their transitions:
@@ -50,14 +50,14 @@ from lockstep.launch.watchdog import Watchdog
 # How long the job waits for its nodes.
 GATHER_S = 300.0
 
-# After an exception, how long to wait for the failure that caused it: a peer's death may be noticed later.
-OTHERS_S = 1.0
+# After an exception, how long to wait for the report of a peer whose death may have caused it.
+CAUSE_WAIT_S = 1.0
 
-# How long all ranks stand still before the screen says so.
+# Seconds without progress before the user is warned.
 WARN_S = 45.0
 
 # How long the other ranks may take to stop after the first has stopped on request.
-TOGETHER_S = 20.0
+STRAGGLER_GRACE_S = 20.0
 
 # A node that is silent for longer is probably lost: it sends a heartbeat every second.
 QUIET_S = 2.0
@@ -97,27 +97,23 @@ class Restarts:
         self._in_a_row = 0
 
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
-        """Return why the job ends here, or None if it restarts.
-
-        `progress` says whether the attempt has saved a checkpoint.
-        """
+        """Return why the job ends here, or None if it restarts. `progress`: the attempt has saved a checkpoint."""
         self._recent = [moment for moment in self._recent if now - moment <= 3600.0]
 
         # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
         if failure.kind == SMALLER:
             return None
 
-        # A deterministic program comes to the same exception again, unless it has made progress in between.
-        repeats = failure.from_python and not progress
-        budget = settings.restart.per_hour
-        reasons = {
-            "hang.action is stop": failure.kind == HANG and settings.hang.action == "stop",
-            "no checkpoint was saved since the last start, so the same error would come again": repeats,
-            "restart.per_hour is 0": budget == 0,
-            f"{len(self._recent)} restarts within the last hour, which is the limit": len(self._recent) >= budget,
-        }
+        if failure.kind == HANG and settings.hang.action == "stop":
+            return "hang.action is stop"
+        if failure.likely_to_repeat and not progress:
+            return "no checkpoint was saved since the last start, so the same error would most likely recur"
+        if settings.restart.per_hour == 0:
+            return "restart.per_hour is 0"
+        if len(self._recent) >= settings.restart.per_hour:
+            return f"{len(self._recent)} restarts within the last hour, which is the limit"
 
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return None
 
     def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
         """Count a restart. Returns whether its node should run fewer ranks: the slot keeps failing without progress."""
@@ -201,8 +197,8 @@ ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
 class JobStateMachine:
     """The state of a job.
 
-    Every public method but `take` handles an event. Events lead to commands, which `take` returns. `committed` returns
-    the newest checkpoint's step, and `now` is always the time of a monotonic clock.
+    Public methods handle events and queue commands; `take` returns the queue. `committed` returns the newest
+    checkpoint's step, and `now` is always the time of a monotonic clock.
     """
 
     def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
@@ -215,7 +211,7 @@ class JobStateMachine:
         # A placeholder without ranks, until the first attempt starts.
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
-        # Every phase but RUN has a deadline; RUN is watched by heartbeats.
+        # RUN has a deadline only once a rank has failed; until then heartbeats watch it. OVER has none.
         self.phase = Phase.GATHER
         self._deadline = now + GATHER_S
 
@@ -228,7 +224,7 @@ class JobStateMachine:
         # The first signal that asked the job to stop.
         self._stop_request: str | None = None
 
-        # How the job ends once all ranks are stopped; None if another attempt follows, or the job was asked to stop.
+        # How the job ends once all ranks are gone; None if another attempt follows, or the job was asked to stop.
         self._after_stop: Ending | None = None
         self._commands: list[Command] = []
 
@@ -315,7 +311,7 @@ class JobStateMachine:
             if self.phase is Phase.ASK:
                 self.phase = Phase.RUN
 
-            self._deadline = min(self._deadline, now + OTHERS_S)
+            self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
         elif end.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves, and not this launcher.
             if self.phase is not Phase.PREEMPT:
@@ -323,7 +319,7 @@ class JobStateMachine:
                 self._enter(Phase.PREEMPT, now + self.settings.restart.grace)
 
             # Ranks stop together; if only one stopped, the signal came before the process group existed.
-            self._deadline = min(self._deadline, now + TOGETHER_S)
+            self._deadline = min(self._deadline, now + STRAGGLER_GRACE_S)
 
         if not self.attempt.running:
             self._all_exited(now)
@@ -464,7 +460,7 @@ class JobStateMachine:
             case Phase.ASK:
                 self._judge_hang(now)
             case Phase.STOP:
-                # Continue without the nodes that could not stop their ranks.
+                # Continue without the nodes that could not kill their ranks.
                 for number in sorted(self._unanswered):
                     self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
             case _ if self.attempt.all_clean:
@@ -487,7 +483,7 @@ class JobStateMachine:
     # ---- failures ----
 
     def _fail(self, failure: Failure | None, now: float) -> None:
-        """Stop all ranks, and decide whether another attempt follows."""
+        """Kill all ranks, and decide whether another attempt follows."""
         assert failure is not None
         saved = self.committed()
 
@@ -499,9 +495,9 @@ class JobStateMachine:
             # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
-            # Started from the beginning, the same program would run into the same error: no command would help.
+            # With nothing saved, rerunning would fail the same way, so no command is suggested.
             how = "start over" if saved is None else "resume"
-            hint = "" if saved is None and failure.from_python else f". To {how}: {self.job.again}"
+            hint = "" if saved is None and failure.likely_to_repeat else f". To {how}: {self.job.again}"
             self._after_stop = Ending(1, failure)
             self._report(failure, f"not restarted: {reason}{hint}")
         else:
@@ -535,7 +531,7 @@ class JobStateMachine:
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
 
-            # Rank 0 writes to the terminal, and has no log.
+            # Rank 0 has written to the terminal: its output is on the screen already.
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
             log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]

@@ -264,8 +264,8 @@ class Coordinator:
             port = listener.getsockname()[1]
             world = sum(command.ranks.values())
             base = 0
-            for group, (number, count) in enumerate(command.ranks.items()):
-                start = Start(command.attempt, base, count, world, group, self._address, port)
+            for group_rank, (number, count) in enumerate(command.ranks.items()):
+                start = Start(command.attempt, base, count, world, group_rank, self._address, port)
                 self._send(number, start, listener)
                 base += count
 

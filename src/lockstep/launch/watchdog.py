@@ -2,9 +2,9 @@
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no alarm, except for a stopped or dead process: all others may rightly be waiting for that one.
+there is no alarm, because every other rank may be waiting for it. A stopped or dead process is always an alarm.
 
-From the bottom up: `view_of` reads one rank, `judge` looks at all ranks at one moment, and `Watchdog` does so for one
+From the bottom up: `view_of` reads one rank, `suspect` looks at all ranks at one moment, and `Watchdog` does so for one
 attempt: it remembers what it needs between two looks, and the stacks that are collected on suspicion.
 """
 
@@ -35,12 +35,12 @@ WAITING = ("join", "exchange", "collective")
 STEADY = ("compute", "exchange", "update", "collective")
 
 # Phases without a history in this process, and user code, which may do something long once in a while.
-UNKNOWN = ("start", "join", "build", "load", "compile", "end", "user code")
+UNPREDICTABLE = ("start", "join", "build", "load", "compile", "end", "user code")
 
-# Phases that are neither steady nor unknown read and write files: their limit is at least this many times `hang.least`.
+# Minimum limit, in multiples of `hang.least`, for the other phases: they read and write files.
 IO_FACTOR = 6.0
 
-# The same for a rank that uses the processor or a disk, and for all ranks while none waits for another.
+# Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, and for every rank when none waits.
 BUSY_FACTOR = 12.0
 
 # How long a process must be seen stopped or dead: it may be stopped for a moment, or its exit may be reported soon.
@@ -74,7 +74,7 @@ class RankView(heartbeat.View):
     host: str
     pid: int
     state: str  # the letter in /proc/PID/stat; "" when there is no such process
-    stopped: float = 0.0  # seconds for which a `Watchdog` has seen it stopped or dead
+    halted_s: float = 0.0  # seconds for which a `Watchdog` has seen it stopped or dead
 
     @property
     def halted(self) -> bool:
@@ -98,7 +98,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     if view is None:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = max(0.0, uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
-        view = heartbeat.View(beats=0, age=age, step=0, steps=0, phase="start", detail="")
+        view = heartbeat.View(beats=0, age=age, step=0, steps_done=0, phase="start", detail="")
 
     return RankView(rank=rank, host=host, pid=pid, state=stat[0] if stat else "", **vars(view))
 
@@ -120,7 +120,7 @@ class Suspicion:
         return any(self.views[rank].halted for rank in self.odd)
 
 
-def judge(views: list[RankView], limits: HangConfig) -> Suspicion | None:
+def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes."""
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}
@@ -130,7 +130,7 @@ def judge(views: list[RankView], limits: HangConfig) -> Suspicion | None:
         return None
 
     # A stopped or dead process is the reason by itself, whatever the others do.
-    halted = [view for view in working if view.halted and view.stopped > STOPPED_S]
+    halted = [view for view in working if view.halted and view.halted_s > STOPPED_S]
     if halted:
         what = "stopped by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
@@ -159,7 +159,7 @@ def _allowed_seconds(view: RankView, views: list[RankView], limits: HangConfig) 
 
 def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float:
     """Return how many seconds this rank may stay in its phase."""
-    if view.phase in UNKNOWN or view.steps == 0 or not view.longest.get(view.phase):
+    if view.phase in UNPREDICTABLE or view.steps_done == 0 or not view.longest.get(view.phase):
         return limits.first
 
     if view.phase in STEADY:
@@ -220,7 +220,7 @@ def _who(suspicion: Suspicion, odd: list[int]) -> str:
         return f"rank {view.rank} on {view.host} is the one the others wait for: {_describe(view)}"
 
     if not odd:
-        return f"no rank stands out, all wait for each other: {_describe(next(iter(suspicion.views.values())))}"
+        return f"cannot tell which rank is at fault, all are waiting: {_describe(next(iter(suspicion.views.values())))}"
 
     head = "the others wait for these" if len(odd) < len(suspicion.views) else "no rank is waiting for another"
     named = [suspicion.views[rank] for rank in odd[:MAX_RANKS_NAMED]]
@@ -309,7 +309,7 @@ class Watchdog:
         return self._suspicion is not None
 
     def look(self, views: list[RankView], now: float) -> Suspicion | None:
-        """`judge` the ranks, but count only the seconds for which this watchdog has watched them."""
+        """`suspect` the ranks, but count only the seconds for which this watchdog has watched them."""
         # Ranks are not blamed for time in which the launcher did not look.
         if now - self._last_look > AWAY_S:
             self._watched_since = now
@@ -322,10 +322,10 @@ class Watchdog:
 
         watched = now - self._watched_since
         seen = [
-            replace(view, age=min(view.age, watched), stopped=now - self._halted.get(view.rank, now)) for view in views
+            replace(view, age=min(view.age, watched), halted_s=now - self._halted.get(view.rank, now)) for view in views
         ]
 
-        return judge(seen, self.limits)
+        return suspect(seen, self.limits)
 
     def warning(self, age: float) -> str | None:
         """Return, once per attempt, a line for the screen when no rank has advanced for `age` seconds."""

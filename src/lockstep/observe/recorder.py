@@ -270,7 +270,7 @@ def _record(
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
 
-    # Without any weight the loss is NaN if steps were skipped, which must show. Otherwise it is None: all steps had
-    # weight 0, or none is known yet (a GPU's results come a step late).
+    # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
+    # steps had weight 0, or none is known yet (a GPU's results come a step late).
     loss = means.pop("loss", math.nan if skipped else None)
     return {"loss": loss, **facts, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}

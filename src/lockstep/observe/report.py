@@ -45,7 +45,7 @@ MOST_EVENTS = 400
 MOST_METRICS = 8
 
 # The style of events that are bad news.
-TROUBLE = {"skip": "warn", "warning": "warn", "error": "bad"}
+TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:

@@ -25,12 +25,13 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.heartbeat import ATTEMPT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # How often this run has been restarted, as set by our launcher and by torchrun.
-ATTEMPTS = ("LOCKSTEP_ATTEMPT", "TORCHELASTIC_RESTART_COUNT")
+ATTEMPTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass

@@ -39,7 +39,8 @@ class Collectives:
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
         """Show the launcher where this rank waits for the others."""
-        # The phase returns to what it was, so that the time of a collective is not counted as that of its caller.
+        # The phase returns to what it was, so that the time of a collective is not counted as that of its caller. There
+        # is no `finally`: after an error the heartbeat still tells the launcher in which collective this rank failed.
         before = self.heartbeat.phase
         self.heartbeat.beat("collective")
         self.heartbeat.set_detail(collective)

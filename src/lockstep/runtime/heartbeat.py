@@ -17,6 +17,9 @@ from pathlib import Path
 # Shared by a rank and its launcher: heartbeats, failure records, stacks, settings.
 FOLDER = "LOCKSTEP_FOLDER"
 
+# Which attempt a rank belongs to, counted from 0.
+ATTEMPT = "LOCKSTEP_ATTEMPT"
+
 PHASES = (
     "start",  # importing, reading the configuration
     "join",  # joining the process group
@@ -39,7 +42,7 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 # The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
 _HEAD = struct.Struct("<QdqqB")
 
-# Then the detail, as text, and the longest stay in each phase so far, without the first two visits.
+# Then the detail, as text, and the longest time spent in each phase, ignoring its first two visits.
 _DETAIL = struct.Struct("<64s")
 _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
@@ -52,7 +55,7 @@ class View:
     beats: int
     age: float  # seconds since the last beat
     step: int
-    steps: int  # ended by this process: 0 while the first one compiles
+    steps_done: int  # ended by this process: 0 while the first one compiles
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)  # phase -> the longest stay, in seconds
@@ -135,7 +138,7 @@ def read(path: Path) -> View | None:
     if len(data) < SIZE:
         return None
 
-    beats, moment, step, steps, phase = _HEAD.unpack_from(data, 0)
+    beats, moment, step, steps_done, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None
 
@@ -144,7 +147,7 @@ def read(path: Path) -> View | None:
         beats=beats,
         age=max(0.0, time.monotonic() - moment),
         step=step,
-        steps=steps,
+        steps_done=steps_done,
         phase=PHASES[phase],
         detail=detail.rstrip(b"\0").decode(errors="replace"),
         longest=dict(zip(PHASES, _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size), strict=True)),

@@ -30,7 +30,7 @@ _TABLE = {
         "use reduction='sum' (or .sum()); Lockstep divides once, by the weight of all ranks",
     ),
     "loss-weight": (
-        "a loss weight that counts something else than the terms of the sum",
+        "a loss weight that counts something other than the terms of the sum",
         "sum over what you count: Loss(token_losses.sum(), weight=number of tokens), not a mean times the batch size",
     ),
     "batch-coupled": (
@@ -101,7 +101,7 @@ _TABLE = {
     ),
     # Anything else that two trials can disagree about.
     "untied": (
-        "weights that were meant to be tied, and are not: they start as the same numbers and part",
+        "weights that were meant to be tied, and are not: they start equal and then drift apart",
         "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
     ),
     "metric": (

@@ -169,4 +169,4 @@ def test_signals_without_a_name(local_rank):
     ("kind", "python"), [("ValueError", True), ("exit", True), ("SIGKILL", False), ("node", False)]
 )
 def test_what_the_program_would_do_again(kind, python):
-    assert Failure(0, "h", 0.0, kind, "m").from_python is python
+    assert Failure(0, "h", 0.0, kind, "m").likely_to_repeat is python

@@ -83,6 +83,12 @@ def test_events_are_appended_line_by_line(tmp_path):
     assert os.listdir(tmp_path / "run") == ["events.jsonl"]
 
 
+def test_an_event_that_cannot_be_written_is_dropped(tmp_path):
+    (tmp_path / "run").touch()
+    append_event(tmp_path / "run", {"event": "restart"})
+    assert (tmp_path / "run").read_text() == ""
+
+
 def test_nobody_else_may_write_events(tmp_path):
     before = os.umask(0)
     try:

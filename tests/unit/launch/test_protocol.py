@@ -37,7 +37,7 @@ from lockstep.launch.supervisor import _introduce
 from lockstep.launch.watchdog import RankView
 from ports import free_port
 
-VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
+VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Count(1, 2, 1), {"target": "x"}),
     Exited(0, 1, Exit(0)),

@@ -460,7 +460,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
 
 
 def view(rank: int, age: float, phase: str) -> RankView:
-    heartbeat = {"beats": 9, "age": age, "step": 41, "steps": 40, "phase": phase, "longest": {phase: 0.1}}
+    heartbeat = {"beats": 9, "age": age, "step": 41, "steps_done": 40, "phase": phase, "longest": {phase: 0.1}}
     return RankView(rank=rank, host="host-0", pid=1, state="S", detail="", **heartbeat)
 
 

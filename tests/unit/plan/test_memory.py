@@ -128,7 +128,7 @@ def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
 def test_what_is_enough_by_itself_is_said(tmp_path: Path) -> None:
     message = TORCH_SAYS.replace("2.00 GiB", "600 bytes").replace("512.00 MiB", "300 bytes")
     found = str(explain(a_builder(tmp_path), torch.OutOfMemoryError(message)))
-    assert "the first first: strategy=fsdp --nproc 2 (about 328 B less, enough by itself); " in found
+    assert "in order: strategy=fsdp --nproc 2 (about 328 B less, enough by itself); " in found
     message = message.replace("300 bytes", "200 bytes")
     assert "strategy=fsdp --nproc 2 (about 328 B less)" in str(
         explain(a_builder(tmp_path), torch.OutOfMemoryError(message))
@@ -167,7 +167,7 @@ def test_captured_calls_hold_memory_of_their_own(tmp_path: Path) -> None:
         model(torch.ones(1, 4)).sum().backward()
     found = explain(builder, torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, UserError)
-    assert found.fix.startswith("type one of these, the first first: graph=false; micro_batch=4")
+    assert found.fix.startswith("try these in order: graph=false; micro_batch=4")
 
 
 def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
