@@ -30,9 +30,6 @@ class UserError(Exception):
         return f"{self.problem}{found}\n  do:    {self.fix}"
 
 
-# ---- kinds of errors ----
-
-
 class ConfigError(UserError):
     """All problems of a configuration, reported together instead of one per attempt."""
 

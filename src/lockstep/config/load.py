@@ -63,9 +63,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-# ---- the command line ----
-
-
 def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
     """Return the layers of a command, weakest first. All problems of all layers are raised at once.
 
@@ -115,9 +112,6 @@ def _override(arg: str) -> tuple[str, Any]:
         raise UserError(
             f"{shown} is not a complete list, mapping or quoted text", "", f"close it, or quote a text: {key}=\"'...'\""
         ) from None
-
-
-# ---- Python objects ----
 
 
 def from_object(obj: Any) -> dict[str, Any]:

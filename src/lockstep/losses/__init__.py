@@ -85,9 +85,6 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- the operator ----
-
-
 @torch.library.custom_op("lockstep::linear_cross_entropy", mutates_args=())
 def _chunked(
     hidden: Tensor,
@@ -148,9 +145,6 @@ def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
 
 
 _chunked.register_autograd(_scale_gradients, setup_context=_save_gradients)
-
-
-# ---- one chunk ----
 
 
 def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:

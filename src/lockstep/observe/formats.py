@@ -118,9 +118,6 @@ def ranks(world: float) -> str:
     return "1 rank" if world == 1 else f"{world:.0f} ranks"
 
 
-# ---- text ----
-
-
 def printable(value: Any) -> str:
     """Replace control characters and surrogates, which could steer a terminal or break a page, by `\ufffd`."""
     text = str(value).replace("\r\n", "\n")
@@ -136,9 +133,6 @@ def escaped(value: Any) -> str:
 def one_line(value: Any, most: int = 160) -> str:
     text = " ".join(printable(value).split())
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-# ---- records ----
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -91,9 +91,6 @@ def smaller_micro_batch(plan: Plan) -> int:
     return half if plan.samples is not None else _largest_divisor(plan.micro_batch, half)
 
 
-# ---- values with their reasons ----
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 

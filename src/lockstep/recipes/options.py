@@ -95,9 +95,6 @@ def _wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str
             yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
 
 
-# ---- options without effect -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class OnlyWith:
     """Options that have an effect only with some values of the option `of`.

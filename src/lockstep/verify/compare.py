@@ -140,9 +140,6 @@ def _of(kind: str, step: int, record: Record) -> Tensors:
             return {"": np.array(record.loss(step) if kind == "loss" else record.weight(step))}
 
 
-# ---- arrays ----
-
-
 def gap(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest difference of an element, or infinity if the shapes differ."""
     if a.shape != b.shape:

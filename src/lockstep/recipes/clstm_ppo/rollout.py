@@ -131,9 +131,6 @@ def _like(flags: Tensor, values: Tensor) -> Tensor:
     return flags if values.dim() == 1 else flags[:, None]
 
 
-# ---- running statistics ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunningStats:
     """Mean and variance of numbers that arrive in parts, merged by the formulas of Chan, Golub and LeVeque."""

@@ -100,9 +100,6 @@ def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, 
     return {**filled, "z_h": held["z_h"], "z_l": held["z_l"], "begin": halted}
 
 
-# ---- rows of all ranks ----------------------------------------------------------------------------------
-
-
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -18,9 +18,6 @@ WORD_BYTES = 8  # of the tokenizer `bytes`, including at least one blank at the 
 Batch = dict[str, torch.Tensor]
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------
-
-
 class Tokenizer:
     """A map from numbers of words to the token ids 0 to `size` - 1. Id 0 begins every sequence."""
 
@@ -63,9 +60,6 @@ def byte_words(words: Sequence[str]) -> Tokenizer:
 
 
 TOKENIZERS = {"words": whole_words, "pieces": split_words, "bytes": byte_words}
-
-
-# ---- the dataset ----------------------------------------------------------------------------------------
 
 
 class WireData(torch.utils.data.Dataset[Batch]):
