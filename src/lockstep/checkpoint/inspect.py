@@ -15,7 +15,7 @@ from typing import Any
 from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import NAME, Damaged, Manifest, check_size, read_manifest
+from lockstep.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_size, read_manifest
 from lockstep.checkpoint.storage import (
     Checkpoint,
     FileStore,
@@ -200,7 +200,7 @@ def _store(place: Path) -> Store:
 
 def _is_checkpoint(place: Path) -> bool:
     # A folder that has lost its manifest is a damaged checkpoint.
-    return (place / NAME).exists() or place.parent.name == "checkpoints"
+    return (place / MANIFEST).exists() or place.parent.name == "checkpoints"
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -48,10 +48,10 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         # A problem on one rank is a problem on all. The digest shows whether all ranks have read the same manifest.
         digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
         answers = gather([[[problem.file, problem.why] for problem in problems], digest])
-        bad = sorted({(file, why) for problems, _ in answers for file, why in problems})
+        bad = sorted({(file, why) for rank_problems, _ in answers for file, why in rank_problems})
 
         if manifest is not None and not bad:
-            if len({digest for _, digest in answers}) > 1:
+            if len({rank_digest for _, rank_digest in answers}) > 1:
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, damaged)
 
@@ -94,12 +94,8 @@ class CheckpointReader:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):
         self.checkpoint = checkpoint
         self.manifest = manifest
-
-        # One entry for each newer checkpoint that `find` has skipped.
-        self.damaged = list(damaged)
-
-        # The headers that have been read so far, by file.
-        self._headers: dict[str, Header] = {}
+        self.damaged = list(damaged)  # one entry for each newer checkpoint that `find` has skipped
+        self._headers: dict[str, Header] = {}  # those that have been read so far, by file
 
     def names(self) -> list[str]:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])

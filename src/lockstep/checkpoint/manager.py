@@ -1,13 +1,14 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
     check_space, resume, begin      before the first step
+    prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
     give_up                         when the control word says that a rank has failed to write its part
     rewind                          when a step was spoiled, and the policy is rewind
-    settle, close                   at the end
+    settle, newest_path, close      at the end
 
-Collective: all ranks call every method at the same step, except `poll`, `save_is_due_by_clock` and `close`.
+Local: `poll`, `save_is_due_by_clock`, `due`, `newest_path`, `close`. All ranks call the others at the same step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-# What the loop saves with the metrics; `Resumed` has fields of these names.
+# Keys of the loop's own state in a checkpoint; also fields of `Resumed`.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
 # A resumed run does not report that these settings have changed.
@@ -62,7 +63,7 @@ MIB = 2**20
 class Resumed:
     step: int
     path: Path  # of the checkpoint
-    world: int  # the number of ranks that wrote it
+    ranks: int  # how many wrote it
     settings: list[Change]  # those that differ now
     changes: list[str]  # as text: these settings, and everything else that differs
     evaluation_due: bool  # the run was preempted before it could evaluate
@@ -110,11 +111,8 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
 
-        # Rewinds since the last checkpoint.
-        self._rewinds = 0
-
-        # Whether the user's state has been compared between the ranks.
-        self._compared = False
+        self._rewinds = 0  # since the last checkpoint
+        self._compared = False  # whether the user's state has been compared between the ranks
 
     # ---- resuming ----
 
@@ -186,7 +184,7 @@ class CheckpointManager:
         return resumed
 
     def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint, and set aside newer ones that are damaged."""
+        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they are this run's own."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
         reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
@@ -196,13 +194,15 @@ class CheckpointManager:
         # Only rank 0 renames, and only its event is logged.
         for damage in reader.damaged:
             name = damage.checkpoint.name
-            aside = set_aside(store, name, "damaged") if self.runtime.is_main else name
-            self.log_event(
-                "warning",
-                reason=f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from "
-                f"{reader.checkpoint.name}. The damaged one is kept as {aside}",
-            )
+            text = f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from {reader.checkpoint.name}"
+            if self.runtime.is_main and self._is_own(store):
+                text += f". The damaged one is kept as {set_aside(store, name, 'damaged')}"
+            self.log_event("warning", reason=text)
         return reader
+
+    def _is_own(self, store: Store) -> bool:
+        """Whether this is the run's own store. `--resume PATH` may name that of another run, which must not change."""
+        return os.path.realpath(store.address) == os.path.realpath(self.store.address)
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         values = reader.manifest.values
@@ -231,10 +231,10 @@ class CheckpointManager:
 
         # The run goes back to this step: its later checkpoints belong to another history. All ranks wait here, because
         # none may save before rank 0 has set them aside.
-        own = os.path.realpath(reader.checkpoint.path.parent) == os.path.realpath(self.store.address)
-        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if own else [])
+        in_own_store = self._is_own(reader.checkpoint.store)
+        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else [])
 
-        self._saved_step = step if own else None
+        self._saved_step = step if in_own_store else None
         self._saved_at = time.monotonic()
 
         # As in `save`, so that the run draws the same numbers as if it had not stopped.
@@ -242,7 +242,7 @@ class CheckpointManager:
         return Resumed(
             step=step,
             path=reader.checkpoint.path,
-            world=values["world"],
+            ranks=values["world"],
             settings=settings,
             changes=[*map(str, settings), *other_changes],
             **{key: values[key] for key in LOOP_STATE},
@@ -258,6 +258,10 @@ class CheckpointManager:
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
+
+        # What a killed attempt has staged must not count as used.
+        if self.runtime.is_main:
+            clean(self.store, self.folder.token)
 
         # Rank 0's numbers count on every rank, so that either all ranks raise or none does.
         sizes = self.state.bytes_at_start()
@@ -338,7 +342,7 @@ class CheckpointManager:
 
         # Rank 0 writes the values of all ranks, which may hold different parameters.
         tensors, aliases, state = self.state.capture()
-        if not self.state.replicated:
+        if not self.state.same_values_everywhere:
             state = merge_values(self.runtime.collectives.gather_json(state))
 
         # Only once, since it takes a digest of the user's state.
@@ -371,7 +375,7 @@ class CheckpointManager:
     def poll(self) -> bool:
         """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
         self._log(self.saver.poll())
-        return self.saver.failure is not None
+        return self.saver.failed is not None
 
     def settle(self) -> bool:
         """Wait until the save in flight is committed or given up on all ranks.
@@ -385,7 +389,7 @@ class CheckpointManager:
         heartbeat.beat("commit")
 
         # First this rank's part: rank 0 would otherwise wait for one that has failed.
-        self.saver.wait_part()
+        self.saver.wait_for_own_part()
         given_up = self.give_up()
         if not given_up:
             self._log(self.saver.wait())
@@ -403,13 +407,15 @@ class CheckpointManager:
         Training continues: a full disk costs a checkpoint, and not the run.
         """
         # The control word comes a step late: the failure may have been handled already.
-        reasons = self.runtime.collectives.gather_json(self.saver.failure)
-        if not any(reasons):
+        failed = self.saver.failed
+        answers = self.runtime.collectives.gather_json([failed.error, failed.secondhand] if failed else [None, False])
+        failures = [(rank, why, secondhand) for rank, (why, secondhand) in enumerate(answers) if why]
+        if not failures:
             return False
 
-        # Rank 0 repeats the reasons of others as "rank N: ...": take each from its own rank.
-        own = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why and not why.startswith("rank ")]
-        reason = "; ".join(own) or next(filter(None, reasons))
+        # Each cause is named once, by the rank where it arose.
+        firsthand = [f"rank {rank}: {why}" for rank, why, secondhand in failures if not secondhand]
+        reason = "; ".join(firsthand) or failures[0][1]
         step = self._saved_step
         self.saver.abandon(reason)
 
@@ -439,7 +445,8 @@ class CheckpointManager:
         sizes = plain_sizes(tensors)
 
         # Ranks that all hold the same tensors need not ask each other.
-        all_sizes = [sizes] * world.size if self.state.replicated else self.runtime.collectives.gather_json(sizes)
+        same = self.state.same_values_everywhere
+        all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
         return slices_to_write(tensors, world.rank, all_sizes)
 
     def _warn_of_differences(self) -> None:

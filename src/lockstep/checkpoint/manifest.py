@@ -22,7 +22,7 @@ import xxhash
 
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import MANIFEST as NAME
+from lockstep.launch.run_dir import MANIFEST
 
 # The version of the manifest. A checkpoint with another number is not read.
 FORMAT = 1
@@ -136,7 +136,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
         )
         return _manifest(outer["content"])
     except (ValueError, RecursionError) as error:
-        raise Damaged(checkpoint, NAME, str(error)[:300] or "nested too deep") from None
+        raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
 
 # ---- files ----
@@ -155,7 +155,7 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    with open_file(checkpoint, NAME) as stream:
+    with open_file(checkpoint, MANIFEST) as stream:
         return decode(stream.read(), checkpoint)
 
 
@@ -325,7 +325,7 @@ def _file(item: Any) -> File:
     file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
 
     # A name such as "../x" would lead out of the checkpoint: no separator, and no dot at the beginning.
-    plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != NAME
+    plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != MANIFEST
     require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
     return file
 

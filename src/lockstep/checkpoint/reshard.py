@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.runtime.layout import laid_out, like, only_rows, shard_of
+from lockstep.runtime.layout import is_sharded_by_rows, laid_out, like, shard_of
 
 # ---- writing ----
 
@@ -51,11 +51,11 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
         if isinstance(tensor, DTensor):
             shard = shard_of(tensor)
             if shard.first_copy and shard.local.numel():
-                slices.append(Slice(name, shard.local, shard.shape, shard.offset))
+                slices.append(Slice(name, shard.local, shard.full_shape, shard.offset))
 
     # Every rank computes who writes which replicated tensor, and takes its own.
-    plain = [name for name, writer in _writers(sizes).items() if writer == rank]
-    return slices + [Slice.full(name, tensors[name]) for name in plain]
+    own_share = [name for name, writer in _writers(sizes).items() if writer == rank]
+    return slices + [Slice.full(name, tensors[name]) for name in own_share]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
@@ -120,9 +120,9 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
         return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 
     # The statistics of each row, for example, are sharded with the rows.
-    if shape[0] == parameter.shape[0] and only_rows(parameter):
+    if shape[0] == parameter.shape[0] and is_sharded_by_rows(parameter):
         offset = (shard.offset[0], *[0] * (len(shape) - 1))
         size = (len(shard.local), *shape[1:])
         return laid_out(reader.read_slice(name, offset, size), parameter, shape)
 
-    return laid_out(reader.read(name), parameter, shape, whole=True)
+    return laid_out(reader.read(name), parameter, shape, replicate=True)

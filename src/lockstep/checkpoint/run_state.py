@@ -66,8 +66,9 @@ class RunState:
         stepper: Any,
         source: BatchSource,
         others: Mapping[str, Stateful],
+        *,
         keep_frozen: bool,
-        holders: Mapping[str, tuple[int, ...]] = {},
+        holders: Mapping[str, tuple[int, ...]] | None = None,
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
@@ -85,11 +86,11 @@ class RunState:
         self.source = source
         self.others = others
 
-        # Whether every rank has the same values, so that they need not be gathered.
-        self.replicated = type(optimizers) is Optimizers and not holders
+        # Whether all ranks capture the same plain values and plain tensors; shards may still differ.
+        self.same_values_everywhere = type(optimizers) is Optimizers and not holders
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its own stage.
-        self._remote = {name for name, ranks in holders.items() if rank not in ranks}
+        self._remote = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._duplicates = duplicates
         self._device = next(model.parameters()).device
 
@@ -105,19 +106,22 @@ class RunState:
     # ---- saving ----
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return (tensors, aliases of tied ones, values). The tensors are the live ones, sharded as they are."""
+        """Return (tensors, aliases of tied ones, values). The tensors are the live ones, sharded as they are.
+
+        Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
+        """
         tensors, aliases, values = self.capture_tensors()
         return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return the same without the stepper, whose last outcome may still be on its way from the device."""
+        """`capture` without the stepper, whose last outcome may still be coming from the device. Also collective."""
         # `pack` puts the tensors that it meets in here.
         tensors: dict[str, Tensor] = {}
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
         aliases = _tied_names(state)
         for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
             # The master has all bits of the parameter, and more.
-            master = self._master_of(name, state[name])
+            master = self._tensor_to_save(name, state[name])
             if master is not None:
                 tensors[f"model.{name}"] = master.detach()
 
@@ -140,7 +144,7 @@ class RunState:
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
-        names = self._names()
+        names = self._names_by_id()
 
         # State is saved under the names of parameters: the order of the groups may change between two runs.
         for key in optimizer.state:
@@ -167,7 +171,7 @@ class RunState:
 
         A forward may change a model's buffers, and the user's code its parameters.
         """
-        names = self._names()
+        names = self._names_by_id()
         states = [
             (f"optimizer.{number}.{names[id(p)]}", state)
             for number, optimizer in enumerate(self.optimizers.all)
@@ -209,7 +213,7 @@ class RunState:
         """
         self._restore_model(reader, values["model"])
 
-        # Optimizers have no names: the task must make them in the same order.
+        # Optimizers are matched by position, so the task must create them in the same order.
         saved_optimizers = values["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
             raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
@@ -259,7 +263,7 @@ class RunState:
             fill(state[name], f"model.{name}", reader)
 
             # The checkpoint has the master, which rounds to the parameter.
-            master = self._master_of(name, state[name])
+            master = self._tensor_to_save(name, state[name])
             if master is not None and master is not state[name]:
                 fill(master, f"model.{name}", reader)
 
@@ -284,7 +288,7 @@ class RunState:
 
         differences = {
             "missing": sorted(names - set(saved) - left_out.keys()),
-            "that this model has not": sorted(set(saved) - names),
+            "that this model does not have": sorted(set(saved) - names),
         }
         found = "; ".join(f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd)
         if found:
@@ -301,7 +305,7 @@ class RunState:
         changed, settings = self._settings_to_use(number, saved, reader)
 
         # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
-        names = self._names()
+        names = self._names_by_id()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._remote}
         states = self._read_optimizer_state(number, needed, reader)
@@ -334,7 +338,7 @@ class RunState:
             )
 
         # All parameters that it has on any rank; this rank may update only some of them.
-        names = self._names()
+        names = self._names_by_id()
         current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
         odd = current ^ {name for group in saved["params"] for name in group}
         if odd:
@@ -381,7 +385,7 @@ class RunState:
 
     # ---- parameters ----
 
-    def _master_of(self, name: str, value: Tensor) -> Tensor | None:
+    def _tensor_to_save(self, name: str, value: Tensor) -> Tensor | None:
         """Return what is saved for a parameter: its master, if it has one. None means that another rank has it."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
@@ -389,7 +393,7 @@ class RunState:
             return value
         return masters.master_of(parameter)
 
-    def _names(self) -> dict[int, str]:
+    def _names_by_id(self) -> dict[int, str]:
         """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         masters = self.optimizers.masters

@@ -49,11 +49,8 @@ class Saver:
         # From `save` to `wait_for_copy`: the copying that goes on while training continues.
         self._copying: Copying | None = None
 
-        # Saves that have ended but that `poll` has not returned yet.
-        self._ended: list[PendingSave] = []
-
-        # Numbers the staged folders: the same step may be saved again after a failure.
-        self._saves = 0
+        self._ended: list[PendingSave] = []  # but not yet returned by `poll`
+        self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
     def prepare(self, slices: Sequence[Slice]) -> int:
         """Allocate the buffer early, so that the first save of `slices` is as quick as the others. Return its bytes."""
@@ -81,11 +78,11 @@ class Saver:
         plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
 
-        # From here on, `failure` is about this save.
+        # From here on, `failed` is about this save.
         self._saves += 1
         self._pending = pending = PendingSave(self._context, step, self._saves)
 
-        # Assume that the other ranks write about as much as this one.
+        # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.size * (layout.file_size + layout.file_size // 100)
         free = self._context.store.free_bytes()
         if free < needed:
@@ -115,13 +112,13 @@ class Saver:
             self._pending.stall_s += time.perf_counter() - began
 
     @property
-    def failure(self) -> str | None:
-        """Why the last save failed on this rank, until all ranks have agreed to abandon it or another save begins."""
+    def failed(self) -> PendingSave | None:
+        """The last save if it failed on this rank, until all ranks have agreed to abandon it or another save begins."""
         # `error` is read first: the thread may commit right now, and then fail to tidy up, which is not a failed save.
         save = self._pending
-        return save.error if save and save.error and not (save.committed or save.abandoned) else None
+        return save if save and save.error and not (save.committed or save.abandoned) else None
 
-    def wait_part(self) -> None:
+    def wait_for_own_part(self) -> None:
         """Wait until this rank's own part is durable or has failed; rank 0 may still be waiting for the others."""
         if self._pending is not None:
             self._pending.part_ended.wait()

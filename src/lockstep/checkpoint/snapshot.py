@@ -29,7 +29,7 @@ class Slice:
 
     name: str
     tensor: torch.Tensor  # the slice itself; it may be on a GPU, and need not be contiguous
-    shape: tuple[int, ...]  # of the full tensor
+    full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where in the full tensor the slice begins
 
     @classmethod
@@ -38,10 +38,10 @@ class Slice:
 
     def describe(self) -> PieceToWrite:
         shape = tuple(self.tensor.shape)
-        assert len(shape) == len(self.shape) == len(self.offset), f"{self.name} has another number of dimensions"
-        bounds = zip(self.offset, shape, self.shape, strict=True)
+        assert len(shape) == len(self.full_shape) == len(self.offset), f"{self.name} has another number of dimensions"
+        bounds = zip(self.offset, shape, self.full_shape, strict=True)
         assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
-        return PieceToWrite(self.name, dtype_name(self.tensor, self.name), tuple(self.shape), tuple(self.offset), shape)
+        return PieceToWrite(self.name, dtype_name(self.tensor, self.name), self.full_shape, self.offset, shape)
 
 
 class Snapshot:

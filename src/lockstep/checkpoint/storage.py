@@ -68,7 +68,10 @@ class Store(Protocol):
         """Delete a file, or a folder with all its files. Deleting what is missing does nothing."""
 
     def claim(self, token: str) -> None:
-        """Make the attempt with this token the only one that may commit."""
+        """Let only the attempt with this token commit.
+
+        The owner is checked just before the rename; a stop between the two is not covered.
+        """
 
     def owner(self) -> str | None:
         """Return the token of the last claim."""

@@ -9,8 +9,10 @@
     rank 0       updates `latest`, and deletes what `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. Ranks communicate
-through the store only, so that a rank which hangs does not block the writing threads of the others. No torch here.
+manifest before the rename, and the rename before `latest` moves and before anything old is deleted. One exception: when
+step N is saved again, a kill between setting the old one aside and the rename leaves neither under the name step-N; the
+old one is step-N.undone. Ranks communicate through the store only, so that a rank which hangs does not block the
+writing threads of the others. No torch here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import lockstep
 from lockstep import faults
 from lockstep.checkpoint.format import FileLayout, part_name
 from lockstep.checkpoint.manifest import (
-    NAME,
+    MANIFEST,
     Damaged,
     File,
     Manifest,
@@ -89,14 +91,13 @@ class PendingSave:
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
         self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
+        self.secondhand = False  # whether `error` only follows from that of another rank
 
         self.bytes = 0  # of this rank's file
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited
         self.write_s = 0.0  # from there to the commit
-
-        # Set when this rank's part is durable, or never will be.
-        self.part_ended = threading.Event()
+        self.part_ended = threading.Event()  # set when this rank's part is durable, or never will be
 
         # Set by `abandon`, in the thread that trains.
         self._stop = threading.Event()
@@ -114,19 +115,19 @@ class PendingSave:
         self,
         layout: FileLayout,
         data: memoryview,
-        complete: Callable[[], None],
+        finish_copy: Callable[[], None],
         aliases: dict[str, str],
         values: dict[str, Any],
     ) -> None:
         """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong.
 
-        `data` is the data section of this rank's file; `complete` finishes it, or raises. Only rank 0's `aliases` and
-        `values` are used.
+        `data` is the data section of this rank's file; `finish_copy` waits until `data` is complete, or raises. Only
+        rank 0's `aliases` and `values` are used.
         """
         self._began = time.perf_counter()
         self.bytes = layout.file_size
         try:
-            complete()
+            finish_copy()
             self._write_part(layout, data)
             self.write_s = time.perf_counter() - self._began
             self.part_ended.set()
@@ -142,6 +143,7 @@ class PendingSave:
         """Record the reason, free the disk, and let rank 0 know."""
         try:
             self.discard()
+            self.secondhand = self.secondhand or (isinstance(error, FileNotFoundError) and self._folder_is_gone())
             self.error = self._reason(error)
 
             # Rank 0 should not wait in vain for this rank's part. If this fails as well, the first error counts.
@@ -215,13 +217,13 @@ class PendingSave:
         confirmations = self._confirmations()
         manifest = encode(self._manifest(confirmations, aliases, values))
 
-        # Nothing is committed that could not be loaded.
+        # Commit only what can be loaded.
         decode(manifest, Checkpoint(store, self.folder))
 
         # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.size):
             store.delete(self._key(_confirmation(rank)))
-        store.write(self._key(NAME), [memoryview(manifest)])
+        store.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
         # If this process was stopped for a while, its run may already continue elsewhere.
@@ -280,6 +282,7 @@ class PendingSave:
 
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
+            self.secondhand = True
             raise GivenUp(f"rank {rank}: {confirmation['error']}")
 
         # A shared file system may be slow to show what another machine has written, or lose it.
@@ -322,7 +325,7 @@ class PendingSave:
                 return self._why_stopped
             case GivenUp() | Damaged():
                 return str(error)
-            case FileNotFoundError() if self._folder_is_gone():
+            case FileNotFoundError() if self.secondhand:
                 # Rank 0 deletes the folder of a save that it gives up, and a new attempt deletes those of all others.
                 return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):

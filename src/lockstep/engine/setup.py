@@ -145,17 +145,17 @@ class RunBuilder:
         # The optimizers come after the sharding, so that their state is made for the shards.
         own_optimizers = optimizers(self.driver.model)
         rebind(own_optimizers, names_before, dict(model.named_parameters()))
-        stepped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
-        self._on_failure.callback(stepped.release)
+        wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
+        self._on_failure.callback(wrapped.release)
 
         # A checkpoint holds what Exactness knows of the platform: a resumed run must compute as before.
         exactness = None
         if self.config.exact:
-            exactness = Exactness(model, stepped, self.runtime, getattr(task, "changing_buffers", ()))
+            exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
         self.model_setup = ModelSetup(
             self.driver,
-            stepped,
+            wrapped,
             Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
             TrainableGuard(model),
             exactness,
@@ -309,10 +309,10 @@ class RunBuilder:
             stepper,
             source,
             self.others,
-            self.config.checkpoint.frozen,
-            driver.placement.holders,
-            self.runtime.world.rank,
-            driver.placement.duplicates,
+            keep_frozen=self.config.checkpoint.frozen,
+            holders=driver.placement.holders,
+            rank=self.runtime.world.rank,
+            duplicates=driver.placement.duplicates,
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
         # A save in flight may be all that is left of a run that fails.
@@ -321,7 +321,7 @@ class RunBuilder:
         return checkpoints
 
     def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
-        """Continue the clock and the log of a resumed run. Returns a line for the banner."""
+        """Continue the clock and the log of a resumed run. Return a line for the banner."""
         step = stepper.counters.step
         check_something_left(plan.steps, step)
         self.started -= resumed.seconds
@@ -404,7 +404,7 @@ def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
 def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
     """Pass its context to a source that makes its own batches by calling the model (a rollout).
 
-    Returns the source's own line about its data, or None for any other source.
+    Return the source's own line about its data, or None for any other source.
     """
     # `attach` is optional in a BatchSource: a dataset does not call the model.
     attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)

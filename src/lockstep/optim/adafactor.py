@@ -114,7 +114,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     return {
         "step": step,
         "rows": laid_out(rows, p, p.shape[:-1]),
-        "columns": laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), whole=p.dim() == 2),
+        "columns": laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), replicate=p.dim() == 2),
     }
 
 

@@ -201,7 +201,7 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
     shard = shard_of(parameter)  # pyrefly: ignore[bad-argument-type]
     indices = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (length, offset) in enumerate(zip(shard.local.shape, shard.offset, strict=True)):
-        along = torch.arange(offset, offset + length, device=device) * math.prod(shard.shape[dim + 1 :])
+        along = torch.arange(offset, offset + length, device=device) * math.prod(shard.full_shape[dim + 1 :])
         indices = indices.unsqueeze(-1) + along
     return indices.to(torch.int32)
 

@@ -30,7 +30,7 @@ class OptimizerKind:
     build: Callable[[Groups], torch.optim.Optimizer]
     # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
     options: tuple[str, ...]
-    state_bytes: float  # per parameter, for a large matrix
+    state_bytes: float  # bytes per element of a large matrix
     about: str  # what its state holds, for the banner
     # Classes of optimizers that allocate this state with their first update, the user's own ones included.
     classes: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ OPTIMIZERS = {
     "adafactor": OptimizerKind(
         _adafactor,
         options=("lr", "weight_decay"),
-        # A float32 for every row and every column.
+        # One float32 per row and column: negligible per element.
         state_bytes=0,
         about="means of squared gradients by row and by column, no momentum",
         classes=("Adafactor",),
@@ -107,7 +107,7 @@ def describe(name: str) -> str:
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """Return how much state the optimizer will allocate for a group, in copies of its parameters. This is a guess."""
+    """Guess a group's state as a multiple of the parameters' bytes (`state_bytes` assumes float32)."""
     for kind in OPTIMIZERS.values():
         if type(optimizer).__name__ in kind.classes:
             return kind.state_bytes / 4

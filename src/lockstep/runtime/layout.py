@@ -1,7 +1,7 @@
 """Where the shards of a tensor lie.
 
-A plain tensor is the same in full on every rank; a DTensor is sharded or replicated over a device mesh. These functions
-answer what torch does not: which part of the full tensor a rank holds, and its norm over all ranks.
+A plain tensor is held in full by every rank that holds it; a DTensor is sharded or replicated over a device mesh. These
+functions say which slice of the full tensor a rank holds, and which of several copies counts, for saving and in norms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LocalShard:
     """This rank's shard of a DTensor."""
 
     local: Tensor  # shares the DTensor's memory
-    shape: tuple[int, ...]  # of the full tensor
+    full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the shard starts in the full tensor
     first_copy: bool  # whether this rank is the first of those that hold the same shard: that one saves it
 
@@ -123,27 +123,27 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
     return [position for name, position in named if name not in inner]
 
 
-def like(shard: Tensor, model: Tensor) -> Tensor:
-    """Return a DTensor with this shard, laid out like `model`; or the shard itself if `model` is a plain tensor."""
-    return _dtensor(shard, model, model.placements, model) if isinstance(model, DTensor) else shard
+def like(shard: Tensor, reference: Tensor) -> Tensor:
+    """Return a DTensor with this shard, laid out like `reference`; or the shard itself if that is a plain tensor."""
+    return _dtensor(shard, reference, reference.placements, reference) if isinstance(reference, DTensor) else shard
 
 
-def laid_out(shard: Tensor, model: Tensor, shape: Sequence[int], whole: bool = False) -> Tensor:
-    """Return a DTensor of `shape` whose rows lie where those of `model` lie; with `whole`, replicated on every rank.
+def laid_out(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: bool = False) -> Tensor:
+    """Return a DTensor of `shape` whose rows lie where those of `reference` lie, or with `replicate`, on every rank.
 
-    If `model` is a plain tensor, the shard itself is returned.
+    If `reference` is a plain tensor, the shard itself is returned.
     """
-    if not isinstance(model, DTensor):
+    if not isinstance(reference, DTensor):
         return shard
-    placements = [Replicate()] * model.device_mesh.ndim if whole else model.placements
+    placements = [Replicate()] * reference.device_mesh.ndim if replicate else reference.placements
     # The meta tensor gives shape and stride, and takes no memory.
-    return _dtensor(shard, model, placements, torch.empty(tuple(shape), device="meta"))
+    return _dtensor(shard, reference, placements, torch.empty(tuple(shape), device="meta"))
 
 
-def _dtensor(shard: Tensor, model: DTensor, placements: Sequence[Placement], full: Tensor) -> DTensor:
+def _dtensor(shard: Tensor, reference: DTensor, placements: Sequence[Placement], full: Tensor) -> DTensor:
     return DTensor.from_local(
-        shard.to(model.device),
-        model.device_mesh,
+        shard.to(reference.device),
+        reference.device_mesh,
         placements,
         run_check=False,
         shape=full.shape,
@@ -151,7 +151,7 @@ def _dtensor(shard: Tensor, model: DTensor, placements: Sequence[Placement], ful
     )
 
 
-def only_rows(tensor: DTensor) -> bool:
+def is_sharded_by_rows(tensor: DTensor) -> bool:
     """Return whether the tensor is sharded along its first dimension only."""
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 

@@ -1,4 +1,4 @@
-"""A run keeps its checkpoints in any store: here in memory, with nothing on the disk to resume from."""
+"""The checkpoint manager in whole runs: any store will do, such as one in memory; other runs are left alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
 from lockstep.engine import setup
 from lockstep.errors import Preempted
+from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
 
 
@@ -61,3 +62,56 @@ def test_settings_saved_under_a_former_name_are_compared_under_the_present_one()
     assert config_changes({**saved, "speed_weights": value}, config) == []
     (change,) = config_changes({**saved, "speed_weights": "none"}, config)
     assert str(change) == f"load_balance: none -> {value}"
+
+
+def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for all checkpoints of the run once the staged folder is deleted."""
+    store = MemoryStore(capacity=200_000)
+    store.write("step-00000004.tmp-dead-1/part-00000.safetensors", [memoryview(bytes(199_900))])
+    monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
+    lockstep.fit(Dropped(), run_dir=tmp_path / "run")
+    assert store.folders() == ["step-00000012"]
+
+
+def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
+    folder = tmp_path / "other" / "checkpoints"
+    part = folder / "step-00000012" / "part-00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=str(tmp_path / "other"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "new" / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 is damaged: ")
+    assert warning.endswith("resuming from step-00000006")
+
+
+def test_a_save_is_given_up_for_the_reason_of_the_rank_where_it_arose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reason may begin with "rank", and one that only repeats another rank's is left out."""
+    none = [None, False]
+    failures = [["rank 2 wrote 8 bytes, and 4 are there", False], ["no space left", False], none]
+    repeated = ["rank 1: no space left", True]
+    managers: list[CheckpointManager] = []
+
+    def keep(*args: Any, **options: Any) -> CheckpointManager:
+        managers.append(CheckpointManager(*args, **options))
+        return managers[0]
+
+    monkeypatch.setattr(setup, "CheckpointManager", keep)
+    lockstep.fit(Dropped(), run_dir=tmp_path / "run")
+    [manager] = managers
+    reasons: list[str] = []
+    manager.log_event = lambda event, reason: reasons.append(reason)
+    for answers in (failures, [repeated, failures[1]], [repeated, none]):
+        monkeypatch.setattr(manager.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
+        assert manager.give_up()
+    assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
+        "rank 0: rank 2 wrote 8 bytes, and 4 are there; rank 1: no space left",
+        "rank 1: no space left",
+        "rank 1: no space left",
+    ]

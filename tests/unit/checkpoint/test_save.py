@@ -22,7 +22,7 @@ from lockstep import faults
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import part_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import NAME, read_manifest
+from lockstep.checkpoint.manifest import MANIFEST, read_manifest
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean
 from lockstep.errors import UserError
@@ -109,7 +109,7 @@ def test_values_come_back_with_what_json_cannot_hold(store):
     found = dict(load(store)[0].manifest.values)
     assert math.isnan(found.pop("nan"))
     assert found == values
-    assert b"NaN" not in Checkpoint(store, "step-00000001").open(NAME).read()
+    assert b"NaN" not in Checkpoint(store, "step-00000001").open(MANIFEST).read()
 
 
 @pytest.mark.parametrize(("value", "place"), [({"a": [{1}]}, r"values\.a\[0\]"), ({"a": {3: 1}}, "key 3 of values.a")])
@@ -231,7 +231,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
     size = saver.prepare(shard(state(2), 0, 1))
     monkeypatch.setattr(type(store), "free_bytes", lambda self: size - 10)
     saver.save(2, shard(state(2), 0, 1), {}, {})
-    assert saver.failure
+    assert saver.failed
     [report] = saver.poll()
     assert not report.committed
     assert "no space left" in report.error
@@ -239,7 +239,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
     assert same(load(store)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
-    assert saver.failure is None
+    assert saver.failed is None
     assert saver.wait()[0].committed
 
 
@@ -250,13 +250,13 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monke
     fault(monkeypatch, "write", "disk full")
     team[rank].save(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].wait()
-    assert team[rank].failure
+    assert team[rank].failed
     assert "no space left" in report.error
     monkeypatch.undo()
     team[1 - rank].save(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
         saver.abandon("a disk is full")
-        assert saver.failure is None
+        assert saver.failed is None
     assert not end([team[1 - rank]])[0].committed
     assert folders(store) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
@@ -274,6 +274,7 @@ def test_rank_0_learns_of_another_ranks_failure_through_the_store(store, monkeyp
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     [report] = team[0].wait(30)
     assert report.error.startswith("rank 1: no space left")
+    assert report.secondhand
 
 
 def test_a_real_disk_that_is_full(tmp_path):
@@ -312,7 +313,7 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, 
     monkeypatch.setattr(faults, "fire", broken)
     saver.save(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.wait()
-    assert (saver.failure, report.error) == ("RuntimeError: injected",) * 2
+    assert (saver.failed.error, report.error) == ("RuntimeError: injected",) * 2
     monkeypatch.undo()
     saver.save(2, shard(state(2), 0, 1), {}, {})
     assert saver.wait()[0].committed
@@ -329,7 +330,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     [report] = saver.wait()
     assert report.committed
     assert "coughed" in report.error
-    assert saver.failure is None
+    assert saver.failed is None
     assert same(load(store)[1], state(1))
 
 
@@ -348,7 +349,9 @@ def test_a_rank_that_never_writes_is_named(store):
     team = savers(store, 3, timeout_s=0.1)
     team[0].save(1, shard(state(1), 0, 3), {}, {})
     team[2].save(1, shard(state(1), 2, 3), {}, {})
-    assert "rank 1 did not write its part" in team[0].wait()[0].error
+    [report] = team[0].wait()
+    assert "rank 1 did not write its part" in report.error
+    assert not report.secondhand
     assert folders(store) == set()
 
 
@@ -358,7 +361,7 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(store):
     team[0].abandon("rank 1: no space left")
     [report] = team[0].wait(30)
     assert (report.committed, report.error) == (False, "rank 1: no space left")
-    assert team[0].failure is None
+    assert team[0].failed is None
     assert folders(store) == set()
 
 
