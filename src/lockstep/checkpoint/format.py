@@ -68,9 +68,6 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
-# ---- writing ----
-
-
 def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
     """Lay out `pieces`, the widest elements first: this aligns every tensor without gaps, which the format forbids."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -97,9 +94,6 @@ def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     return FileLayout(tuple(pieces), tuple(keys), tuple(starts), position, len(text).to_bytes(8, "little") + text)
-
-
-# ---- reading ----
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> tuple[Manifest | None, list[Damaged]]:

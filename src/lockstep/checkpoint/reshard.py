@@ -91,9 +91,6 @@ def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# ---- reading ----
-
-
 def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
     """Read this rank's shard of `target` (any shape), or all of it if it is replicated, into its memory."""
     with torch.no_grad():

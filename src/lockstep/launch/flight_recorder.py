@@ -41,9 +41,6 @@ def environment(logs: Path) -> dict[str, str]:
     }
 
 
-# ---- the rank's side ----
-
-
 def serve(folder: Path, rank: int) -> None:
     threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight").start()
 
@@ -66,9 +63,6 @@ def recorded() -> list[dict[str, Any]]:
     dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
 
     return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
-
-
-# ---- the launcher's side ----
 
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:

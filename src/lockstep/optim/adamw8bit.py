@@ -130,9 +130,6 @@ def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group:
     p.addcdiv_(mean, denominator, value=-lr / (1 - beta1**count))
 
 
-# ---- bytes ----
-
-
 @cache
 def _table(signed: bool, device: str) -> Tensor:
     """Return 256 sorted numbers: 0, then half of the rest in (0.1, 1], a quarter in (0.01, 0.1], and so on.

@@ -47,9 +47,6 @@ class Matrix:
     notes: tuple[str, ...] = ()
 
 
-# ---- options ----
-
-
 @dataclass(frozen=True)
 class VerifyOptions:
     """The options of the command; None means the default."""
@@ -104,9 +101,6 @@ def check(options: VerifyOptions) -> None:
     for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
             raise UserError(f"{option} {_listed(counts)} has a count below 1", "", f"type {option} 1 or more")
-
-
-# ---- trials ----
 
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:

@@ -84,7 +84,9 @@ def explain_mixtures(model: nn.Module) -> None:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             # torch has no error class of its own for this; all other errors pass through unchanged.
-            if not any(word in str(error) for word in ("DTensor", "sharding strategy", "unevenly sharded")):
+            if not any(
+                word in str(error) for word in ("DTensor", "sharding strategy", "Sharding prop", "unevenly sharded")
+            ):
                 raise
 
             raise UserError(

@@ -130,9 +130,6 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
-# ---- on disk --------------------------------------------------------------------------------------------
-
-
 def read_metadata(folder: Path) -> PuzzleDatasetMetadata:
     with _reading(folder):
         return PuzzleDatasetMetadata(**json.loads((folder / "dataset.json").read_text()))
