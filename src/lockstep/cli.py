@@ -45,9 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-# ---- arguments ----
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."

@@ -104,9 +104,6 @@ def _created(path: Path) -> bool:
     return True
 
 
-# ---- the environment variable ----
-
-
 def check_phases(faults: Collection[Fault], phases: Collection[str]) -> None:
     """Refuse a phase that never comes: the fault would never happen, and its test would prove nothing."""
     known = [*phases, *PLACES]
@@ -152,9 +149,6 @@ def planned() -> list[Fault]:
     if in_environment is None:
         in_environment = from_text(os.environ.get(VARIABLE) or "[]")
     return in_environment
-
-
-# ---- in the ranks ----
 
 
 def fire(phase: str, step: int) -> str | None:

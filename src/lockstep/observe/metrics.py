@@ -176,9 +176,6 @@ def _add_up(values: list[Weight]) -> Weight:
     return torch.stack(tensors).sum() + plain if tensors else plain
 
 
-# ---- sums without rounding ----
-
-
 def to_exact(value: float) -> Exact:
     if not math.isfinite(value):
         return value

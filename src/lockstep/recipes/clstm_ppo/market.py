@@ -177,9 +177,6 @@ class VectorMarket(Environments):
         return returns, shown, halted
 
 
-# ---- indicators ------------------------------------------------------------------------------------------
-
-
 def indicators(returns: Tensor) -> list[Tensor]:
     """Return MACD, RSI, CCI and ADX of log-returns (n, days, K), each (n, days, K) and about between -1 and 1.
 
