@@ -266,6 +266,10 @@ def test_live_display(monkeypatch):
     assert frame[2].rstrip() == "loss 2.000   eval 2.750 at 120"
     assert frame[3].rstrip() == "lr 1.0e-03   norm 0.831   skipped 1"
     assert frame[4].rstrip() == "57.6k token/s   900 sample/s   mem 512 MB"
+    # rich stops its thread without waiting for it.
+    limit = time.monotonic() + 60
+    while threading.active_count() > before[0] and time.monotonic() < limit:
+        time.sleep(0.01)
     assert (threading.active_count(), sys.stdout) == before
 
 
