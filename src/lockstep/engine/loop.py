@@ -117,9 +117,9 @@ def _show(task: Task, run: Run) -> str | None:
     run.runtime.heartbeat.beat("user code")  # the launcher allows more time in this phase
     try:
         # Inputs that grow with every token would be compiled again and again.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as known:
-            if known:
-                run.recorder.event("warning", reason=f"show(): {known}")
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as warning:
+            if warning:
+                run.recorder.event("warning", reason=f"show(): {warning}")
             text = show(run.driver.model)
     except Exception as error:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"

@@ -202,8 +202,10 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
         case _:
             message = "killed by this signal"
 
-    # The crash was most likely in the main thread; threads of loaders and of torch would only distract.
-    frames = stacks.main_thread(records.read(rank.folder / f"stacks-{rank.number}"))
+    # A rank cannot answer to SIGKILL: its file has only what it was doing when an earlier hang was suspected. The crash
+    # was most likely in the main thread; threads of loaders and of torch would only distract.
+    dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
+    frames = stacks.main_thread(dumped)
 
     return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
 

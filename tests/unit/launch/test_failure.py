@@ -161,6 +161,11 @@ def test_a_crash_comes_with_its_stack(local_rank):
     assert "at: x.py:3 f" in examine(local_rank, -signal.SIGSEGV, WHEN).failure.text()
 
 
+def test_a_killed_rank_does_not_show_the_stack_of_an_earlier_suspicion(local_rank):
+    (local_rank.folder / "stacks-1").write_text('Current thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
+    assert examine(local_rank, -signal.SIGKILL, WHEN).failure.traceback == ""
+
+
 def test_signals_without_a_name(local_rank):
     assert examine(local_rank, -40, WHEN).failure.kind == "SIG40"
 
