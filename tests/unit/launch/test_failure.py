@@ -162,7 +162,9 @@ def test_a_crash_comes_with_its_stack(local_rank):
 
 
 def test_a_killed_rank_does_not_show_the_stack_of_an_earlier_suspicion(local_rank):
-    (local_rank.folder / "stacks-1").write_text('Current thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
+    (local_rank.folder / "stacks-1").write_text(
+        'Current thread 0x1 (most recent call first):\n  File "x.py", line 3 in f'
+    )
     assert examine(local_rank, -signal.SIGKILL, WHEN).failure.traceback == ""
 
 
