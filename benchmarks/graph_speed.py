@@ -150,7 +150,7 @@ def by_lockstep(
     try:
         for batches in run.step_batches():
             if before:
-                batches.batches = loop._call_before_each(batches.batches, before)
+                batches.micro_batches = loop._call_before_each(batches.micro_batches, before)
             run.finish(batches, run.stepper.step(batches, task.loss))
             if loop._overrides(task, "after_step"):
                 task.after_step(run.driver.model, run.stepper.counters.step)

@@ -57,14 +57,14 @@ class StepBatches:
     """The work of one rank in one global step: `count` micro-batches, read lazily."""
 
     count: int
-    batches: Iterable[MicroBatch]
+    micro_batches: Iterable[MicroBatch]
     samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
     total: int | None = None  # micro-batches of the whole global step, if the source knows them
     exhausted: bool = False  # this rank's stream has ended
     span: tuple[int, int] | None = None  # positions in the endless order of samples, if the source knows them
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self.batches)
+        return iter(self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

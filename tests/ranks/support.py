@@ -87,7 +87,7 @@ class WatchedRun(Run):
         self.trace = Trace(self._weights())
         for batches in super().step_batches():
             self._pieces: list[TrainedBatch] = []
-            batches.batches = self._note(batches.batches)
+            batches.micro_batches = self._note(batches.micro_batches)
             yield batches
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:

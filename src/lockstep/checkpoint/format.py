@@ -64,7 +64,7 @@ class FileLayout:
         return len(self.header) + self.size
 
 
-def part_name(rank: int) -> str:
+def file_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 

@@ -37,8 +37,7 @@ _PREFIX = "model."
 def ls(place: Path) -> tuple[str, int]:
     """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
     rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
-    titles = ("step", "when", "size", "tensors", "metrics", "state")
-    return _table([titles, *rows]) if rows else "no checkpoints", 0
+    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) if rows else "no checkpoints", 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -105,8 +104,8 @@ def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     checkpoint = choose(place, step)
     target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
-    # A run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that no run has
-    # written may hold any values.
+    # A run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that no run wrote
+    # may hold any values.
     missing: Any = read_manifest(checkpoint).values
     for key in ("state", "model", "left_out"):
         missing = missing.get(key) if isinstance(missing, dict) else None

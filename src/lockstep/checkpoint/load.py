@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 import xxhash
 
-from lockstep.checkpoint.format import Header, locate, read_header, verify
+from lockstep.checkpoint.format import locate, read_header, verify
 from lockstep.checkpoint.manifest import SIZES, Damaged, Manifest, Piece, TensorEntry, open_file
 from lockstep.checkpoint.state_tree import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, Store, committed
@@ -31,8 +32,8 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
 
-    # Ranks with separate disks would resume separately. A rank has another disk if it does not see what rank 0 has
-    # listed, if it sees checkpoints where rank 0 sees none, or if the store there has another owner.
+    # Ranks with separate disks would resume separately. A rank has another disk if it does not see what rank 0 listed,
+    # if it sees checkpoints where rank 0 sees none, or if the store there has another owner.
     visible = sorted(set(names) & set(store.folders()))
     views = gather([visible, listed != [] and not names, store.owner()])
     for other_rank, view in enumerate(views):
@@ -45,7 +46,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
         checkpoint = Checkpoint(store, name)
         manifest, problems = verify(checkpoint, rank, size)
 
-        # A problem on one rank is a problem on all. The digest shows whether all ranks have read the same manifest.
+        # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
         digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
         answers = gather([[[problem.file, problem.why] for problem in problems], digest])
         bad = sorted({(file, why) for rank_problems, _ in answers for file, why in rank_problems})
@@ -88,14 +89,14 @@ def _not_shared(found: str) -> UserError:
 class CheckpointReader:
     """Reads tensors of a checkpoint to the CPU: full ones, or any slice, however they were sharded when saved.
 
-    It reads only the bytes that are needed, and does not check digests again: `find` has done that.
+    It reads only the bytes that are needed, and does not check digests again: `find` did that.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):
         self.checkpoint = checkpoint
         self.manifest = manifest
-        self.damaged = list(damaged)  # one entry for each newer checkpoint that `find` has skipped
-        self._headers: dict[str, Header] = {}  # those that have been read so far, by file
+        self.damaged = list(damaged)  # one entry for each newer checkpoint that `find` skipped
+        self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
 
     def names(self) -> list[str]:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
@@ -119,7 +120,7 @@ class CheckpointReader:
         if not all(0 <= start <= end <= limit for start, end, limit in bounds):
             raise ValueError(f"{name} has the shape {entry.shape}; no slice {tuple(shape)} begins at {tuple(offset)}")
 
-        # Usually this is exactly what some rank has written: it needs no second copy.
+        # Usually this is exactly what some rank wrote: it needs no second copy.
         for piece in entry.pieces:
             if (piece.offset, piece.shape) == (tuple(offset), tuple(shape)):
                 return self._rows(piece, entry.dtype, 0, shape[0] if shape else 1).view(piece.shape)
@@ -157,10 +158,7 @@ class CheckpointReader:
         return data.view(DTYPES[dtype]).view(last - first, *piece.shape[1:])
 
     def _locate(self, piece: Piece, dtype: str) -> int:
-        # Each header is read only once.
-        if piece.file not in self._headers:
-            self._headers[piece.file] = read_header(self.checkpoint, piece.file)
-        return locate(self.checkpoint, self._headers[piece.file], piece, dtype)
+        return locate(self.checkpoint, self._header(piece.file), piece, dtype)
 
     def _entry(self, name: str) -> TensorEntry:
         try:

@@ -1,10 +1,11 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
-    check_space, resume, begin      before the first step
+    check_space, resume             before the first step
+    ensure_rewind                   before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
-    give_up                         when the control word says that a rank has failed to write its part
+    abandon_if_failed               when the control word says that a rank failed to write its file
     rewind                          when a step was spoiled, and the policy is rewind
     settle, newest_path, close      at the end
 
@@ -50,7 +51,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-# Keys of the loop's own state in a checkpoint; also fields of `Resumed`.
+# Keys in a checkpoint for the state of the loop, which `Run` makes; also fields of `Resumed`.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
 # A resumed run does not report that these settings have changed.
@@ -67,12 +68,12 @@ class Resumed:
     settings: list[Change]  # those that differ now
     changes: list[str]  # as text: these settings, and everything else that differs
     evaluation_due: bool  # the run was preempted before it could evaluate
-    interval: dict[str, Any]  # sums since the last log line
-    seconds: float  # how long the run has taken so far
+    interval: dict[str, Any]  # sums since the last log line, from `Recorder.interval_state`
+    seconds: float  # how long the run took until then
 
 
 class CheckpointManager:
-    """Saves and restores one run. A save is in flight until all ranks have agreed on how it ended (`settle`)."""
+    """Saves and restores one run. A save is in flight until all ranks agree on how it ended (`settle`)."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class CheckpointManager:
             settings.asynchronous,
         )
 
-        # A save has been started, and the ranks have not yet agreed on how it ended.
+        # A save was started, and the ranks have not yet agreed on how it ended.
         self._in_flight = False
 
         # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
@@ -216,12 +217,11 @@ class CheckpointManager:
 
         # The task's own state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
         settings = config_changes(values["config"], self.config)
-        lasting = [key for owner in self.state.others.values() for key in getattr(owner, "lasting", ())]
+        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
         for key, before, now in settings:
             if key in lasting:
                 raise UserError(
-                    f"{key}={now} does not fit the checkpoint: the state that the task has saved belongs to "
-                    f"{key}={before}",
+                    f"{key}={now} does not fit the checkpoint: the state that the task saved belongs to {key}={before}",
                     "",
                     f"type {key}={before}, or start a new run from the exported weights",
                 )
@@ -259,7 +259,7 @@ class CheckpointManager:
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
 
-        # What a killed attempt has staged must not count as used.
+        # What a killed attempt staged must not count as used.
         if self.runtime.is_main:
             clean(self.store, self.folder.token)
 
@@ -281,8 +281,8 @@ class CheckpointManager:
                 f"for two, about {megabytes(needed / MIB)}",
             )
 
-    def begin(self) -> None:
-        """Make sure that there is a checkpoint to go back to, if a policy is rewind."""
+    def ensure_rewind(self, save: Callable[[], None]) -> None:
+        """If a policy is rewind, make sure that there is a checkpoint to go back to: call `save` if there is none."""
         policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
         if policy is None:
@@ -294,16 +294,9 @@ class CheckpointManager:
                 f"type {policy}=skip, or {policy}=stop",
             )
 
-        # The state before the first step, in the form in which the loop would save it.
+        # The run goes back to this one if a step is spoiled before the next save.
         if self._saved_step is None:
-            self.save(
-                {
-                    "metrics": {},
-                    "evaluation_due": False,
-                    "interval": {"names": ["loss"], "totals": [0.0, 0.0]},
-                    "seconds": 0.0,
-                }
-            )
+            save()
             if not self.settle():
                 raise UserError(
                     f"{policy}=rewind needs a checkpoint of the start, and it could not be written",
@@ -319,20 +312,20 @@ class CheckpointManager:
     # ---- saving ----
 
     def save_is_due_by_clock(self) -> bool:
-        """Whether rank 0's clock requests a checkpoint; the request is part of the control word."""
+        """Whether rank 0's clock requests a checkpoint; the control word carries the request."""
         # Clocks differ between machines, so only one counts.
         minutes = self.config.checkpoint.minutes
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int, asked: bool) -> bool:
-        """Whether to save after `step`: by its number, or because a rank has `asked` for it."""
+        """Whether to save after `step`: by its number, or because a rank `asked` for it."""
         every = self.config.checkpoint.every
         return (asked or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
         """Copy the state, and let it be written while training continues.
 
-        `loop_state`: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
+        `loop_state`, which `Run` makes: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
         """
         self.settle()
         heartbeat = self.runtime.heartbeat
@@ -350,7 +343,7 @@ class CheckpointManager:
             self._warn_of_differences()
             self._compared = True
 
-        # The names are part of the format on disk.
+        # These names are on the disk.
         values = {
             "state": state,
             "config": _as_typed(self.config),
@@ -373,14 +366,14 @@ class CheckpointManager:
         heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
-        """Log what has been written. Return whether this rank's part of a save has failed, for the control word."""
+        """Log what was written. Return whether the last save failed on this rank, for the control word."""
         self._log(self.saver.poll())
         return self.saver.failed is not None
 
     def settle(self) -> bool:
-        """Wait until the save in flight is committed or given up on all ranks.
+        """Wait until the save in flight is committed, or abandoned on all ranks; return whether it is committed.
 
-        Return False if it was given up. Without a save in flight, this costs nothing.
+        Without a save in flight, this returns True and costs nothing.
         """
         if not self._in_flight:
             return True
@@ -388,21 +381,21 @@ class CheckpointManager:
         phase_before = heartbeat.phase
         heartbeat.beat("commit")
 
-        # First this rank's part: rank 0 would otherwise wait for one that has failed.
-        self.saver.wait_for_own_part()
-        given_up = self.give_up()
-        if not given_up:
+        # First this rank's own file: rank 0 would otherwise wait for one whose rank failed.
+        self.saver.wait_for_own_file()
+        abandoned = self.abandon_if_failed()
+        if not abandoned:
             self._log(self.saver.wait())
 
             # Rank 0 may have failed to commit.
-            given_up = self.give_up()
+            abandoned = self.abandon_if_failed()
 
         self._in_flight = False
         heartbeat.beat(phase_before)
-        return not given_up
+        return not abandoned
 
-    def give_up(self) -> bool:
-        """Abandon the save in flight if it has failed on some rank. Return whether it has.
+    def abandon_if_failed(self) -> bool:
+        """Abandon the save in flight on all ranks if it failed on one of them. Return whether it did.
 
         Training continues: a full disk costs a checkpoint, and not the run.
         """
@@ -416,19 +409,19 @@ class CheckpointManager:
         # Each cause is named once, by the rank where it arose.
         firsthand = [f"rank {rank}: {why}" for rank, why, secondhand in failures if not secondhand]
         reason = "; ".join(firsthand) or failures[0][1]
-        step = self._saved_step
         self.saver.abandon(reason)
 
         # What `wait` returns is dropped: the failure is logged here, once, with the reasons of all ranks.
         self.saver.wait()
-        self._in_flight = False
-        self._saved_step = None
         newest = self.newest_path()
         self.log_event(
             "warning",
-            reason=f"THE CHECKPOINT OF STEP {step} WAS NOT WRITTEN: {reason}. Training continues; the last good one "
-            f"is {newest.name if newest else 'none: there is no checkpoint yet'}",
+            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; the last "
+            f"good one is {newest.name if newest else 'none: there is no checkpoint yet'}",
         )
+
+        self._in_flight = False
+        self._saved_step = None
         return True
 
     def close(self, timeout: float = 0.0) -> None:
@@ -457,7 +450,7 @@ class CheckpointManager:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, saves: list[PendingSave]) -> None:
-        """Log those that are committed. `give_up` logs the others, when all ranks know."""
+        """Log those that are committed. `abandon_if_failed` logs the others, when all ranks know."""
         for save in saves:
             if save.checkpoint and save.error:
                 self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")

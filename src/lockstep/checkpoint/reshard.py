@@ -1,4 +1,4 @@
-"""Which part of a checkpoint each rank writes, and which it reads: any world can load the checkpoint of any other.
+"""Which tensors, and which shards, each rank writes and reads: any world can load the checkpoint of any other.
 
 A DTensor is sharded: every rank writes its shard, and reads the slice that is its shard now. A plain tensor is
 replicated: one of the ranks that hold it writes it, and all that need it read it.
@@ -66,7 +66,7 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     loads = [0] * len(sizes)
     writers = {}
     for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        # The user's state may differ between ranks: only rank 0's is saved.
+        # The state of a part (the task, for example) may differ between ranks: only rank 0's is saved.
         holders = [0] if name.startswith("part.") else [rank for rank, held in enumerate(sizes) if name in held]
         writers[name] = min(holders, key=lambda rank: (loads[rank], rank))
         loads[writers[name]] += size

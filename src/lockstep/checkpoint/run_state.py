@@ -5,7 +5,7 @@ Nothing in it depends on a rank or a number of ranks: any world can resume from 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of the data source, the task, and the user's loop
+    part.NAME                     tensors in the state of a part: anything else that has state, see `RunState`
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
 
 
 class Stateful(Protocol):
-    """Anything whose state a checkpoint can hold. It may also have `read(name, reader)`, to read only its shard."""
+    """A part of the run with state of its own. It may also have `read(name, reader)`, to read only its shard."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -65,7 +65,7 @@ class RunState:
         optimizers: Optimizers,
         stepper: Any,
         source: BatchSource,
-        others: Mapping[str, Stateful],
+        parts: Mapping[str, Stateful],
         *,
         keep_frozen: bool,
         holders: Mapping[str, tuple[int, ...]] | None = None,
@@ -75,7 +75,7 @@ class RunState:
         """Keep references to what a run consists of; nothing is copied.
 
         `stepper`: the engine's. It has state, counts steps, and calls `update.before_next` before the next change.
-        `others`: the task, and what the user's loop has registered.
+        `parts`: the task, what the user's loop registered, and what else has state. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: the parameters whose shard on this rank is also held, and saved, by a lower rank.
@@ -84,7 +84,7 @@ class RunState:
         self.optimizers = optimizers
         self.stepper = stepper
         self.source = source
-        self.others = others
+        self.parts = parts
 
         # Whether all ranks capture the same plain values and plain tensors; shards may still differ.
         self.same_values_everywhere = type(optimizers) is Optimizers and not holders
@@ -100,7 +100,7 @@ class RunState:
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # The groups as the user's code has made them: a resumed run compares, to find what the user has changed.
+        # The groups as the user's code made them: a resumed run compares, to find what the user changed.
         self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
@@ -125,8 +125,8 @@ class RunState:
             if master is not None:
                 tensors[f"model.{name}"] = master.detach()
 
-        # The names are part of the format on disk.
-        owners = {"data": self.source, **self.others}
+        # These names are on the disk.
+        parts = {"data": self.source, **self.parts}
         values: Values = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
@@ -136,7 +136,7 @@ class RunState:
                 },
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
-            "parts": {name: pack(owner.state_dict(), f"part.{name}", tensors) for name, owner in owners.items()},
+            "parts": {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()},
             "next_samples": next_samples(self.source),
         }
         aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
@@ -155,7 +155,7 @@ class RunState:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # The settings as the user's code has made them, and as they are now: some optimizers change them.
+        # The settings as the user's code made them, and as they are now: some optimizers change them.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
         return {
@@ -180,14 +180,14 @@ class RunState:
         return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and user state, and a guess at the optimizers' state, which is allocated later."""
+        """Return the bytes of model and parts, and a guess at those of the optimizers, which are allocated later."""
         tensors = {
             name: tensor
             for name, tensor in self.model.state_dict().items()
             if not is_extra(name) and name not in self._left_out
         }
-        for name, owner in self.others.items():
-            pack(owner.state_dict(), f"part.{name}", tensors)
+        for name, part in self.parts.items():
+            pack(part.state_dict(), f"part.{name}", tensors)
         certain = sum(tensor.nbytes for tensor in tensors.values())
 
         # Masters are saved in place of parameters: float32 instead of bfloat16.
@@ -201,15 +201,15 @@ class RunState:
         return certain, guess
 
     def digest_replicated(self) -> dict[str, str]:
-        """Return digests of the user state that is replicated on every rank."""
-        return {name: digest(owner.state_dict()) for name, owner in self.others.items() if not hasattr(owner, "read")}
+        """Return a digest of each part whose state is replicated on every rank."""
+        return {name: digest(part.state_dict()) for name, part in self.parts.items() if not hasattr(part, "read")}
 
     # ---- restoring ----
 
     def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
         """Restore on each rank what it holds. Raise a UserError if this is not the run that was saved.
 
-        `settings`: those that differ from the checkpoint's. Return as text what else the user has changed since.
+        `settings`: those that differ from the checkpoint's. Return as text what else the user changed since.
         """
         self._restore_model(reader, values["model"])
 
@@ -223,35 +223,35 @@ class RunState:
 
         # When the data source knows its position, its next samples must be those that the saved run would have taken.
         self.stepper.load_state_dict(values["stepper"])
-        states = {name: self._read_owned(name, state, reader) for name, state in values["parts"].items()}
+        states = {name: self._read_part(name, state, reader) for name, state in values["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
         _check_next_samples(values["next_samples"], next_samples(self.source), settings)
-        return changed + self._restore_others(states)
+        return changed + self._restore_parts(states)
 
-    def _restore_others(self, states: Values) -> list[str]:
-        """Restore the task and what the user's loop has registered. Return as text which has gained or lost state."""
+    def _restore_parts(self, states: Values) -> list[str]:
+        """Restore all parts but the data source. Return as text which of them gained or lost state."""
         changed = []
-        for name, owner in self.others.items():
+        for name, part in self.parts.items():
             saved = states.pop(name, None)
-            current = owner.state_dict()
+            current = part.state_dict()
 
             if saved:
-                owner.load_state_dict(saved)
+                part.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, and keeps none here")
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, starts afresh")
         return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
 
-    def _read_owned(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one owner, which may have a `read` of its own (see `Stateful`)."""
-        # State without an owner is only reported: there is no need to read it.
-        if name != "data" and name not in self.others:
+    def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
+        """Read the tensors in the state of one part, which may have a `read` of its own (see `Stateful`)."""
+        # The state of a part that is not in use here is only reported: there is no need to read it.
+        if name != "data" and name not in self.parts:
             return state
-        own_read: Callable[[str, CheckpointReader], Tensor] | None = getattr(self.others.get(name), "read", None)
-        if own_read is None:
-            return unpack(state, reader.read, self._device)
-        return unpack(state, lambda tensor: own_read(tensor, reader), self._device)
+
+        own_read = getattr(self.parts.get(name), "read", None)
+        read = (lambda tensor: own_read(tensor, reader)) if own_read else reader.read
+        return unpack(state, read, self._device)
 
     def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
         state = self.model.state_dict()
@@ -283,7 +283,7 @@ class RunState:
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    getattr(self.others.get("task"), "frozen_advice", Task.frozen_advice),
+                    getattr(self.parts.get("task"), "frozen_advice", Task.frozen_advice),
                 )
 
         differences = {
@@ -318,11 +318,10 @@ class RunState:
         ]
 
         # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may compute more from it.
-        number_of = {name: position for position, name in enumerate(held)}
-        by_number = {number_of[name]: state for name, state in states.items()}
+        by_number = {position: states[name] for position, name in enumerate(held) if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
-        # torch has cast the state to the dtype of the parameters; put it back as it was saved.
+        # torch cast the state to the dtype of the parameters; put it back as it was saved.
         for name, state in states.items():
             p, group = held[name]
             optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
@@ -354,16 +353,16 @@ class RunState:
         parameters = dict(self.model.named_parameters())
 
         def read(name: str) -> Tensor:
-            owner = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-            return read_state_like(name, parameters.get(owner), reader)
+            parameter = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
+            return read_state_like(name, parameters.get(parameter), reader)
 
         return unpack(saved, read, self._device)
 
     def _settings_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
-        """Return what the user has changed in the parameter groups, and the settings to use for each group.
+        """Return what the user changed in the parameter groups, and the settings to use for each group.
 
-        A setting that the user has changed in code stays changed. The others are as the run left them, since some
-        optimizers keep numbers of their own there.
+        A setting that the user changed in code stays changed. The rest is as the run left it, since some optimizers
+        keep numbers of their own there.
         """
         now = _group_settings(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)

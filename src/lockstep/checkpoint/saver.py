@@ -2,7 +2,7 @@
 
     saver.save(step, slices, ...)   copies what the next forward may change, and starts the thread
     saver.wait_for_copy()           before the next update: waits for the copy of the optimizers' state
-    saver.poll()                    after any later step: returns the saves that have ended
+    saver.poll()                    after any later step: returns the saves that ended
 
 A failed save never raises: `poll` returns it with its error, and the next save starts afresh.
 """
@@ -113,18 +113,18 @@ class Saver:
 
     @property
     def failed(self) -> PendingSave | None:
-        """The last save if it failed on this rank, until all ranks have agreed to abandon it or another save begins."""
+        """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
         # `error` is read first: the thread may commit right now, and then fail to tidy up, which is not a failed save.
         save = self._pending
-        return save if save and save.error and not (save.committed or save.abandoned) else None
+        return save if save and save.error and not (save.checkpoint or save.abandoned) else None
 
-    def wait_for_own_part(self) -> None:
-        """Wait until this rank's own part is durable or has failed; rank 0 may still be waiting for the others."""
+    def wait_for_own_file(self) -> None:
+        """Wait until this rank's own file is durable or has failed; rank 0 may still be waiting for the others."""
         if self._pending is not None:
-            self._pending.part_ended.wait()
+            self._pending.file_ended.wait()
 
     def abandon(self, why: str) -> None:
-        """Give up the save because some rank's part failed: no rank commits it, and its staged files are deleted."""
+        """Let no rank commit the save, because it failed on some rank. Its staged files are deleted."""
         if self._pending is not None:
             self._pending.abandon(why)
 
@@ -133,7 +133,7 @@ class Saver:
                 self._pending.discard()
 
     def poll(self) -> list[PendingSave]:
-        """Return the saves that have ended since the last call."""
+        """Return the saves that ended since the last call."""
         if self._thread is not None and not self._thread.is_alive():
             self._finish()
 
@@ -149,7 +149,7 @@ class Saver:
         return self.poll()
 
     def close(self) -> None:
-        """Give up the save in flight (call `wait` first to keep it), and free the buffer."""
+        """Abandon the save in flight (call `wait` first to keep it), and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
             self._finish()

@@ -1,4 +1,4 @@
-"""A copy of the state in host memory: the only part of a save that training waits for.
+"""A copy of the state in host memory: of a whole save, training waits only for this.
 
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`Copying`).
@@ -47,7 +47,7 @@ class Slice:
 class Snapshot:
     """Keeps the buffer from save to save: fresh memory would cost more than the copy.
 
-    First `fit`, then `take`. When `Copying.run` has returned, `data` is the data section of the file.
+    First `fit`, then `take`. When `Copying.run` returns, `data` is the data section of the file.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Snapshot:
         return self.layout
 
     def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
-        """Copy `slices`, for which `fit` has made room, except those named in `later`.
+        """Copy `slices`, for which `fit` made room, except those named in `later`.
 
-        The `Copying` that is returned copies these. They must not change before its `wait` has returned.
+        The `Copying` that is returned copies these. They must not change before its `wait` returns.
         """
         pairs = list(zip(self._views, slices, strict=True))
         _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
@@ -148,7 +148,7 @@ class Copying:
             self._done.wait()
 
     def _versions_now(self) -> list[int]:
-        """Return how often torch has seen each tensor change."""
+        """Return how often torch saw each tensor change."""
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.cuda.Event:

@@ -56,10 +56,10 @@ class Store(Protocol):
         """Open a file for reading. The result can seek."""
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file. It is durable when this returns; until then others may see a part of it."""
+        """Write a new file. It is durable when this returns; until then others may see it incomplete."""
 
     def replace(self, key: str, data: bytes) -> None:
-        """Give a small file new contents. Readers see the old contents or the new, never a part."""
+        """Give a small file new contents. Readers see the old contents or the new, never a mixture."""
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist."""
@@ -124,7 +124,7 @@ def committed(store: Store) -> list[Checkpoint]:
 
 
 def clean(store: Store, token: str) -> None:
-    """Remove what attempts with other tokens have left half written or half deleted."""
+    """Remove what attempts with other tokens left half written or half deleted."""
     for name in store.folders():
         staged = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
         if staged and staged[1] != token:
@@ -181,7 +181,7 @@ class Retention:
     mode: Literal["min", "max"] = "min"  # which value of the metric is best
 
     def __post_init__(self) -> None:
-        # `lockstep ckpt prune` takes any number; the configuration has checked its own.
+        # `lockstep ckpt prune` takes any number; the configuration checks its own.
         for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and count < 1:
                 raise UserError(
@@ -337,7 +337,7 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
             # Small chunks are faster through the page cache.
             suitable = len(chunk) >= 1 << 20 and not len(chunk) % PAGE and not position % PAGE
             if not (direct and suitable and _write_directly(file.fileno(), chunk, position)):
-                # A disk that has refused one direct write is not asked again.
+                # A disk that refused one direct write is not asked again.
                 direct = direct and not suitable
                 _write_all(file.fileno(), chunk, position)
             position += len(chunk)

@@ -1,6 +1,6 @@
-"""One save from the snapshot to the commit. Each rank writes and confirms its part; rank 0 commits when all have.
+"""One save from the snapshot to the commit. Each rank writes and confirms its file; rank 0 commits when all have.
 
-    every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its part, durable
+    every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its file, durable
     every rank   step-N.tmp-TOKEN-1/part-RANK.json          its confirmation: size, digest, pieces; or an error
     rank 0       waits for all confirmations, checks them, and deletes them
     rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
@@ -32,7 +32,7 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.format import FileLayout, part_name
+from lockstep.checkpoint.format import FileLayout, file_name
 from lockstep.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -67,11 +67,11 @@ class SaveContext:
     size: int  # how many ranks write
     token: str  # of this attempt of the run
     retention: Retention
-    timeout_s: float  # how long rank 0 waits for the other ranks' parts
+    timeout_s: float  # how long rank 0 waits for the other ranks' files
 
 
-class GivenUp(Exception):
-    """This save will not be committed, for a reason other than an OSError. Its text is the reason."""
+class SaveFailed(Exception):
+    """This save must not be committed, for a reason other than an OSError. Its text is the reason."""
 
 
 class PendingSave:
@@ -85,7 +85,7 @@ class PendingSave:
         self.context = context
         self.step = step
 
-        # The parts are staged in this folder. The token keeps late writers of an earlier attempt out of it.
+        # The files are staged in this folder. The token keeps late writers of an earlier attempt out of it.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
@@ -97,15 +97,11 @@ class PendingSave:
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited
         self.write_s = 0.0  # from there to the commit
-        self.part_ended = threading.Event()  # set when this rank's part is durable, or never will be
+        self.file_ended = threading.Event()  # set when this rank's file is durable, or never will be
 
         # Set by `abandon`, in the thread that trains.
         self._stop = threading.Event()
         self._why_stopped = ""
-
-    @property
-    def committed(self) -> bool:
-        return self.checkpoint is not None
 
     @property
     def abandoned(self) -> bool:
@@ -128,9 +124,9 @@ class PendingSave:
         self.bytes = layout.file_size
         try:
             finish_copy()
-            self._write_part(layout, data)
+            self._write_file(layout, data)
             self.write_s = time.perf_counter() - self._began
-            self.part_ended.set()
+            self.file_ended.set()
 
             if self.context.rank == 0:
                 self._commit(aliases, values)
@@ -146,28 +142,28 @@ class PendingSave:
             self.secondhand = self.secondhand or (isinstance(error, FileNotFoundError) and self._folder_is_gone())
             self.error = self._reason(error)
 
-            # Rank 0 should not wait in vain for this rank's part. If this fails as well, the first error counts.
+            # Rank 0 should not wait in vain for this rank's file. If this fails as well, the first error counts.
             if self.context.rank != 0 and not self.abandoned:
                 with suppress(OSError):
                     self._confirm({"error": self.error})
         finally:
             # Training waits for this event.
             self.error = self.error or f"{type(error).__name__}: {error}"
-            self.part_ended.set()
+            self.file_ended.set()
 
     def refuse(self, size: int, missing: int) -> None:
         """Fail before anything is written, because there is no room."""
         self.bytes = size
-        self.fail(GivenUp(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
+        self.fail(SaveFailed(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
         self._why_stopped = why
         self._stop.set()
 
     def discard(self) -> None:
-        """Delete what this rank has staged; rank 0 deletes everything. This does nothing once the save is committed."""
+        """Delete what this rank staged; rank 0 deletes everything. This does nothing once the save is committed."""
         rank = self.context.rank
-        keys = [self._key(part_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
+        keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
         # The next start cleans up what cannot be deleted now.
         for key in keys:
@@ -176,11 +172,11 @@ class PendingSave:
 
     # ---- every rank ----
 
-    def _write_part(self, layout: FileLayout, data: memoryview) -> None:
+    def _write_file(self, layout: FileLayout, data: memoryview) -> None:
         digest = xxhash.xxh3_128()
-        self.context.store.write(self._key(part_name(self.context.rank)), self._chunks(layout, data, digest))
+        self.context.store.write(self._key(file_name(self.context.rank)), self._chunks(layout, data, digest))
 
-        # Rank 0 makes the manifest from this confirmation, which it sees only when the part is durable.
+        # Rank 0 makes the manifest from this confirmation, which it sees only when the file is durable.
         pieces = [
             [piece.name, piece.dtype, piece.full_shape, key, piece.offset, piece.shape]
             for key, piece in zip(layout.keys, layout.pieces, strict=True)
@@ -200,12 +196,11 @@ class PendingSave:
             yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
-        """Report to rank 0 how this rank's part went."""
         self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned:
-            raise GivenUp(self._why_stopped)
+            raise SaveFailed(self._why_stopped)
 
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}"
@@ -229,7 +224,7 @@ class PendingSave:
         # If this process was stopped for a while, its run may already continue elsewhere.
         owner = store.owner()
         if owner not in (None, self.context.token):
-            raise GivenUp(f"another attempt has taken over this run (its token is {owner})")
+            raise SaveFailed(f"another attempt has taken over this run (its token is {owner})")
 
         # An earlier checkpoint of the same step belongs to another history, or is damaged.
         name = folder_name(self.step)
@@ -246,12 +241,12 @@ class PendingSave:
         update_latest(store)
         self.write_s = time.perf_counter() - self._began
         apply_retention(store, self.context.retention, self.context.token)
-        _spoil(self.checkpoint, part_name(0), faults.fire("committed", self.step))
+        _spoil(self.checkpoint, file_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
-        """Return the confirmations of all ranks, by rank.
+        """Wait for the confirmations of all ranks, and return them by rank. Raise SaveFailed if one reports an error.
 
-        Wait for them, but not forever: a rank may have died. Raise GivenUp if one reports an error.
+        Rank 0 does not wait forever: a rank may have died.
         """
         ranks = set(range(self.context.size))
         confirmations: dict[int, dict[str, Any]] = {}
@@ -272,8 +267,8 @@ class PendingSave:
             if not missing:
                 return [confirmations[rank] for rank in sorted(ranks)]
             if time.monotonic() > deadline:
-                names = ", ".join(map(str, missing))
-                raise GivenUp(f"rank {names} did not write its part within {self.context.timeout_s:.0f} s")
+                ranks_text = ", ".join(map(str, missing))
+                raise SaveFailed(f"rank {ranks_text} did not write its file within {self.context.timeout_s:.0f} s")
 
             # Sleep, but wake up as soon as the save is abandoned.
             self._stop.wait(pause)
@@ -283,13 +278,13 @@ class PendingSave:
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
             self.secondhand = True
-            raise GivenUp(f"rank {rank}: {confirmation['error']}")
+            raise SaveFailed(f"rank {rank}: {confirmation['error']}")
 
-        # A shared file system may be slow to show what another machine has written, or lose it.
-        with self.context.store.open(self._key(part_name(rank))) as file:
+        # A shared file system may be slow to show what another machine wrote, or lose it.
+        with self.context.store.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
         if size != confirmation["size"]:
-            raise GivenUp(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
+            raise SaveFailed(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
 
     def _manifest(
         self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
@@ -298,13 +293,13 @@ class PendingSave:
         tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
         for rank, confirmation in enumerate(confirmations):
-            file = part_name(rank)
+            file = file_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
             for name, dtype, full_shape, key, offset, shape in confirmation["pieces"]:
                 kind = (dtype, tuple(full_shape))
                 known_kind, pieces = tensors.setdefault(name, (kind, []))
                 if known_kind != kind:
-                    raise GivenUp(f"the ranks do not agree on the dtype and shape of {name!r}")
+                    raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
                 pieces.append(Piece(file, key, tuple(offset), tuple(shape)))
 
         return Manifest(
@@ -323,11 +318,11 @@ class PendingSave:
         match error:
             case _ if self.abandoned:
                 return self._why_stopped
-            case GivenUp() | Damaged():
+            case SaveFailed() | Damaged():
                 return str(error)
             case FileNotFoundError() if self.secondhand:
-                # Rank 0 deletes the folder of a save that it gives up, and a new attempt deletes those of all others.
-                return "rank 0 gave up, or another attempt has taken over: the staged folder is gone"
+                # Rank 0 deletes the folder of a save that failed, and a new attempt deletes those of all others.
+                return "rank 0 abandoned the save, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is used up.
                 return f"{self._no_room()} while writing {size_text(self.bytes)}"
@@ -337,7 +332,7 @@ class PendingSave:
     def _folder_is_gone(self) -> bool:
         # If the file system cannot even list its folders, the error itself says more.
         with suppress(OSError):
-            return not self.committed and self.folder not in self.context.store.folders()
+            return self.checkpoint is None and self.folder not in self.context.store.folders()
         return False
 
     def _no_room(self) -> str:
@@ -365,7 +360,7 @@ def _confirmation(rank: int) -> str:
 
 
 def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Do to a committed file what a bad disk would do, if a test has injected the fault "truncate" or "corrupt"."""
+    """Do to a committed file what a bad disk would do, if a test injected the fault "truncate" or "corrupt"."""
     if how not in ("truncate", "corrupt"):
         return
     with checkpoint.open(file) as stream:

@@ -25,11 +25,11 @@ class Window:
 
 
 def next_window(position: int, length: int, batch: int, tail: str) -> Window:
-    """Return the window at `position`, the number of samples consumed since the start of the run.
+    """Return the first window at or after `position`, an index into the order of all epochs, one after the other.
 
-    A window never crosses an epoch: the last one is short (`tail="short"`) or left out (`"drop"`).
+    A window never crosses an epoch: the last one is short (`tail="short"`) or left out (`"drop"`). Positions that are
+    left out are counted like all others.
     """
-    # Positions count through all epochs.
     epoch, start = divmod(position, length)
     if tail == "drop" and start + batch > length:
         epoch, start = epoch + 1, 0

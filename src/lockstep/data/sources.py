@@ -1,6 +1,7 @@
 """Batch sources over datasets: they give this rank its micro-batches of each global step.
 
-The state of a map-style source is one integer, the number of samples consumed so far.
+The state of a map-style source is one integer, its position in the endless order of samples: epoch 0, then epoch 1,
+and so on. Samples that are left out (`tail=drop`, `pass_over`) have positions like all others. These are saved with it.
 """
 
 from __future__ import annotations
@@ -112,8 +113,7 @@ class MapSource:
         self.options = options
         self.world = options.world
         self.length = len(sampler)
-        self._samples = len(reader.dataset)
-        self.position = 0  # samples consumed so far
+        self.position = 0  # of the next step, in the endless order of samples
         self.passed_over: list[tuple[int, int]] = []  # positions left out because they spoiled a step
 
         # No deal may change before this position: workers may already be reading up to it.
@@ -144,7 +144,7 @@ class MapSource:
 
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
-        ids = {index * self._samples // most for index in range(most)}
+        ids = {index * len(self.reader.dataset) // most for index in range(most)}
         return [self.reader((0, [index])) for index in sorted(ids)]
 
     def close(self) -> None:
@@ -359,10 +359,10 @@ class StreamSource:
         options = self.options
         workers = options.config.workers
         loader = DataLoader(
-            _Shard(self.dataset, options, self.epoch),
-            # The shard already makes micro-batches.
+            _Shard(self.dataset, self.collate, options, self.epoch),
+            # The shard already makes micro-batches, and collates them.
             batch_size=None,
-            collate_fn=_Collate(self.collate),
+            collate_fn=tuple,
             num_workers=workers,
             prefetch_factor=options.config.prefetch if workers else None,
             pin_memory=options.pins_memory and workers > 0,
@@ -377,7 +377,7 @@ class StreamSource:
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The samples of one worker of one rank of a stream, in micro-batches.
+    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch).
 
     `stride`: every k-th sample. All ranks and workers read the whole stream, with the same random numbers at the same
     position, so a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
@@ -385,10 +385,11 @@ class _Shard(IterableDataset):
     """
 
     dataset: Any
+    collate: Callable[[list[Any]], Any]
     options: SourceOptions
     epoch: int
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         # Readers are numbered over all workers of all ranks.
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
@@ -401,7 +402,7 @@ class _Shard(IterableDataset):
             samples = itertools.islice(self._seeded(0), reader, None, world.size * workers)
 
         while micro_batch := list(itertools.islice(samples, self.options.micro_batch)):
-            yield micro_batch
+            yield len(micro_batch), self.collate(micro_batch)
 
     def _seeded(self, stream: int) -> Iterator[Any]:
         """Yield the dataset's samples, each with its own seeds, which also depend on `stream`."""
@@ -418,13 +419,3 @@ class _Shard(IterableDataset):
             except StopIteration:
                 return
             yield sample
-
-
-@dataclass
-class _Collate:
-    """Collates a micro-batch, and counts its samples. A class, because worker processes pickle it."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self.collate(samples)

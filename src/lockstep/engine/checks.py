@@ -248,7 +248,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     try:
         batches = source.take()
         # Read all of them now: an error while reading is gathered too, and raised on every rank.
-        batches.batches = micro_batches = list(batches)
+        batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
     except UserError as error:
         problem = error

@@ -40,7 +40,7 @@ class Requests:
 
     stop: bool = False  # end the loop
     save: bool = False  # write a checkpoint
-    save_failed: bool = False  # give up the save
+    save_failed: bool = False  # all ranks must abandon the save
 
 
 @dataclass

@@ -34,7 +34,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         check_before_batch(builder.config, setup.driver.placement, builder.runtime.world.alone)
 
     if hasattr(task, "state_dict"):
-        builder.others["task"] = task  # saved with every checkpoint
+        builder.parts["task"] = task  # saved with every checkpoint
     run = builder.setup_run(data(), task.collate)
 
     # The evaluation data is checked before the first step, not when the first evaluation is due.
@@ -50,7 +50,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
     for batches in run.step_batches():
         if before_batch:
-            batches.batches = _call_before_each(batches.batches, before_batch)
+            batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.finish(batches, result)
 

@@ -85,7 +85,7 @@ class OwnRun:
             raise UserError(
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
-        self._builder.others[name] = part
+        self._builder.parts[name] = part
 
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
         """Yield every step of the run, epoch after epoch."""

@@ -115,7 +115,7 @@ class Run:
             else:
                 batches = self.source.take()
 
-            batches.batches = self._timed(batches.batches, batches.count)
+            batches.micro_batches = self._timed(batches.micro_batches, batches.count)
             yield batches
 
     def finish(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -176,7 +176,7 @@ class Run:
 
         if save_due:
             began = time.perf_counter()
-            self._save_checkpoint(evaluation_due)
+            self.save_checkpoint(evaluation_due)
             self._save_agreed = False
             self.stepper.context.requests.save = False
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
@@ -240,7 +240,7 @@ class Run:
         self._check_replicas()
 
         if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, asked=True):
-            self._save_checkpoint(evaluation_due=False)
+            self.save_checkpoint()
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
 
@@ -346,9 +346,9 @@ class Run:
         self._stop_agreed |= result.stop
         self._preempt_agreed |= result.preempt
         self._save_agreed |= result.save
-        # All ranks give up the save in the same step, since they read it from the same control word.
+        # All ranks abandon the save in the same step, since they read it from the same control word.
         if result.save_failed:
-            self.checkpoints.give_up()
+            self.checkpoints.abandon_if_failed()
 
     def _rewind(self, spoiled: SpoiledStep) -> None:
         """Return to the last checkpoint; from now on the samples of the spoiled step are left out."""
@@ -364,7 +364,8 @@ class Run:
         if self.driver.placement.replicated:
             check_replicas(self.driver.model, self.runtime)
 
-    def _save_checkpoint(self, evaluation_due: bool) -> None:
+    def save_checkpoint(self, evaluation_due: bool = False) -> None:
+        """Save the run as it is now. `evaluation_due`: see `maintain`."""
         # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 

@@ -92,7 +92,7 @@ class RunBuilder:
     precision: Precision
     run_class: type[Run]
     started: float = field(default_factory=time.time)
-    others: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints hold, by name
+    parts: dict[str, Stateful] = field(default_factory=dict)  # what else has state that checkpoints hold, by name
 
     # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
     driver: Driver | None = None
@@ -140,7 +140,7 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
-        self.others.update(self.driver.extra_state)
+        self.parts.update(self.driver.extra_state)
 
         # The optimizers come after the sharding, so that their state is made for the shards.
         own_optimizers = optimizers(self.driver.model)
@@ -152,7 +152,7 @@ class RunBuilder:
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
-            self.others["exact"] = exactness
+            self.parts["exact"] = exactness
         self.model_setup = ModelSetup(
             self.driver,
             wrapped,
@@ -207,9 +207,8 @@ class RunBuilder:
         if setup.exactness:
             facts["exact"] = setup.exactness.begin(source, plan, resumed.settings if resumed else [])
         self._write_start(facts, plan, driver)
-        checkpoints.begin()
 
-        self.run = self.run_class(
+        run = self.run_class(
             config=config,
             runtime=runtime,
             name=self.name,
@@ -232,8 +231,12 @@ class RunBuilder:
         )
         # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
         # the process group was left: DDP's destructor can deadlock with gloo's threads there (pytorch/pytorch#179291).
-        self.run.builder = self
-        return self.run
+        run.builder = self
+
+        # Until the run has started, an error is one of the set-up: only then is there a `self.run`.
+        checkpoints.ensure_rewind(run.save_checkpoint)
+        self.run = run
+        return run
 
     def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
         """Evaluate the model before the first step, when no batch size has been derived yet."""
@@ -308,7 +311,7 @@ class RunBuilder:
             optimizers,
             stepper,
             source,
-            self.others,
+            self.parts,
             keep_frozen=self.config.checkpoint.frozen,
             holders=driver.placement.holders,
             rank=self.runtime.world.rank,

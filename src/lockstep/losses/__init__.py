@@ -81,10 +81,6 @@ def _default_chunk(vocabulary: int) -> int:
     return 2 ** max(0, (CHUNK_ELEMENTS // vocabulary).bit_length() - 1)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 @torch.library.custom_op("lockstep::linear_cross_entropy", mutates_args=())
 def _chunked(
     hidden: Tensor,
@@ -102,7 +98,7 @@ def _chunked(
     """
     h = hidden.to(dtype)
     w = weight.to(dtype)
-    losses = hidden.new_empty(len(h), dtype=_sum_dtype(dtype))
+    losses = hidden.new_empty(len(h), dtype=torch.promote_types(dtype, torch.float32))
     d_hidden = torch.empty_like(h) if for_hidden else h.new_empty(0)
     d_weight = torch.zeros_like(w, dtype=losses.dtype) if for_weight else losses.new_empty(0)
 
@@ -121,18 +117,20 @@ def _chunked(
 # Shapes and formats only: what torch.compile traces with.
 @_chunked.register_fake
 def _(hidden, weight, targets, dtype, chunk, ignore_index, for_hidden, for_weight):
-    loss = hidden.new_empty((), dtype=_sum_dtype(dtype))
+    loss = hidden.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
     d_hidden = torch.empty_like(hidden, dtype=dtype) if for_hidden else hidden.new_empty(0, dtype=dtype)
     d_weight = torch.empty_like(weight) if for_weight else weight.new_empty(0)
     return loss, d_hidden, d_weight
 
 
 def _save_gradients(ctx, inputs, output) -> None:
-    hidden, *_ = inputs
+    hidden, *_, for_hidden, for_weight = inputs
     _, d_hidden, d_weight = output
+
+    # The gradients themselves are never differentiated: their own gradients stay None, and cost nothing.
     ctx.set_materialize_grads(False)
     ctx.hidden_dtype = hidden.dtype
-    ctx.wanted = inputs[-2:]
+    ctx.wanted = for_hidden, for_weight
     ctx.save_for_backward(d_hidden, d_weight)
 
 
@@ -140,8 +138,11 @@ def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
     assert all(gradient is None for gradient in second), "linear_cross_entropy has no second derivative"
     for_hidden, for_weight = ctx.wanted
     d_hidden, d_weight = ctx.saved_tensors
-    of_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
-    return of_hidden, d_weight * grad if for_weight else None, None, None, None, None, None, None
+    scaled_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
+    scaled_weight = d_weight * grad if for_weight else None
+
+    # One entry for each argument of `_chunked`.
+    return scaled_hidden, scaled_weight, None, None, None, None, None, None
 
 
 _chunked.register_autograd(_scale_gradients, setup_context=_save_gradients)

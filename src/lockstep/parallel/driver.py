@@ -131,7 +131,7 @@ class BaseDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        for micro in batches.batches:
+        for micro in batches.micro_batches:
             self.before_forward(micro, control)
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)

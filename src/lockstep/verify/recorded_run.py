@@ -136,7 +136,7 @@ class RecordedRun(Run):
                 self._nudge()
 
             self._micros: list[dict[str, Any]] = []
-            batches.batches = self._record_data(batches.batches)
+            batches.micro_batches = self._record_data(batches.micro_batches)
             yield batches
             if number + 1 == self.orders["steps"]:
                 break
@@ -219,8 +219,8 @@ class RecordedRun(Run):
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task or the script keeps besides the model: registered state and the task's attributes."""
-        others = self.checkpoints.state.others
-        own: dict[str, Any] = {f"state.{name}": stateful.state_dict() for name, stateful in others.items()}
+        parts = self.checkpoints.state.parts
+        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in parts.items()}
 
         # A moving average is often an attribute that no state_dict names, which is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():

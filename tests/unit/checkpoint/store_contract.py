@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.storage import Checkpoint, Retention, Store, clean, committed, set_aside, set_aside_after
 
 
@@ -112,7 +112,7 @@ class StoreContract:
         undone = set_aside_after(store, 1)
         assert undone == ["step-00000003.undone", "step-00000002.undone"]
         assert latest(store) == "step-00000001"
-        assert Checkpoint(store, undone[0]).open(part_name(0)).read()
+        assert Checkpoint(store, undone[0]).open(file_name(0)).read()
         set_aside(store, "step-00000001", "damaged")
         with pytest.raises(FileNotFoundError):
             latest(store)
@@ -122,7 +122,7 @@ class StoreContract:
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.save(step, shard(state(step), rank, 3), {}, {"step": step})
-        assert [report.committed for report in team[0].wait()] == [True] * 3
+        assert [report.checkpoint is not None for report in team[0].wait()] == [True] * 3
         assert set(store.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(store)
         assert found.manifest.values == {"step": 3}

@@ -18,13 +18,13 @@ from checkpoints import alone, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.format import find_problems, part_name
+from lockstep.checkpoint.format import file_name, find_problems
 from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import Damaged, decode, encode, read_manifest
 from lockstep.checkpoint.storage import Checkpoint, FileStore
 from lockstep.errors import UserError
 
-FILES = ["manifest.json", part_name(0), part_name(1)]
+FILES = ["manifest.json", file_name(0), file_name(1)]
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +95,17 @@ def test_a_manifest_of_another_step_does_not_match_its_files(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert found.damaged[0].file == part_name(0)
-    assert part_name(1) in found.damaged[0].why  # every bad file is named
+    assert found.damaged[0].file == file_name(0)
+    assert file_name(1) in found.damaged[0].why  # every bad file is named
 
 
 def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
-    (root / "step-00000020" / part_name(1)).unlink()
-    flip(root / "step-00000010" / part_name(0), 200)
+    (root / "step-00000020" / file_name(1)).unlink()
+    flip(root / "step-00000010" / file_name(0), 200)
     with pytest.raises(UserError) as caught:
         load(root)
-    assert f"step-00000020/{part_name(1)}: missing" in caught.value.found
-    assert f"step-00000010/{part_name(0)}: the bytes changed" in caught.value.found
+    assert f"step-00000020/{file_name(1)}: missing" in caught.value.found
+    assert f"step-00000010/{file_name(0)}: the bytes changed" in caught.value.found
 
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
@@ -113,8 +113,8 @@ def test_exactly_one_checkpoint_can_be_asked_for(root):
     found = find(FileStore(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
-    flip(root / only / part_name(1), 100)
-    with pytest.raises(UserError, match=f"{part_name(1)}: the bytes changed"):
+    flip(root / only / file_name(1), 100)
+    with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
         find(FileStore(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
         find(FileStore(root), 0, 1, alone, "step-00000011")
@@ -130,12 +130,12 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
-    flip(root / "step-00000020" / part_name(1), 150)
+    flip(root / "step-00000020" / file_name(1), 150)
     answers = together(size, lambda rank, gather: find(FileStore(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [
-            ("step-00000020", part_name(1))
+            ("step-00000020", file_name(1))
         ]
 
 
@@ -143,7 +143,7 @@ def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
     together(2, lambda rank, gather: find(FileStore(pristine), rank, 2, gather))
-    assert sorted(seen) == [part_name(0), part_name(1)]
+    assert sorted(seen) == [file_name(0), file_name(1)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
@@ -203,7 +203,7 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
 
 ODD = [
     *(None, True, -1, 0, 1, 7, 2**62, 2**63, 10**40, 1.5, -0.0, 1e308, "", "F32", "I64", "../x", "/etc/passwd"),
-    *("manifest.json", part_name(0), part_name(1), ".", "a\0b", "\ud800"),
+    *("manifest.json", file_name(0), file_name(1), ".", "a\0b", "\ud800"),
     *([], {}, [0], [[]], {"$float": "nan"}, {"$float": 3}),
 ]
 
@@ -275,7 +275,7 @@ def test_a_forged_manifest_with_a_right_digest_raises_nothing_but_damaged(pristi
 @given(data=st.data())
 def test_a_forged_safetensors_header_raises_nothing_but_damaged(pristine, tmp_path_factory, data):
     folder = shutil.copytree(pristine / "step-00000020", tmp_path_factory.mktemp("forged") / "step-00000020")
-    path = folder / part_name(0)
+    path = folder / file_name(0)
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -372,6 +372,6 @@ def test_many_pieces_are_checked_quickly(tmp_path):
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
     path = root / "step-00000020"
     reader = CheckpointReader(Checkpoint.at(path), read_manifest(Checkpoint.at(path)))
-    os.truncate(path / part_name(0), (path / part_name(0)).stat().st_size - 8)
-    with pytest.raises(Damaged, match=part_name(0)):
+    os.truncate(path / file_name(0), (path / file_name(0)).stat().st_size - 8)
+    with pytest.raises(Damaged, match=file_name(0)):
         [reader.read(name) for name in reader.names()]

@@ -13,7 +13,7 @@ from checkpoints import commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.inspect import export_weights
 from lockstep.checkpoint.storage import FileStore, committed
 from lockstep.cli import main
@@ -36,7 +36,7 @@ def lockstep(capsys, *arguments: object) -> tuple[int, str]:
 
 
 def damage(run: Path, step: int) -> None:
-    path = run / "checkpoints" / f"step-{step:08d}" / part_name(1)
+    path = run / "checkpoints" / f"step-{step:08d}" / file_name(1)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -49,8 +49,8 @@ def test_ls_gives_a_line_for_each_newest_first(run, capsys):
     assert head == ["step", "when", "size", "tensors", "metrics", "state"]
     assert [row[0] for row in rows] == ["15", "10", "5"]
     assert rows[1][5:] == ["4", "loss=0.1", "not", "verified"]
-    os.truncate(run / "checkpoints" / "step-00000010" / part_name(0), 5)
-    assert f"damaged: {part_name(0)}: 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
+    os.truncate(run / "checkpoints" / "step-00000010" / file_name(0), 5)
+    assert f"damaged: {file_name(0)}: 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
 
 
 def test_show_describes_the_newest_or_the_one_given(run, capsys):
@@ -67,12 +67,12 @@ def test_show_describes_the_newest_or_the_one_given(run, capsys):
 def test_verify_names_every_bad_file_and_fails(run, capsys):
     assert lockstep(capsys, "ckpt", "verify", run) == (0, "step-00000015  ok\nstep-00000010  ok\nstep-00000005  ok\n")
     damage(run, 10)
-    (run / "checkpoints" / "step-00000010" / part_name(0)).unlink()
+    (run / "checkpoints" / "step-00000010" / file_name(0)).unlink()
     code, text = lockstep(capsys, "ckpt", "verify", run)
     assert code == 1
     assert "step-00000010  damaged" in text
-    assert f"{part_name(0)}: missing" in text
-    assert f"{part_name(1)}: the bytes changed" in text
+    assert f"{file_name(0)}: missing" in text
+    assert f"{file_name(1)}: the bytes changed" in text
     assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000010")[0] == 1
     assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000015")[0] == 0
 
@@ -158,7 +158,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
 
 def test_nothing_damaged_is_exported(tmp_path):
     checkpoint = commit(tmp_path, 3)
-    file = checkpoint.path / part_name(0)
+    file = checkpoint.path / file_name(0)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

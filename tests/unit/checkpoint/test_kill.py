@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from checkpoints import load, same, state
 
-from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.storage import FileStore, clean, committed
 from lockstep.launch.run_dir import latest_step
 
@@ -125,7 +125,7 @@ def test_contents_reach_the_disk_before_names_do(tmp_path):
     order = [event for line in trace.read_text().splitlines() if (event := traced(line, root))]
     for rank in (0, 1):
         confirmed = f"rename part-0000{rank}.json"
-        assert order.index(f"fsync {part_name(rank)}") < order.index(confirmed) < order.index("fsync manifest.json")
+        assert order.index(f"fsync {file_name(rank)}") < order.index(confirmed) < order.index("fsync manifest.json")
     moments = [
         *("fsync manifest.json", "fsync STAGED", "rename step-00000001"),
         *("fsync ROOT", "fsync .latest", "rename latest", "fsync ROOT"),

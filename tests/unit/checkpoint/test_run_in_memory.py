@@ -89,7 +89,7 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     assert warning.endswith("resuming from step-00000006")
 
 
-def test_a_save_is_given_up_for_the_reason_of_the_rank_where_it_arose(
+def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reason may begin with "rank", and one that only repeats another rank's is left out."""
@@ -109,7 +109,7 @@ def test_a_save_is_given_up_for_the_reason_of_the_rank_where_it_arose(
     manager.log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(manager.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert manager.give_up()
+        assert manager.abandon_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, and 4 are there; rank 1: no space left",
         "rank 1: no space left",

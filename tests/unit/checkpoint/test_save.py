@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from lockstep import faults
 from lockstep.checkpoint import writer
-from lockstep.checkpoint.format import part_name
+from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import MANIFEST, read_manifest
 from lockstep.checkpoint.snapshot import Slice
@@ -80,7 +80,7 @@ def test_tensors_that_are_not_contiguous_or_have_gradients_come_back(tmp_path):
     }
     path = commit(tmp_path, 1, 1, tensors).path
     assert same(load(tmp_path)[1], tensors)
-    with safe_open(path / part_name(0), "pt") as file:  # the stock reader agrees
+    with safe_open(path / file_name(0), "pt") as file:  # the stock reader agrees
         assert same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118
 
 
@@ -130,7 +130,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(store, monkeypatch):
         tensor.zero_()
     values["list"].append(2)
     changed.append(True)
-    assert saver.wait()[0].committed
+    assert saver.wait()[0].checkpoint
     found, loaded = load(store)
     assert same(loaded, state(1))
     assert found.manifest.values == {"list": [1]}
@@ -143,12 +143,12 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(store):
     for step in (1, 2, 3):
         saver.save(step, shard(state(step), 0, 1), {}, {})
     reports = saver.wait()
-    assert [(report.step, report.committed) for report in reports] == [(n, True) for n in (1, 2, 3)]
+    assert [report.checkpoint and report.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._pending.bytes == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.save(4, shard(more, 0, 1), {}, {})  # the layout may change
-    assert saver.wait()[0].committed
+    assert saver.wait()[0].checkpoint
     assert same(load(store)[1], more)
 
 
@@ -156,7 +156,7 @@ def test_saving_at_once_needs_no_thread(store):
     [saver] = savers(store, asynchronous=False)
     saver.save(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.poll()
-    assert report.committed
+    assert report.checkpoint
     assert report.stall_s >= report.write_s > 0
     assert saver.poll() == []
 
@@ -181,7 +181,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
         saver.save(1, [Slice("x", whole.narrow(axis, low, high - low), shape, offset)], {}, {})
-    assert team[0].wait()[0].committed
+    assert team[0].wait()[0].checkpoint
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
@@ -208,7 +208,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
-    assert saver.wait()[0].committed
+    assert saver.wait()[0].checkpoint
     assert same(load(store)[1], expected)
 
 
@@ -220,7 +220,7 @@ def test_ranks_that_write_the_same_rows_do_not_commit(store):
     for saver in team:
         saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
     reports = end(team)
-    assert not reports[0].committed
+    assert not reports[0].checkpoint
     assert "do not make up the whole" in reports[0].error
     assert folders(store) == set()
 
@@ -233,14 +233,14 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
     saver.save(2, shard(state(2), 0, 1), {}, {})
     assert saver.failed
     [report] = saver.poll()
-    assert not report.committed
+    assert not report.checkpoint
     assert "no space left" in report.error
     assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
     assert same(load(store)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
     assert saver.failed is None
-    assert saver.wait()[0].committed
+    assert saver.wait()[0].checkpoint
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -257,11 +257,11 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monke
     for saver in team:
         saver.abandon("a disk is full")
         assert saver.failed is None
-    assert not end([team[1 - rank]])[0].committed
+    assert not end([team[1 - rank]])[0].checkpoint
     assert folders(store) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
         saver.save(2, shard(state(2), number, 2), {}, {})
-    assert end(team)[0].committed
+    assert end(team)[0].checkpoint
     assert same(load(store)[1], state(2))
 
 
@@ -285,7 +285,7 @@ def test_a_real_disk_that_is_full(tmp_path):
     try:
         [saver] = savers(disk / "checkpoints")
         saver.save(1, [Slice.full("x", torch.ones(300_000))], {}, {})
-        assert saver.wait()[0].committed
+        assert saver.wait()[0].checkpoint
         (disk / "ballast").write_bytes(bytes(1 << 20))
         saver.save(2, [Slice.full("x", torch.ones(300_000))], {}, {})
         [early] = saver.wait()
@@ -294,12 +294,12 @@ def test_a_real_disk_that_is_full(tmp_path):
             saver.save(3, [Slice.full("x", torch.ones(300_000))], {}, {})
             [late] = saver.wait()
         for report in (early, late):
-            assert not report.committed
+            assert not report.checkpoint
             assert "no space left" in report.error
         assert folders(FileStore(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
         saver.save(4, [Slice.full("x", torch.full((300_000,), 4.0))], {}, {})
-        assert saver.wait()[0].committed
+        assert saver.wait()[0].checkpoint
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -316,7 +316,7 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, 
     assert (saver.failed.error, report.error) == ("RuntimeError: injected",) * 2
     monkeypatch.undo()
     saver.save(2, shard(state(2), 0, 1), {}, {})
-    assert saver.wait()[0].committed
+    assert saver.wait()[0].checkpoint
 
 
 def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(store, monkeypatch):
@@ -328,7 +328,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     monkeypatch.setattr(writer, "apply_retention", broken)
     saver.save(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.wait()
-    assert report.committed
+    assert report.checkpoint
     assert "coughed" in report.error
     assert saver.failed is None
     assert same(load(store)[1], state(1))
@@ -339,7 +339,7 @@ def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(store):
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     assert team[1].wait()[0].error is None
     [staged] = store.folders()
-    store.write(f"{staged}/{part_name(1)}", [memoryview(bytes(100))])
+    store.write(f"{staged}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     assert "rank 1 wrote" in team[0].wait()[0].error
     assert folders(store) == set()
@@ -350,7 +350,7 @@ def test_a_rank_that_never_writes_is_named(store):
     team[0].save(1, shard(state(1), 0, 3), {}, {})
     team[2].save(1, shard(state(1), 2, 3), {}, {})
     [report] = team[0].wait()
-    assert "rank 1 did not write its part" in report.error
+    assert "rank 1 did not write its file" in report.error
     assert not report.secondhand
     assert folders(store) == set()
 
@@ -360,7 +360,7 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(store):
     team[0].save(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
     team[0].abandon("rank 1: no space left")
     [report] = team[0].wait(30)
-    assert (report.committed, report.error) == (False, "rank 1: no space left")
+    assert (report.checkpoint, report.error) == (None, "rank 1: no space left")
     assert team[0].failed is None
     assert folders(store) == set()
 
@@ -376,7 +376,7 @@ def test_closing_gives_up_what_is_in_flight(store):
 def test_another_one_of_the_same_step_makes_way(store):
     """It belongs to another history, or is damaged: what is saved now counts, and nothing is lost."""
     name = commit(store, 5).name
-    store.write(f"{name}/{part_name(0)}", [memoryview(bytes(10))])
+    store.write(f"{name}/{file_name(0)}", [memoryview(bytes(10))])
     commit(store, 5)
     assert folders(store) == {name, name + ".undone"}
     assert same(load(store)[1], state(5))
@@ -388,7 +388,7 @@ def test_an_attempt_that_was_replaced_commits_nothing(store):
     old.save(1, shard(state(7), 0, 1), {}, {})
     assert "another attempt has taken over" in old.wait()[0].error
     new.save(1, shard(state(1), 0, 1), {}, {})
-    assert new.wait()[0].committed
+    assert new.wait()[0].checkpoint
     assert same(load(store)[1], state(1))
 
 
@@ -402,7 +402,7 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(store):
     time.sleep(0.05)
     assert team[0].poll() == []  # it does not take the other attempt's part for its own
     team[1].save(1, shard(state(1), 1, 2), {}, {})
-    assert end(team)[0].committed
+    assert end(team)[0].checkpoint
     assert same(load(store)[1], state(1))
     clean(store, "11")
     assert folders(store) == {"step-00000001"}
@@ -416,7 +416,7 @@ def test_what_a_bad_disk_does_can_be_injected(store, monkeypatch, how):
     monkeypatch.undo()
     found, loaded = load(store)
     assert same(loaded, state(1))
-    assert [damaged.file for damaged in found.damaged] == [part_name(0)]
+    assert [damaged.file for damaged in found.damaged] == [file_name(0)]
 
 
 def test_old_ones_are_deleted_only_after_the_new_one_is_committed(store, monkeypatch):
@@ -438,8 +438,8 @@ def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
     team[0].save(1, [Slice.full("x", torch.ones(2))], {}, {})
     team[1].save(1, [], {}, {})
-    assert end(team)[0].committed
-    with safe_open(tmp_path / "step-00000001" / part_name(1), "pt") as file:
+    assert end(team)[0].checkpoint
+    with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []
 
 
@@ -454,5 +454,5 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
     monkeypatch.setattr(FileStore, "folders", stale)
     monkeypatch.setattr(FileStore, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))
-    assert pending.part_ended.is_set()
+    assert pending.file_ended.is_set()
     assert "Stale file handle" in str(pending.error)

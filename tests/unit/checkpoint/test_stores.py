@@ -211,6 +211,6 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.save(step, shard(state(step), 0, 1), {}, {"metrics": {"loss": loss}})
-    assert all(report.committed and report.error is None for report in saver.wait())
+    assert all(report.checkpoint and report.error is None for report in saver.wait())
     assert [checkpoint.name for checkpoint in committed(FileStore(tmp_path))] == ["step-00000004", "step-00000002"]
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
