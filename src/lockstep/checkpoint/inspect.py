@@ -144,7 +144,6 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the model's tensors by name, and the other names of tied ones."""
     from lockstep.checkpoint.load import CheckpointReader  # needs torch
 
     tensors = {}

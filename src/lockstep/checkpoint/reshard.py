@@ -46,16 +46,15 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
     `sizes` has the `plain_sizes` of each rank.
     """
     # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
-    slices = []
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            shard = shard_of(tensor)
-            if shard.first_copy and shard.local.numel():
-                slices.append(Slice(name, shard.local, shard.full_shape, shard.offset))
+    shards = {name: shard_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    slices = [
+        Slice(name, shard.local, shard.full_shape, shard.offset)
+        for name, shard in shards.items()
+        if shard.first_copy and shard.local.numel()
+    ]
 
     # Every rank computes who writes which replicated tensor, and takes its own.
-    own_share = [name for name, writer in _writers(sizes).items() if writer == rank]
-    return slices + [Slice.full(name, tensors[name]) for name in own_share]
+    return slices + [Slice.full(name, tensors[name]) for name, writer in _writers(sizes).items() if writer == rank]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:

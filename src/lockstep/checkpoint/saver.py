@@ -80,13 +80,13 @@ class Saver:
 
         # From here on, `failed` is about this save.
         self._saves += 1
-        self._pending = pending = PendingSave(self._context, step, self._saves)
+        self._pending = pending = PendingSave(self._context, step, self._saves, layout.file_size)
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.size * (layout.file_size + layout.file_size // 100)
         free = self._context.store.free_bytes()
         if free < needed:
-            pending.refuse(layout.file_size, needed - free)
+            pending.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
             contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)

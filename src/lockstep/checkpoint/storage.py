@@ -416,9 +416,8 @@ class MemoryStore:
     def delete(self, key: str) -> None:
         # `key` may be a file or a folder.
         with self._lock:
-            for file in list(self._files):
-                if file == key or file.startswith(f"{key}/"):
-                    del self._files[file]
+            for file in [file for file in self._files if file == key or file.startswith(f"{key}/")]:
+                del self._files[file]
 
     def claim(self, token: str) -> None:
         self._owner = token

@@ -81,11 +81,13 @@ class PendingSave:
     or is abandoned; in the last two cases its staged files are deleted.
     """
 
-    def __init__(self, context: SaveContext, step: int, number: int):
+    def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
         self.context = context
         self.step = step
+        self.bytes = file_size  # of this rank's file
 
-        # The files are staged in this folder. The token keeps late writers of an earlier attempt out of it.
+        # The files are staged in this folder. The token keeps late writers of an earlier attempt out of it, the number
+        # those of an earlier save of the same step.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
@@ -93,7 +95,6 @@ class PendingSave:
         self.error: str | None = None
         self.secondhand = False  # whether `error` only follows from that of another rank
 
-        self.bytes = 0  # of this rank's file
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited
         self.write_s = 0.0  # from there to the commit
@@ -121,7 +122,6 @@ class PendingSave:
         rank 0's `aliases` and `values` are used.
         """
         self._began = time.perf_counter()
-        self.bytes = layout.file_size
         try:
             finish_copy()
             self._write_file(layout, data)
@@ -151,10 +151,9 @@ class PendingSave:
             self.error = self.error or f"{type(error).__name__}: {error}"
             self.file_ended.set()
 
-    def refuse(self, size: int, missing: int) -> None:
+    def refuse(self, missing: int) -> None:
         """Fail before anything is written, because there is no room."""
-        self.bytes = size
-        self.fail(SaveFailed(f"{self._no_room()}: {size_text(size)} to write, {size_text(missing)} too little"))
+        self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
         self._why_stopped = why
@@ -267,8 +266,9 @@ class PendingSave:
             if not missing:
                 return [confirmations[rank] for rank in sorted(ranks)]
             if time.monotonic() > deadline:
-                ranks_text = ", ".join(map(str, missing))
-                raise SaveFailed(f"rank {ranks_text} did not write its file within {self.context.timeout_s:.0f} s")
+                raise SaveFailed(
+                    f"rank {', '.join(map(str, missing))} did not write its file within {self.context.timeout_s:.0f} s"
+                )
 
             # Sleep, but wake up as soon as the save is abandoned.
             self._stop.wait(pause)

@@ -124,5 +124,4 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def make_sampler(length: int, seed: int, shuffle: bool = True) -> Sampler:
-    """Return the sampler of `data.shuffle`."""
     return ShuffledSampler(length, seed) if shuffle else SequentialSampler(length)

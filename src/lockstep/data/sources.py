@@ -49,7 +49,6 @@ class SourceOptions:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether batches go through page-locked host memory."""
         pin_memory = self.config.pin_memory
         return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
 
@@ -225,11 +224,10 @@ class MapSource:
             own = deal(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
-        micros = [self._micro_batch(window, index, padding=False) for index in own]
         wanted = -(-count // size) if self.options.collective_forwards else 1
-        while len(micros) < wanted:
-            micros.append(self._micro_batch(window, own[0] if own else 0, padding=True))
-        return micros
+        padding = [own[0] if own else 0] * (wanted - len(own))
+        micros = [self._micro_batch(window, index, padding=False) for index in own]
+        return micros + [self._micro_batch(window, index, padding=True) for index in padding]
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
         start, stop = micro_slice(window, self.options.micro_batch, index)
@@ -310,8 +308,10 @@ class StreamSource:
         # The other ranks are not asked: their number of samples is an estimate.
         samples = sum(micro.samples for micro in micros) * self.options.world.size
         wanted = self._count if self.options.collective_forwards else 1
-        while len(micros) < wanted:
-            micros.append(MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True))
+        micros += [
+            MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
+            for _ in range(wanted - len(micros))
+        ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:

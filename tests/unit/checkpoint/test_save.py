@@ -450,7 +450,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     store = FileStore(tmp_path)
-    pending = writer.PendingSave(writer.SaveContext(store, 0, 1, TOKEN, Retention(3), 1.0), 1, 1)
+    pending = writer.PendingSave(writer.SaveContext(store, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileStore, "folders", stale)
     monkeypatch.setattr(FileStore, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))
