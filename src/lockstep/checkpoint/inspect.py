@@ -79,8 +79,7 @@ def verify(place: Path) -> tuple[str, int]:
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
 
-    any_damaged = any(state == "damaged" for _, state in rows)
-    return _table(rows) if rows else "no checkpoints", int(any_damaged)
+    return _table(rows) if rows else "no checkpoints", int(any(state == "damaged" for _, state in rows))
 
 
 def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
@@ -197,7 +196,7 @@ def _store(place: Path) -> Store:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    # A folder that has lost its manifest is a damaged checkpoint.
+    # A folder without its manifest is a damaged checkpoint.
     return (place / MANIFEST).exists() or place.parent.name == "checkpoints"
 
 

@@ -113,7 +113,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
 
         self._rewinds = 0  # since the last checkpoint
-        self._compared = False  # whether the user's state has been compared between the ranks
+        self._compared = False  # whether the state of the parts was compared between the ranks
 
     # ---- resuming ----
 
@@ -253,7 +253,7 @@ class CheckpointManager:
     def check_space(self) -> None:
         """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
 
-        This runs before training has cost any time: the size of the optimizers' state is still a guess.
+        This runs before training costs any time: the size of the optimizers' state is still a guess.
         """
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
@@ -338,7 +338,7 @@ class CheckpointManager:
         if not self.state.same_values_everywhere:
             state = merge_values(self.runtime.collectives.gather_json(state))
 
-        # Only once, since it takes a digest of the user's state.
+        # Only once, since it takes a digest of every part's state.
         if not self._compared:
             self._warn_of_differences()
             self._compared = True
@@ -443,7 +443,7 @@ class CheckpointManager:
         return slices_to_write(tensors, world.rank, all_sizes)
 
     def _warn_of_differences(self) -> None:
-        """Warn if the state of the task or of the user's loop differs between ranks: only rank 0's is saved."""
+        """Warn if the state of a part differs between ranks: only rank 0's is saved."""
         digests = self.runtime.collectives.gather_json(self.state.digest_replicated())
         for name in digests[0]:
             if len({by_name[name] for by_name in digests}) > 1:

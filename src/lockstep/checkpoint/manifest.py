@@ -9,6 +9,7 @@ that could be mistaken for this (its only key begins with "$") gets one more "$"
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -171,10 +172,9 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
     """Read a file to its end, and raise Damaged if its size or digest is not what was written."""
     # A wrong size is found without reading, and says more than a wrong digest.
     check_size(checkpoint, file)
-    digest = xxhash.xxh3_128()
+
     with open_file(checkpoint, file.name) as stream:
-        while chunk := stream.read(8 << 20):
-            digest.update(chunk)
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
     if digest.hexdigest() != file.digest:
         raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 

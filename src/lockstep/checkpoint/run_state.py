@@ -1,6 +1,6 @@
 """The full state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
 
-Nothing in it depends on a rank or a number of ranks: any world can resume from what any other has saved.
+Nothing in it depends on a rank or a number of ranks: any world can resume from what any other saved.
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
@@ -421,12 +421,10 @@ def full_state(
     state = model.state_dict()
     aliases = _tied_names(state)
     tensors = {}
-    for name, value in state.items():
-        if is_extra(name) or name in aliases:
-            continue
-        full = fetch(name, value)
+    for name in [name for name in state if not (is_extra(name) or name in aliases)]:
+        full = fetch(name, state[name])
         if keep:
-            tensors[name] = (full if full is value else full.cpu()).contiguous()
+            tensors[name] = (full if full is state[name] else full.cpu()).contiguous()
     return tensors, aliases
 
 

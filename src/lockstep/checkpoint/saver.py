@@ -104,7 +104,7 @@ class Saver:
             self._ended.append(pending)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state has been copied, before it changes. This costs nothing if nothing is being copied."""
+        """Wait until the state is copied, before it changes. This costs nothing if nothing is being copied."""
         if self._copying is not None and self._pending is not None:
             began = time.perf_counter()
             self._copying.wait()

@@ -151,16 +151,14 @@ class Copying:
         """Return how often torch saw each tensor change."""
         return [source._version for _, source in self._pairs]
 
-    def _enqueue(self, device: torch.device) -> torch.cuda.Event:
+    def _enqueue(self, device: torch.device) -> torch.Event:
         # Wait for the work that is already queued: it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         pairs = [(view, source) for view, source in self._pairs if source.device == device]
         with torch.cuda.stream(stream), torch.no_grad():
             torch._foreach_copy_([view for view, _ in pairs], [source for _, source in pairs], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return event
+            return stream.record_event()
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:

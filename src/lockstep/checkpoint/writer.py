@@ -139,7 +139,10 @@ class PendingSave:
         """Record the reason, free the disk, and let rank 0 know."""
         try:
             self.discard()
-            self.secondhand = self.secondhand or (isinstance(error, FileNotFoundError) and self._folder_is_gone())
+            if isinstance(error, FileNotFoundError) and self.checkpoint is None:
+                # If the file system cannot even list its folders, the error itself says more.
+                with suppress(OSError):
+                    self.secondhand |= self.folder not in self.context.store.folders()
             self.error = self._reason(error)
 
             # Rank 0 should not wait in vain for this rank's file. If this fails as well, the first error counts.
@@ -328,12 +331,6 @@ class PendingSave:
                 return f"{self._no_room()} while writing {size_text(self.bytes)}"
             case _:
                 return f"{type(error).__name__}: {error}"
-
-    def _folder_is_gone(self) -> bool:
-        # If the file system cannot even list its folders, the error itself says more.
-        with suppress(OSError):
-            return self.checkpoint is None and self.folder not in self.context.store.folders()
-        return False
 
     def _no_room(self) -> str:
         return f"no space left on the disk of {self.context.store.address}"

@@ -27,7 +27,7 @@ from lockstep.task import Task
 # (epoch, sample ids) of one micro-batch
 Request = tuple[int, Sequence[int]]
 
-# After SIGTERM a loader process ends by itself, if its rank has not ended it before.
+# After SIGTERM a loader process ends by itself, unless its rank ends it before.
 LOADER_GRACE_S = 120.0
 
 
@@ -215,7 +215,7 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 
 
 def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
-    """Yield batches on the device, each after `link` has sent the next one.
+    """Yield batches on the device, each after `link` sent the next one.
 
     A batch that cannot be read raises its error in its turn, not one batch early.
     """
@@ -252,15 +252,13 @@ class SideStream:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+    def send(self, batch: Any) -> tuple[Any, torch.Event]:
         """Queue a copy behind the work that the device has so far. The host does not wait."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
-        arrived = torch.cuda.Event()
-        arrived.record(self.stream)
-        return moved, arrived
+        return moved, self.stream.record_event()
 
-    def receive(self, sent: tuple[Any, torch.cuda.Event]) -> Any:
+    def receive(self, sent: tuple[Any, torch.Event]) -> Any:
         """Return the batch, and have the computing stream wait for its copy. The host does not wait."""
         batch, arrived = sent
         torch.cuda.current_stream(self.device).wait_event(arrived)

@@ -37,7 +37,7 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
 
 @triton.jit
 def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.constexpr, GRADIENT: tl.constexpr):
-    """Compute one row. The second pass finds most of what the first has read in the cache."""
+    """Compute one row. The second pass finds most of what the first one read in the cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
