@@ -82,7 +82,7 @@ class StepResult:
     exhausted: bool = False  # every rank's stream has ended
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
-    save_failed: bool = False  # some rank could not write its part of the checkpoint
+    save_failed: bool = False  # some rank could not write its file of the checkpoint
     skip_reason: str | None = None  # why the step was not applied
 
 

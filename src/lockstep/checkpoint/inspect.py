@@ -92,6 +92,7 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
     damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
     lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
+
     for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
         if not dry_run:
             remove(store, names[step], secrets.token_hex(8))
@@ -154,9 +155,10 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
 
         reader = CheckpointReader(checkpoint, manifest)
         for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
-            # A tensor that is tied to one outside the model is written itself.
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
+
+            # A tensor that is tied to one outside the model is written itself.
             if original != full_name and original.startswith(_PREFIX):
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
@@ -208,6 +210,7 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
             check_size(checkpoint, file)
     except Damaged as damaged:
         return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
+
     return (
         step,
         _when(manifest),

@@ -153,6 +153,8 @@ class CheckpointReader:
             file.seek(start + first * row_bytes)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
+
+        # The header was checked, so the file was cut off after that.
         if rest:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
         return data.view(DTYPES[dtype]).view(last - first, *piece.shape[1:])

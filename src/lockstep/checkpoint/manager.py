@@ -127,11 +127,13 @@ class CheckpointManager:
         reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
+            # Either one checkpoint, or a run, whose newest valid one counts.
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
                 reader = self._find(checkpoint.store, checkpoint.name)
             else:
                 reader = self._find(FileStore(run_of(origin) / "checkpoints"))
+
             if reader is None:
                 raise UserError(
                     f"--resume {origin} cannot be used: that run has no checkpoint",
@@ -287,6 +289,7 @@ class CheckpointManager:
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
         if policy is None:
             return
+
         if not hasattr(self.state.source, "pass_over"):
             raise UserError(
                 f"{policy}=rewind cannot be used with a stream, which cannot leave out samples",
@@ -353,6 +356,7 @@ class CheckpointManager:
             **loop_state,
         }
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
+
         # The optimizers' state may still be being copied when the next update wants to change it.
         self.state.stepper.update.before_next.append(self.saver.wait_for_copy)
 
@@ -377,6 +381,7 @@ class CheckpointManager:
         """
         if not self._in_flight:
             return True
+
         heartbeat = self.runtime.heartbeat
         phase_before = heartbeat.phase
         heartbeat.beat("commit")

@@ -186,6 +186,8 @@ class RunState:
             for name, tensor in self.model.state_dict().items()
             if not is_extra(name) and name not in self._left_out
         }
+
+        # Only what `pack` adds to `tensors` counts here.
         for name, part in self.parts.items():
             pack(part.state_dict(), f"part.{name}", tensors)
         certain = sum(tensor.nbytes for tensor in tensors.values())

@@ -298,6 +298,7 @@ class PendingSave:
         for rank, confirmation in enumerate(confirmations):
             file = file_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
+
             for name, dtype, full_shape, key, offset, shape in confirmation["pieces"]:
                 kind = (dtype, tuple(full_shape))
                 known_kind, pieces = tensors.setdefault(name, (kind, []))
@@ -360,8 +361,10 @@ def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
     """Do to a committed file what a bad disk would do, if a test injected the fault "truncate" or "corrupt"."""
     if how not in ("truncate", "corrupt"):
         return
+
     with checkpoint.open(file) as stream:
         data = bytearray(stream.read())
+
     middle = len(data) // 2
     if how == "truncate":
         del data[middle:]

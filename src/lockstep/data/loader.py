@@ -99,9 +99,9 @@ def read_all(
         batches = map(reader, requests)
         return map(pin, batches) if pin_memory else batches
 
+    # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
     loader = DataLoader(
         _OneRequestPerItem(reader),
-        # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
         collate_fn=operator.itemgetter(0),
         num_workers=workers,
@@ -196,9 +196,6 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 
     A kind that cannot be made from a dict becomes a dict.
     """
-    if type(batch) is dict:
-        return values
-
     # A copy of these does not share their values.
     if isinstance(batch, dict | UserDict):
         changed = copy.copy(batch)

@@ -75,6 +75,7 @@ class ShuffledSampler:
 
         # A Feistel network needs two halves of equal width, hence a power of four.
         self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+
         # One cache for each sampler: a cached method would keep all samplers alive.
         self._block = lru_cache(maxsize=2)(self._make_block)
 
@@ -83,6 +84,7 @@ class ShuffledSampler:
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= self.length
+
         # Blocks are cached: consecutive micro-batches lie in the same one.
         first = start // BLOCK
         blocks = [self._block(epoch, index) for index in range(first, max(start, stop - 1) // BLOCK + 1)]
@@ -111,6 +113,7 @@ class ShuffledSampler:
         mask = np.uint64((1 << self._half_bits) - 1)
         left = values >> bits
         right = values & mask
+
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         return (left << bits) | right

@@ -113,10 +113,13 @@ class MapSource:
         self.world = options.world
         self.length = len(sampler)
         self.position = 0  # of the next step, in the endless order of samples
-        self.passed_over: list[tuple[int, int]] = []  # positions left out because they spoiled a step
+
+        # Positions (start, stop) that are left out from now on, because they spoiled a step.
+        self.passed_over: list[tuple[int, int]] = []
 
         # No deal may change before this position: workers may already be reading up to it.
         self.dealt_until = 0
+
         # (first position, speeds of the ranks), oldest first. The newest that has begun counts, also after a rewind.
         self._deals: list[tuple[int, tuple[float, ...]]] = []
 
@@ -216,6 +219,7 @@ class MapSource:
         count = self._count(window)
         rank, size = self.world.rank, self.world.size
         self.dealt_until = max(self.dealt_until, self._after(window))
+
         if self.options.interleaved:
             own = range(rank, count, size)
         else:
@@ -251,9 +255,11 @@ class MapSource:
             config = self.options.config
             requests = self._requests(self.position)
             self._ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+
             # On a CPU there is no copy to overlap.
             if self.options.device.type == "cuda":
                 self._ahead = one_ahead(self._ahead, SideStream(self.options.device))
+
         self._ahead_at = self._after(window)
         return self._ahead
 
@@ -294,6 +300,7 @@ class StreamSource:
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
         micros = [] if self._ended else self._pull()
+
         # A rank whose shard ends before those of others repeats its last micro-batch with weight 0.
         self._last = last = micros[-1] if micros else self._last
         if last is None:
@@ -407,6 +414,7 @@ class _Shard(IterableDataset):
     def _seeded(self, stream: int) -> Iterator[Any]:
         """Yield the dataset's samples, each with its own seeds, which also depend on `stream`."""
         seed = self.options.seed
+
         # The dataset's `__iter__` may draw as well, for example the order of its files.
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)

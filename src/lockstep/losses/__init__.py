@@ -42,8 +42,11 @@ def linear_cross_entropy(
     where a sharded weight is gathered. There is no second derivative.
     """
     _check(hidden, weight, targets, chunk)
+
+    # Autocast leaves float64 alone.
     device = hidden.device.type
-    casts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64  # which autocast leaves alone
+    casts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+
     learns = torch.is_grad_enabled()
     loss, _, _ = _chunked(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -65,6 +68,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
             "",
             "call it inside the model's forward, and leave the layer out of tensor_plan",
         )
+
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.shape[:-1] != targets.shape:
         raise UserError(
             f"linear_cross_entropy got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
@@ -72,6 +76,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
             "they must be (..., C), (V, C) and (...)",
             "give every token one target; the weight is that of nn.Linear(C, V), not its transpose",
         )
+
     if chunk is not None and chunk < 1:
         raise UserError(f"linear_cross_entropy: chunk={chunk} is below 1", "", "give 1 or more, or leave it out")
 
@@ -105,8 +110,10 @@ def _chunked(
     for start in range(0, len(h), chunk):
         tokens = slice(start, start + chunk)
         logits = h[tokens] @ w.T
+
         # From here on `logits` holds d loss / d logits, if a gradient is wanted.
         _row_losses_(logits, targets[tokens], losses[tokens], ignore_index, gradient=for_hidden or for_weight)
+
         if for_hidden:
             torch.mm(logits, w, out=d_hidden[tokens])
         if for_weight:

@@ -20,6 +20,7 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
     rows, columns = logits.shape
     if not rows:
         return
+
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device(logits.device):
         _row_loss[(rows,)](

@@ -30,7 +30,7 @@ class ControlWord:
     new_metrics: int = 0  # this rank has seen a metric that not all ranks know
     save: int = 0  # a checkpoint is due
     preempt: int = 0  # this rank has received a preemption signal
-    save_failed: int = 0  # this rank could not write its part of the checkpoint
+    save_failed: int = 0  # this rank could not write its file of the checkpoint
     loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
 

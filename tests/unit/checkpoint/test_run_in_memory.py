@@ -78,8 +78,8 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
     folder = tmp_path / "other" / "checkpoints"
-    part = folder / "step-00000012" / "part-00000.safetensors"
-    part.write_bytes(part.read_bytes()[:-1])
+    file = folder / "step-00000012" / "part-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=str(tmp_path / "other"))
