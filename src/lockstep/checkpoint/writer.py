@@ -101,12 +101,12 @@ class PendingSave:
         self.file_ended = threading.Event()  # set when this rank's file is durable, or never will be
 
         # Set by `abandon`, in the thread that trains.
-        self._stop = threading.Event()
-        self._why_stopped = ""
+        self._abandoned = threading.Event()
+        self._why_abandoned = ""
 
     @property
     def abandoned(self) -> bool:
-        return self._stop.is_set()
+        return self._abandoned.is_set()
 
     def run(
         self,
@@ -159,8 +159,8 @@ class PendingSave:
         self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
-        self._why_stopped = why
-        self._stop.set()
+        self._why_abandoned = why
+        self._abandoned.set()
 
     def discard(self) -> None:
         """Delete what this rank staged; rank 0 deletes everything. This does nothing once the save is committed."""
@@ -202,7 +202,7 @@ class PendingSave:
 
     def _check_abandoned(self) -> None:
         if self.abandoned:
-            raise SaveFailed(self._why_stopped)
+            raise SaveFailed(self._why_abandoned)
 
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}"
@@ -274,7 +274,7 @@ class PendingSave:
                 )
 
             # Sleep, but wake up as soon as the save is abandoned.
-            self._stop.wait(pause)
+            self._abandoned.wait(pause)
             self._check_abandoned()
             pause = min(pause * 1.5, 0.25)
 
@@ -321,7 +321,7 @@ class PendingSave:
     def _reason(self, error: BaseException) -> str:
         match error:
             case _ if self.abandoned:
-                return self._why_stopped
+                return self._why_abandoned
             case SaveFailed() | Damaged():
                 return str(error)
             case FileNotFoundError() if self.secondhand:
