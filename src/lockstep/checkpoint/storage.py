@@ -53,7 +53,7 @@ class Store(Protocol):
         """Return the names of all folders, in any order."""
 
     def open(self, key: str) -> io.BufferedIOBase:
-        """Open a file for reading. The result can seek."""
+        """Open a file as a readable binary stream that can seek."""
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a new file. It is durable when this returns; until then others may see it incomplete."""

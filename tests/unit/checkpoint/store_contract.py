@@ -32,6 +32,7 @@ class StoreContract:
     def test_what_is_written_can_be_read_from_any_position(self, store: Store) -> None:
         store.write("folder/file", iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]))
         with store.open("folder/file") as file:
+            assert file.readable()
             assert file.read() == b"abcdefg"
             assert file.seek(0, 2) == 7
             file.seek(3)
