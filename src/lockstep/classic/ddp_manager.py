@@ -168,11 +168,9 @@ class RankBatches(Sampler[list[int]]):
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):
+            # Every rank gets a contiguous range of the global batch; the last one may be smaller.
             start = number * self.batch
-            stop = min(start + self.batch, self.length)
-
-            # Every rank gets a contiguous range of the global batch.
-            shard = deal(stop - start, self.world.rank, self.world.size)
+            shard = deal(min(self.batch, self.length - start), self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + shard.start, start + shard.stop).tolist()
 
 

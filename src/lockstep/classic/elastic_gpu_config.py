@@ -73,7 +73,7 @@ class ElasticGPUConfig:
     target_util: float = 0.75
 
     def plan(self, processes: int | None = None) -> ElasticPlan:
-        """Plan for the `processes` that a launcher has started, or for as many as make sense."""
+        """Plan for the `processes` that a launcher started, or for as many as make sense."""
         if processes is not None and not self._divides(processes):
             raise uneven(self.base_batch_size, processes)
 

@@ -116,7 +116,7 @@ def _override(arg: str) -> tuple[str, Any]:
 
 def from_object(obj: Any) -> dict[str, Any]:
     """Return the nested values of what a caller passed: None, a dict, a RunConfig, a file's path, a Hydra config."""
-    omegaconf = sys.modules.get("omegaconf")  # has been imported if `obj` is one of its objects
+    omegaconf = sys.modules.get("omegaconf")  # it is there if `obj` is one of its objects
     if omegaconf is not None and omegaconf.OmegaConf.is_config(obj):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True, throw_on_missing=True)
 

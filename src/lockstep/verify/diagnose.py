@@ -32,7 +32,7 @@ class Case:
     comparisons: dict[Trial, Comparison] = field(default_factory=dict)
 
     def need(self, trials: Sequence[Trial]) -> list[Record]:
-        """Return the records of the trials. Those that have not been run yet are run now, in parallel."""
+        """Return the records of the trials. Those that did not run yet run now, in parallel."""
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
@@ -53,9 +53,10 @@ class Case:
     def compare(self, trial: Trial) -> Comparison:
         """Compare a trial with the reference, in training or in eval mode as the trial is."""
         if trial not in self.comparisons:
-            measures = (self.matrix.reference, *self.matrix.nudged)
-            same_mode = [replace(measure, eval_mode=trial.eval_mode) for measure in measures]
-            record, reference, *nudged = self.need([trial, *same_mode])
+            measures = [
+                replace(measure, eval_mode=trial.eval_mode) for measure in (self.matrix.reference, *self.matrix.nudged)
+            ]
+            record, reference, *nudged = self.need([trial, *measures])
 
             # In eval mode, buffers and extra state are not updated as in training.
             kinds = [kind for kind in KINDS if not trial.eval_mode or kind not in ("buffer", "state")]
@@ -404,7 +405,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
 
 
 def _untied(case: Case, rows: list[Trial]) -> Cause | None:
-    """Look for tied weights that wrapping has untied, and for weights that should have been tied."""
+    """Look for tied weights that wrapping untied, and for weights that should have been tied."""
     tied = case.reference.facts["tied"]
 
     # Wrapping, sharding or moving a model may copy a parameter that two modules share.

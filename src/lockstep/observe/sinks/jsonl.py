@@ -119,7 +119,7 @@ def _encode(record: Mapping[str, Any]) -> str:
 
 
 def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return a copy of nested dicts and lists in which `change(dotted path, value)` has replaced every value."""
+    """Return a copy of nested dicts and lists, with every value replaced by `change(dotted path, value)`."""
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):

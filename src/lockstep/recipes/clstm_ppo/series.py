@@ -45,8 +45,7 @@ class Turbulence:
     def fitted(cls, returns: Tensor, share: float) -> Turbulence:
         """Fit to `returns` (days, K), so that `share` of the days stay below the limit."""
         # torch.cov of a single asset is a number, not a matrix.
-        covariance = torch.atleast_2d(torch.cov(returns.T))
-        usual = cls(returns.mean(dim=0), torch.linalg.pinv(covariance))
+        usual = cls(returns.mean(dim=0), torch.linalg.pinv(torch.atleast_2d(torch.cov(returns.T))))
         return replace(usual, limit=float(usual.index(returns).quantile(share)))
 
     def index(self, returns: Tensor) -> Tensor:

@@ -309,10 +309,9 @@ class HierarchicalReasoningModel(nn.Module):
         self, low: Update, high: Update, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
         """Run h_cycles times l_cycles fast updates and a slow one. Only the last updates keep their gradients."""
-        config = self.config
-        cycle = ["l"] * config.l_cycles + ["h"]
-        updates = cycle * config.h_cycles
-        with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
+        cycle = ["l"] * self.config.l_cycles + ["h"]
+        updates = cycle * self.config.h_cycles
+        with_gradient = 2 if self.config.grad_cycle == "one_step" else len(cycle)
 
         # Autograd would otherwise keep the activations of all updates.
         for number, which in enumerate(updates):

@@ -284,8 +284,7 @@ def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
     Every row of `vectors` serves the same number of questions.
     """
     beginning = reader.embed(torch.zeros(len(vectors), 1, dtype=torch.int64, device=reader.device))
-    before = torch.cat((beginning, vectors.to(beginning.dtype)), 1)
-    return before.repeat_interleave(rows // len(vectors), 0)
+    return torch.cat((beginning, vectors.to(beginning.dtype)), 1).repeat_interleave(rows // len(vectors), 0)
 
 
 def ids_of(batch: dict[str, Tensor], number: int, device: torch.device, asked: str) -> tuple[Tensor, Tensor]:

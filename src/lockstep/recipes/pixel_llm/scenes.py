@@ -172,8 +172,8 @@ class ShapeScenes(Dataset[Sample]):
             ids[row] = self.words.ids(described.caption)
             slots[row, : len(described.parts)] = [SLOT_NUMBERS[part.slot] for part in described.parts]
 
-        held_out = np.full(count, self.split == COMP)
-        return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
+        arrays = images, ids, slots, np.full(count, self.split == COMP), things
+        return Sample(*map(torch.from_numpy, arrays))
 
     def scene(self, index: int) -> Scene:
         return self._draw(index, Stream(self.seed, self.split))
