@@ -70,7 +70,7 @@ class AMPTrainer:
         )
         self.optimizers = Optimizers(self.optimizer, model)
 
-        # The learning rate of the caller's optimizer stays. A constant rate needs no end of the training.
+        # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long the training is.
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
@@ -233,7 +233,7 @@ class AMPTrainer:
         elif not isinstance(loss, Tensor):
             loss = getattr(loss, "loss", None)
 
-        # Never a made-up loss: a trainer that continues without one seems to train.
+        # Never make up a loss: a trainer without one would only seem to train.
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             maker = "loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

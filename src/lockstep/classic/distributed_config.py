@@ -94,7 +94,7 @@ class DistributedConfig:
                 raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
         return cls(**values)
 
-    # The documents name one method for each format; the ending of the file decides.
+    # The documentation names a method for each format; the file's suffix decides.
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
@@ -143,6 +143,7 @@ class DistributedConfig:
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} = {processes}",
                 f"set world_size to {processes}, or the other two so that they give {self.world_size}",
             )
+
         if not 0 <= self.node_rank < self.num_nodes:
             yield UserError(
                 f"node_rank={self.node_rank} is not a node of num_nodes={self.num_nodes}",

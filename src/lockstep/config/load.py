@@ -124,7 +124,8 @@ def from_object(obj: Any) -> dict[str, Any]:
         case None:
             return {}
         case RunConfig():
-            return nested(obj, only_set=True)  # a default must not override a task's own value
+            # A default must not override a task's own value.
+            return nested(obj, only_set=True)
         case str() | os.PathLike():
             return read_file(obj)
         case Mapping():
@@ -133,6 +134,7 @@ def from_object(obj: Any) -> dict[str, Any]:
             if problems:
                 raise ConfigError(problems)
             return nest(settings)
+
     raise UserError(
         f"a configuration cannot be an object of type {type(obj).__name__}",
         "",

@@ -186,15 +186,17 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
     A difference after `step`, which diverged, would be a consequence and not the cause.
     """
     for number in range(min(step + 1, record.steps)):
-        expected = reference.ranks[0]["steps"][number]["settings"]
+        reference_groups = reference.ranks[0]["steps"][number]["settings"]
+
+        # Every rank must have the same parameter groups, with the same settings, as one process has.
         for rank, rank_record in enumerate(record.ranks):
-            for group, other in zip(rank_record["steps"][number]["settings"], expected, strict=False):
-                for key in other:
-                    if group.get(key) != other[key]:
+            for group, expected in zip(rank_record["steps"][number]["settings"], reference_groups, strict=False):
+                for key in expected:
+                    if group.get(key) != expected[key]:
                         return named(
                             "schedule",
                             f"{key} in step {number}: {group.get(key)} on rank {rank} of {record.trial.world}, "
-                            f"{other[key]} on one process",
+                            f"{expected[key]} on one process",
                         )
     return None
 

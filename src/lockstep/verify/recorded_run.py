@@ -75,8 +75,7 @@ class RecordedBuilder(RunBuilder):
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         self.run_class = RecordedRun
-        run = super().setup_run(data, collate)
-        assert isinstance(run, RecordedRun)
+        run: Any = super().setup_run(data, collate)
         run.begin(self.orders, self._task, self._facts)
         return run
 

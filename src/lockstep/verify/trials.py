@@ -85,12 +85,14 @@ def check(options: VerifyOptions) -> None:
     for name in strategies:
         if name not in STRATEGIES:
             raise UserError(f"{typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}")
+
         if name not in comparable:
             raise UserError(
                 f"{typed} has {name}, which cannot be compared",
                 "its ranks do not hold or gather every parameter under its own name",
                 f"type some of {','.join(comparable)}",
             )
+
         if options.exact and name not in exact:
             raise UserError(
                 f"--exact {typed} has {name}, which cannot be exact",

@@ -74,6 +74,8 @@ class JsonlSink:
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return all whole records of a file, with non-finite numbers put back. A truncated last line is left out."""
     *lines, tail = Path(path).read_bytes().split(b"\n")
+
+    # Blank lines are skipped. Anything else in the middle of a file must be a record.
     records = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)

@@ -225,6 +225,8 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or ()
+
+            # Without a column `symbol` there is one asset, and the other columns are not read.
             for name in ("date", "close"):
                 if name not in columns:
                     raise UserError(
@@ -232,6 +234,7 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
                         f"its columns are {', '.join(columns) or 'none'}",
                         "give it a first line such as date,symbol,open,high,low,close,volume",
                     )
+
             for row in reader:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))

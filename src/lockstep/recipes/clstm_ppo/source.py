@@ -22,7 +22,7 @@ from lockstep.recipes.clstm_ppo.rollout import Cohort, Days, RunningStats, advan
 from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
 
 # What the loss needs of a rollout's days. A checkpoint in the middle of an update also holds it.
-KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
+LOSS_FIELDS = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Rollouts:
         self.options = options
 
         # An agent that is taught to foresee also learns from how the assets moved.
-        self.kept = (*KEPT, "moved") if options.foresight else KEPT
+        self.loss_fields = (*LOSS_FIELDS, "moved") if options.foresight else LOSS_FIELDS
 
         # Finished updates, and minibatches of the current update that are done.
         self.update = 0
@@ -175,7 +175,7 @@ class Rollouts:
         assert self.days is not None
         cohort, chosen = self.cohorts[local], self._deals[local][self.cursor]
         rows = cohort.first - self.first + chosen.to(self.context.device, non_blocking=True)
-        data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
+        data: dict[str, Any] = {name: self.days[name][rows] for name in self.loss_fields}
 
         # Normalised over the whole minibatch, which all ranks share.
         mean, std = self.advantage_stats[self.cursor]
@@ -214,7 +214,7 @@ class Rollouts:
         days["advantages"] = gained.float()
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 
-        self.days = {name: days[name] for name in self.kept}
+        self.days = {name: days[name] for name in self.loss_fields}
         self._deals = self._deal()
         self.advantage_stats = self._advantage_stats(gained)
 

@@ -146,11 +146,8 @@ class Block(nn.Module):
         draw_weights(self.modules())
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        if self.attends:
-            mixed = self.mix(x, rotation)
-        else:
-            # The MLP mixes positions, so they have to be its channels.
-            mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        # The MLP mixes positions, so they have to be its channels.
+        mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
 
         x = rms(x + mixed, EPS).to(mixed.dtype)
         change = self.mlp(x)

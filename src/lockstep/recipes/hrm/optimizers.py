@@ -25,7 +25,7 @@ class AdamATan2(torch.optim.Optimizer):
 
     It has no epsilon, and scaling the gradient, however much, does not change it.
 
-    `fused` is for a GPU, and the default there: one kernel for each parameter, or, without Triton, some twenty for all.
+    `fused` is for a GPU, and the default there: one kernel for each parameter or, without Triton, about twenty for all.
     It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing. It counts the
     steps of all parameters of a group together.
     """

@@ -167,7 +167,7 @@ class ReaderTraining:
         self.validation = _validation_batch(world, tokenizer, self.device)
         self.batches = training_batches(world, tokenizer, self.options.batch, self.progress.step, self.device)
 
-        # One graph serves all blocks. Earlier worlds are left too soon for compiling to pay.
+        # One graph serves all blocks. The earlier worlds end too soon for compiling to pay off.
         self.in_last_stage = self.progress.stage == len(self.worlds) - 1
         if self.device == "cuda" and self.in_last_stage:
             for block in self.reader.blocks:

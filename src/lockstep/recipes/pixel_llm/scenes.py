@@ -260,7 +260,7 @@ def between(low: float, high: float, share: float) -> float:
 
 
 def relation(spot: Spot, origin: Spot) -> str:
-    """Return where `spot` lies as seen from `origin`, along the longer way."""
+    """Return where `spot` lies as seen from `origin`, along the longer distance."""
     right = spot[0] - origin[0]
     down = spot[1] - origin[1]
     if abs(right) > abs(down):
