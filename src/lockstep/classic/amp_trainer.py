@@ -70,7 +70,7 @@ class AMPTrainer:
         )
         self.optimizers = Optimizers(self.optimizer, model)
 
-        # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long the training is.
+        # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long training takes.
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
