@@ -273,8 +273,9 @@ def test_wrong_options_are_named_together() -> None:
         HRM(width=30, heads=4, variant="tmr", test_size=0, layers=0)
     assert {p.problem for p in error.value.problems} == {
         "task.width=30 cannot be divided among task.heads=4",
-        "task.variant=tmr is not one of hrm, trm",
+        "task.variant=tmr is not known",
         "task.test_size=0 is less than 1",
         "task.layers=0 is less than 1",
     }
+    assert "task.variant takes hrm, trm" in {p.found for p in error.value.problems}
     assert "type task.variant=trm" in {p.fix for p in error.value.problems}

@@ -56,7 +56,7 @@ class AMPTrainer:
         self.config = config or AMPConfig()
         self.loss_fn = loss_fn
 
-        # In this order: the optimizer must see the parameters where the driver has put them.
+        # In this order: the optimizer must see the parameters where the driver put them.
         check_storage(model)
         self.runtime = self.setup()
         self.model = self.wrap_model(model)
@@ -70,7 +70,7 @@ class AMPTrainer:
         )
         self.optimizers = Optimizers(self.optimizer, model)
 
-        # The learning rate of the caller's optimizer stays. A constant rate needs no end of the training.
+        # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long training takes.
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
@@ -96,7 +96,7 @@ class AMPTrainer:
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Move the model to its device. Returns what to call from now on.
 
-        The constructor has done it for its own model, and a trainer has only that one.
+        The constructor calls it for the trainer's model, and there is only one.
         """
         if hasattr(self, "driver"):
             raise UserError(
@@ -105,8 +105,8 @@ class AMPTrainer:
                 "make one trainer for each model you train",
             )
 
-        driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
-        self.driver = cast(BaseDriver, driver)  # there are no pipelines here
+        # There are no pipelines here.
+        self.driver = cast(BaseDriver, apply(model, self.config.run_config(**self.settings()), self.runtime))
         return self.driver.module
 
     def training_step(self, batch: Any) -> TrainingStep:
@@ -117,7 +117,7 @@ class AMPTrainer:
     def train_epoch(self, loader: Iterable[Any]) -> float:
         """Train on all batches of all ranks, however unevenly they are sharded. Returns the mean loss over all.
 
-        A rank that has none left repeats its last one with weight 0 until the others are done.
+        A rank that runs out repeats its last batch with weight 0 until the others are done.
         """
         batches = iter(loader)
         batch = next(batches, None)
@@ -233,7 +233,7 @@ class AMPTrainer:
         elif not isinstance(loss, Tensor):
             loss = getattr(loss, "loss", None)
 
-        # Never a made-up loss: a trainer that continues without one seems to train.
+        # Never make up a loss: a trainer without one would only seem to train.
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             maker = "loss_fn(model, batch)" if self.loss_fn else f"{type(self._module).__name__}(batch)"
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -35,7 +35,7 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> 
 
 def _write(state: RunState, store: Store, world: int) -> list[str | None]:
     """Write a checkpoint. Return its path or None, and the error or None."""
-    # Each save is an attempt of its own: what an earlier one has left half written is removed.
+    # Each save is an attempt of its own: what an earlier one left half-written is removed.
     token = secrets.token_hex(4)
     store.claim(token)
     clean(store, token)

@@ -106,7 +106,7 @@ class DDPManager:
         )
 
     def set_epoch(self, loader: DataLoader, epoch: int) -> None:
-        """Set the epoch of the next pass over `loader`, on resume. Otherwise every pass counts itself."""
+        """Set the epoch of the next pass over `loader`, on resume. Otherwise every pass advances it by itself."""
         if not isinstance(loader.batch_sampler, RankBatches):
             raise UserError(
                 "set_epoch(loader) got a loader that get_dataloader did not make", "", "make it with get_dataloader"
@@ -164,15 +164,13 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Every pass counts itself: nobody can forget to call set_epoch.
+        # Every pass advances the epoch by itself: nobody can forget to call set_epoch.
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):
+            # Every rank gets a contiguous range of the global batch; the last one may be smaller.
             start = number * self.batch
-            stop = min(start + self.batch, self.length)
-
-            # Every rank gets a contiguous range of the global batch.
-            shard = deal(stop - start, self.world.rank, self.world.size)
+            shard = deal(min(self.batch, self.length - start), self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + shard.start, start + shard.stop).tolist()
 
 

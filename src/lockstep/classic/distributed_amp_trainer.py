@@ -50,8 +50,6 @@ class DistributedAMPTrainer(AMPTrainer):
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
         self.distributed = distributed
-        self.rank = distributed.rank
-        self.world_size = distributed.world_size
         self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
 
@@ -59,7 +57,7 @@ class DistributedAMPTrainer(AMPTrainer):
         return self.setup_distributed()
 
     def setup_distributed(self) -> Runtime:
-        """Choose the device, and join the process group unless this process has joined one already."""
+        """Choose the device, and join the process group unless this process is in one already."""
         world = _find_world(self.distributed)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
@@ -67,7 +65,7 @@ class DistributedAMPTrainer(AMPTrainer):
             device = torch.device("cuda", own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index))
         backend = self._membership.join(world, device, self.distributed.backend)
 
-        # What the launcher or the process group says, where the arguments were left out.
+        # The launcher or the process group decides where the arguments were left out.
         self.rank = world.rank
         self.world_size = world.size
         return make_runtime(world, device, backend)

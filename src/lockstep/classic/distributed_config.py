@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.classic.process_group import require_world_size
 from lockstep.config import read_file
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import ConfigError, UserError, unknown_name
 
 LAUNCHERS = {
     "torchrun": ["torchrun"],
@@ -69,7 +69,7 @@ class DistributedConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> DistributedConfig:
-        """Return the configuration of a process that a launcher has started; of a single process if none has."""
+        """Return the configuration of a process that a launcher started, or of a single process if none did."""
         require_world_size(env)
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -94,7 +94,7 @@ class DistributedConfig:
                 raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
         return cls(**values)
 
-    # The documents name one method for each format; the ending of the file decides.
+    # The documentation names a method for each format; the file's suffix decides.
     from_yaml = from_json = from_file
 
     def save(self, path: str | Path) -> None:
@@ -117,7 +117,7 @@ class DistributedConfig:
     def validate(self) -> bool:
         """Return True, or raise every problem at once."""
         # Values of a wrong type could not be compared.
-        problems = list(self._wrong_types()) or [*self._wrong_ranks(), *self._wrong_choices()]
+        problems = list(self._wrong_types()) or [*self._wrong_ranks(), *self._wrong_values()]
         if problems:
             raise ConfigError(problems)
         return True
@@ -143,6 +143,7 @@ class DistributedConfig:
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} = {processes}",
                 f"set world_size to {processes}, or the other two so that they give {self.world_size}",
             )
+
         if not 0 <= self.node_rank < self.num_nodes:
             yield UserError(
                 f"node_rank={self.node_rank} is not a node of num_nodes={self.num_nodes}",
@@ -159,7 +160,7 @@ class DistributedConfig:
                 "set rank to node_rank x num_gpus_per_node + the number of the process on its node",
             )
 
-    def _wrong_choices(self) -> Iterator[UserError]:
+    def _wrong_values(self) -> Iterator[UserError]:
         if not 1 <= self.master_port <= 65535:
             yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
 
@@ -171,9 +172,8 @@ class DistributedConfig:
             )
 
         for name, known in (("backend", ("nccl", "gloo", "auto")), ("launch_method", LAUNCHERS)):
-            value = getattr(self, name)
-            if value not in known:
-                yield UserError(f"{name}={value} is not supported", "", f"choose from {', '.join(known)}")
+            if getattr(self, name) not in known:
+                yield unknown_name(name, getattr(self, name), known)
 
         # More GPUs than processes are fine.
         ids = self.device_ids

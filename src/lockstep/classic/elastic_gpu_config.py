@@ -73,7 +73,7 @@ class ElasticGPUConfig:
     target_util: float = 0.75
 
     def plan(self, processes: int | None = None) -> ElasticPlan:
-        """Plan for the `processes` that a launcher has started, or for as many as make sense."""
+        """Plan for the `processes` that a launcher started, or for as many as make sense."""
         if processes is not None and not self._divides(processes):
             raise uneven(self.base_batch_size, processes)
 
@@ -88,16 +88,16 @@ class ElasticGPUConfig:
         replica = self._all_models() + self._sample()
         third = count == 3 and processes in (None, 2) and self._divides(2) and self._fits_third()
 
-        if sharing * replica <= self.target_util * self._memory():
-            if third and ranks == 2:
-                return self._shared_third()
+        fits = sharing * replica <= self.target_util * self._memory()
+        if third and (ranks == 2 or not fits):
+            return self._shared_third()
+
+        if fits:
             idle = f"; {count - ranks} of {count} GPUs idle" * (ranks < count)
             room = self._room(self._all_models(), self.target_util / sharing)
             return self._plan(ranks, room, "everything fits on each GPU" + idle)
 
         # Otherwise the last frozen model moves, unless there is no second GPU to move it to.
-        if third:
-            return self._shared_third()
         if count > 1 or ranks > 1:
             return self._split(processes or self._most(count // 2))
         if replica > NEARLY_FULL * self._memory():
@@ -208,7 +208,7 @@ def _processes(count: int) -> str:
 
 
 def detected() -> list[GPU]:
-    # With a driver that is too old, torch counts GPUs that it cannot use.
+    # If the driver is too old, torch counts GPUs that it cannot use.
     if not torch.cuda.is_available():
         return []
 

@@ -1,4 +1,4 @@
-"""The process group of a script: the one that the script has joined, or one that we join and leave again.
+"""The process group of a script: the one that the script joined, or one that we join and leave again.
 
 `DDPManager` and `DistributedAMPTrainer` share this. Neither makes up a WORLD_SIZE, and neither continues alone after a
 failed start: ranks that each believe they are alone would all train, and all write.
@@ -20,7 +20,7 @@ from lockstep.runtime.world import World
 
 
 class Membership:
-    """The membership of this process in a process group. It leaves only a group that it has joined itself."""
+    """The membership of this process in a process group. It leaves only a group that it joined itself."""
 
     _joined = False
 
@@ -31,7 +31,7 @@ class Membership:
         backend: str,
         timeout: timedelta | None = None,
     ) -> str:
-        """Join the ranks of `world`, unless this process has joined already. Returns the name of the backend.
+        """Join the ranks of `world`, unless this process is in a group already. Returns the name of the backend.
 
         `nccl` becomes gloo where ranks have no GPU of their own.
         """
@@ -46,7 +46,7 @@ class Membership:
         return joined
 
     def leave(self, world: World, device: torch.device) -> None:
-        """Leave together with the other ranks. Collective, if this process has joined."""
+        """Leave together with the other ranks. Collective, if this object joined."""
         if self._joined:
             Collectives(world, device).final_barrier()
             dist.destroy_process_group()
@@ -54,7 +54,7 @@ class Membership:
 
 
 def current_world() -> World:
-    """Return this process's rank and world, from the environment or the process group it has joined."""
+    """Return this process's rank and world, from the environment or the process group it is in."""
     if dist.is_initialized() and not World.launched():
         # The script joined by itself. Without LOCAL_RANK we take all ranks to be on one machine.
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -85,7 +85,7 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
     require_world_size()
     if distributed:
         raise UserError(
-            "--distributed was given, but WORLD_SIZE is not set: no launcher has started ranks",
+            "--distributed was given, but WORLD_SIZE is not set: no launcher started ranks",
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK by hand; or leave --distributed out",
         )
@@ -133,8 +133,7 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
 
-    again = api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"])
-    return api.train(target, layers, again, count)
+    return api.train(target, layers, api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]), count)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
@@ -163,7 +162,7 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
         target_util=options.elastic_target_util,
     )
 
-    # Ranks that a launcher has started are neither more nor fewer.
+    # If a launcher started the ranks, their number is fixed.
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
         print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)

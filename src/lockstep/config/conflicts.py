@@ -311,12 +311,13 @@ OPTIONS_OF = (
 def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[UserError]:
     """Yield a problem for each option that was typed and has no effect.
 
-    Three sources are exempt: a task, which may prepare options of something that is switched off; a file that a run has
-    written, which has every key; and a weaker layer than the switch's, so that a command line may switch something off
+    Three sources are exempt: a task, which may prepare options of something that is switched off; a file that a run
+    wrote, which has every key; and a weaker layer than the switch's, so that a command line may switch something off
     and leave its options in a file.
     """
     strength = {"default": -1} | {source: place for place, (source, _) in enumerate(layers)}
-    written = {source for source, values in layers if _written_by_a_run(values)}
+    # A run writes every key; one of an older version has at least most of them.
+    written = {source for source, values in layers if 2 * len(KEYS.keys() & flatten(values).keys()) > len(KEYS)}
 
     for rule in OPTIONS_OF:
         switch = settings.get(rule.switch)
@@ -344,8 +345,3 @@ def _is_on(rule: OptionsOf, switch: Setting, settings: Settings) -> bool:
 
 def _changed(setting: Setting) -> bool:
     return setting.value != KEYS[setting.key].default
-
-
-def _written_by_a_run(values: Mapping[str, Any]) -> bool:
-    # A run writes every key; one of an older version has at least most of them.
-    return 2 * len(KEYS.keys() & flatten(values).keys()) > len(KEYS)

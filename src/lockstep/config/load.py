@@ -116,7 +116,7 @@ def _override(arg: str) -> tuple[str, Any]:
 
 def from_object(obj: Any) -> dict[str, Any]:
     """Return the nested values of what a caller passed: None, a dict, a RunConfig, a file's path, a Hydra config."""
-    omegaconf = sys.modules.get("omegaconf")  # has been imported if `obj` is one of its objects
+    omegaconf = sys.modules.get("omegaconf")  # it is there if `obj` is one of its objects
     if omegaconf is not None and omegaconf.OmegaConf.is_config(obj):
         obj = omegaconf.OmegaConf.to_container(obj, resolve=True, throw_on_missing=True)
 
@@ -124,7 +124,8 @@ def from_object(obj: Any) -> dict[str, Any]:
         case None:
             return {}
         case RunConfig():
-            return nested(obj, only_set=True)  # a default must not override a task's own value
+            # A default must not override a task's own value.
+            return nested(obj, only_set=True)
         case str() | os.PathLike():
             return read_file(obj)
         case Mapping():
@@ -133,6 +134,7 @@ def from_object(obj: Any) -> dict[str, Any]:
             if problems:
                 raise ConfigError(problems)
             return nest(settings)
+
     raise UserError(
         f"a configuration cannot be an object of type {type(obj).__name__}",
         "",

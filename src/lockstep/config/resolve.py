@@ -53,14 +53,15 @@ def resolve_for(
     if isinstance(name, str) and name in presets:
         weakest.append((f"preset {name}", presets[name]))
         if "preset" in presets[name]:
-            setting = f"preset = {typed(presets[name]['preset'])}"
-            problem = f"the preset {name} sets {setting}, and a preset cannot choose another one"
+            choice = f"preset = {typed(presets[name]['preset'])}"
+            problem = f"the preset {name} sets {choice}, and a preset cannot choose another one"
             problems = [UserError(problem, "", "take the key out of the preset")]
     elif isinstance(name, str):
         near = get_close_matches(name, presets, 1, 0.0) or ["null"]
         problem = f"preset = {name} ({source}) is not a preset of the task"
-        found = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
-        problems = [UserError(problem, found, f"type preset={near[0]}")]
+        known = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
+        problems = [UserError(problem, known, f"type preset={near[0]}")]
+
     return resolve([*weakest, *layers], problems)
 
 

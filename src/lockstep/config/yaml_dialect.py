@@ -72,10 +72,9 @@ def load(text: str) -> Any:
 
 def word(text: str) -> Any:
     """Return the scalar that a plain word stands for: `8` is a number, `off` is false, `a: b` is text."""
+    # "<<" is YAML's merge key, which has no meaning here.
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
-    if text == "<<":  # YAML's merge key, which has no meaning here
-        return text
-    return _Loader("").construct_object(yaml.ScalarNode(tag, text))
+    return text if text == "<<" else _Loader("").construct_object(yaml.ScalarNode(tag, text))
 
 
 def to_yaml(config: RunConfig) -> str:

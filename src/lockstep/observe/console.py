@@ -168,7 +168,7 @@ class PlainDisplay(Display):
         # The last line of a run says where its folder is.
         if record.get("event") == "end":
             record = {"run_dir": self.facts.get("run_dir"), **record}
-        # `start` has shown the start event already.
+        # `start` already showed the start event.
         if record.get("event") != "start":
             self.message(event_line(record))
 
@@ -232,7 +232,7 @@ def event_line(record: Record) -> str:
 def fact_lines(name: str, fact: str) -> str:
     """Return `  batch          global 8 (as asked) = ...`; further lines are indented like the fact."""
     head = f"  {name:14} "
-    text = textwrap.fill(
+    lines = textwrap.fill(
         fact,
         WIDTH,
         initial_indent=head,
@@ -241,7 +241,9 @@ def fact_lines(name: str, fact: str) -> str:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    return text or head.rstrip()
+
+    # An empty fact has no lines.
+    return lines or head.rstrip()
 
 
 def _wrapped(parts: list[str]) -> str:

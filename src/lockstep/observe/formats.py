@@ -48,22 +48,18 @@ def _or_dash(write: Callable[..., str]) -> Callable[..., str]:
 def figures(value: Any, digits: int) -> str:
     """Return `digits` significant digits in a steady width: `2.314`, `12.34`, `0.0123`, `1.23e+06`, `nan`."""
     # A loss of nan is news, not a missing key.
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return _figures(value, digits)
-
-
-@_or_dash
-def _figures(value: float, digits: int) -> str:
-    if value == 0:
+    finite = number(value)
+    if finite is None:
+        return str(value) if isinstance(value, float) else "-"
+    if finite == 0:
         return f"{0:.{digits - 1}f}"
 
     # Very small and very large numbers would need more columns than the others.
-    exponent = math.floor(math.log10(abs(value)))
+    exponent = math.floor(math.log10(abs(finite)))
     if not -3 <= exponent <= 5:
-        return f"{value:.{max(1, digits - 3)}e}"
+        return f"{finite:.{max(1, digits - 3)}e}"
 
-    return f"{value:.{min(4, max(0, digits - 1 - exponent))}f}"
+    return f"{finite:.{min(4, max(0, digits - 1 - exponent))}f}"
 
 
 @_or_dash
@@ -85,7 +81,7 @@ def compact(value: float) -> str:
 
 
 def rate_key(unit: str) -> str:
-    """Return the key of the rate in `unit`. Loss weights count the task's own unit, if it has named one."""
+    """Return the key of the rate in `unit`. Loss weights count the task's own unit, if it names one."""
     return "samples_per_s" if unit == SAMPLE else "weight_per_s"
 
 
@@ -170,7 +166,6 @@ def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> li
             seconds = number(value)
             words.append(f"{seconds:.1f} s" if seconds is not None and seconds < 60 else duration(value))
         else:
-            shown = figures(value, 4) if isinstance(value, float) else one_line(value)
-            words.append(f"{one_line(key)} {shown}")
+            words.append(f"{one_line(key)} {figures(value, 4) if isinstance(value, float) else one_line(value)}")
 
     return words

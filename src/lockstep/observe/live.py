@@ -94,6 +94,7 @@ class LiveDisplay(Display):
         # Building and compiling a model may take minutes.
         if not self.last:
             return Group(title, self._bar(), Text("waiting for the first step", style="dim"))
+
         lines = (self._loss_parts(), self._optimizer_parts(), self._speed_parts())
         return Group(title, self._bar(), *map(_labelled, lines))
 

@@ -45,7 +45,7 @@ class Sums:
     def take(self, names: list[str], device: torch.device) -> Tensor:
         """Return (sum, weight) of every name, shape (2 * names,), in float64 on the device, and reset them to 0.
 
-        A name that this rank has not seen has the sum 0 and the weight 0.
+        A name that this rank has never seen has sum 0 and weight 0.
         """
         self._fold()
         flat = [value for name in names for value in self._folded.pop(name, (0.0, 0.0))]
@@ -69,7 +69,7 @@ class Sums:
         return collectives.sum_(self.take(names, collectives.device)).tolist()
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
-        """Add what `take_global` has returned."""
+        """Add what `take_global` returned."""
         self._fold()
         numbers = [from_exact(exact_from_text(total)) for total in totals]
         for name, total, weight in zip(names, numbers[0::2], numbers[1::2], strict=True):
@@ -83,7 +83,7 @@ class Sums:
         return collected
 
     def _fold(self) -> None:
-        """Add up what has been collected, with one stacked sum per name."""
+        """Add up the collected terms, with one stacked sum per name."""
         # The first summand is the sum so far.
         summands = {name: ([total], [weight]) for name, (total, weight) in self._folded.items()}
         for name, total, weight in self._take_terms():
@@ -95,7 +95,7 @@ class Sums:
 
 
 class ExactSums(Sums):
-    """Sums that are rounded once, after those of all ranks have been added, so that the number of ranks cannot show.
+    """Sums that are rounded once, after those of all ranks are added, so that the number of ranks cannot show.
 
     Reading them makes the host wait for the device.
     """
@@ -209,7 +209,7 @@ def exact_to_text(value: Exact) -> str:
 
 
 def exact_from_text(text: str | float) -> Exact:
-    """Return the number that `exact_to_text` has written; a plain float is accepted as well."""
+    """Return the number that `exact_to_text` wrote; a plain float is accepted as well."""
     if not isinstance(text, str):
         return to_exact(float(text))
     return float(text) if text in ("nan", "inf", "-inf") else int(text, 16)

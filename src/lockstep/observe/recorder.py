@@ -147,7 +147,7 @@ class Recorder:
                 display.update(self.last)
 
     def agree_on_names(self, seen: set[str]) -> None:
-        """Add metrics that some rank has seen for the first time; `seen` are this rank's. Collective.
+        """Add the metrics that some rank saw for the first time; `seen` are this rank's. Collective.
 
         From now on every rank sums them in the same order.
         """
@@ -176,15 +176,16 @@ class Recorder:
 
     def _times(self, steps: int) -> torch.Tensor:
         """Return shape (ranks * WIDTH,): this rank's figures in its slot, and 0 elsewhere, to be summed over ranks."""
-        world = self.runtime.world
         slots = torch.zeros(
-            (world.size, stragglers.WIDTH), dtype=torch.float64, pin_memory=self.runtime.device.type == "cuda"
+            (self.runtime.world.size, stragglers.WIDTH),
+            dtype=torch.float64,
+            pin_memory=self.runtime.device.type == "cuda",
         )
 
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
         figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
-        slots[world.rank] = torch.tensor(figures, dtype=torch.float64)
+        slots[self.runtime.world.rank] = torch.tensor(figures, dtype=torch.float64)
         self._spent = spent
         return slots.flatten().to(self.runtime.device, non_blocking=True)
 

@@ -30,7 +30,7 @@ from lockstep.runtime.heartbeat import ATTEMPT
 if TYPE_CHECKING:
     from torch import Tensor
 
-# How often this run has been restarted, as set by our launcher and by torchrun.
+# Variables in which our launcher and torchrun count the restarts of this run.
 ATTEMPTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -42,7 +42,7 @@ class RunFolder:
     shown: str  # the path as the user knows it
     origin: Path | None  # a checkpoint, or another run, to start from
     continues: bool  # whether to start from the newest checkpoint in this folder, if it has one
-    attempt: int  # how often the launcher has restarted this run
+    attempt: int  # how often the launcher restarted this run
     token: str  # tells this attempt from an earlier one that may still be writing
     lock: Any = None  # held open by rank 0
 
@@ -70,7 +70,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         origin = Path(agreed["origin"]) if agreed["origin"] else None
         folder = RunFolder(**agreed | {"path": Path(agreed["path"]), "origin": origin})
 
-    # Rank 0 has put a mark into the folder, which a rank on another file system does not see.
+    # Rank 0 put a mark into the folder, which a rank on another file system does not see.
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
     if runtime.is_main:
         _mark(folder).unlink()
@@ -125,7 +125,7 @@ def _create(folder: RunFolder) -> None:
         (path / "checkpoints").mkdir(exist_ok=True)
         folder.lock = lock(path)
 
-        # An attempt that was killed early has left its mark behind.
+        # An attempt that was killed early left its mark behind.
         for old in path.glob(".seen-*"):
             old.unlink()
         _mark(folder).touch()

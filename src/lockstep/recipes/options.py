@@ -7,15 +7,15 @@ stays flat: `task.width=512` is the keyword argument `width` of the constructor,
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from lockstep.errors import ConfigError, UserError
+from lockstep.errors import ConfigError, UserError, unknown_name
 
 Constructor = Callable[..., None]
 
@@ -58,22 +58,26 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
 def check_options(
     values: Mapping[str, Any],
     more: Iterable[UserError],
-    choices: Mapping[str, Sequence[str]] | None = None,
-    smallest: Mapping[str, int] | None = None,
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    smallest: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Raise every problem at once: `more`, wrong choices, and numbers that are too small."""
-    problems = [*_wrong_choices(values, choices or {}), *_too_small(values, smallest or {}), *more]
-    if problems:
-        raise ConfigError(problems)
+    """Raise every problem at once: `more`, unknown choices, and numbers below the smallest allowed."""
+    unknown = [
+        unknown_name(f"task.{name}", values[name], known)
+        for name, known in choices.items()
+        if values[name] not in known
+    ]
 
-
-def _too_small(values: Mapping[str, Any], smallest: Mapping[str, int]) -> list[UserError]:
     # None stands for a default that is chosen later.
-    return [
+    too_small = [
         UserError(f"task.{name}={values[name]} is less than {least}", "", f"type task.{name}={least} or more")
         for name, least in smallest.items()
         if values[name] is not None and values[name] < least
     ]
+
+    problems = [*unknown, *too_small, *more]
+    if problems:
+        raise ConfigError(problems)
 
 
 def uneven_heads(width: int, heads: int) -> Iterator[UserError]:
@@ -85,14 +89,6 @@ def uneven_heads(width: int, heads: int) -> Iterator[UserError]:
             "each head needs the same even number of channels",
             f"type {fix}",
         )
-
-
-def _wrong_choices(values: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> Iterator[UserError]:
-    for name, known in choices.items():
-        value = values[name]
-        if value not in known:
-            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
-            yield UserError(f"task.{name}={value} is not one of {', '.join(known)}", "", f"type task.{name}={nearest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +107,22 @@ class OnlyWith:
 
 
 def warn_unused(
-    owner: type, rules: Iterable[OnlyWith], given: Mapping[str, Any], prefix: str = "task.", stacklevel: int = 4
+    owner: type, rules: Iterable[OnlyWith], options: Mapping[str, Any], prefix: str = "task.", stacklevel: int = 4
 ) -> None:
-    """Warn, once for each rule, about the options in `given` that were changed and have no effect.
+    """Warn, once for each rule, about options that were changed and have no effect.
 
-    `owner` is the class whose constructor has the defaults; `given` may hold more than its options.
+    `owner` is the class whose constructor has the defaults; `options` may hold more than it takes.
     """
     parameters = inspect.signature(owner).parameters
 
     for rule in rules:
-        value = given[rule.of]
+        value = options[rule.of]
         if value in rule.values if rule.values else value not in rule.never:
             continue
         changed = [
-            f"{prefix}{name}={given[name]}"
+            f"{prefix}{name}={options[name]}"
             for name in rule.options
-            if name in parameters and given[name] != parameters[name].default
+            if name in parameters and options[name] != parameters[name].default
         ]
         if changed:
             # The fourth frame is the code that makes a task: warn_unused, the constructor, its decorator, its caller.

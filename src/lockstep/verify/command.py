@@ -164,7 +164,7 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
     reference, *_ = case.need([*measures, *splits])
     if reference.drawn:
         return [], [
-            "the loss draws random numbers in eval mode too, and they follow the micro-batch: other splits of the "
+            "the loss draws random numbers even in eval mode, and they follow the micro-batch: other splits of the "
             "batch are not compared"
         ]
     return splits, []
@@ -187,11 +187,10 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
 
 def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:
     """Return the rows of the table, with one of the two nudged runs."""
-    matrix = case.matrix
     return [
-        Row(matrix.reference, "reference", "reference"),
-        _row(case, matrix.again, "again", options),
-        _row(case, matrix.nudged[0], "rounding", options),
+        Row(case.matrix.reference, "reference", "reference"),
+        _row(case, case.matrix.again, "again", options),
+        _row(case, case.matrix.nudged[0], "rounding", options),
         *(_row(case, trial, "world", options) for trial in worlds),
         *(_row(case, trial, "split", options) for trial in splits),
     ]
@@ -225,8 +224,7 @@ def _about_splits(case: Case, first: Record) -> list[str]:
 
 def _about_rounding(case: Case) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
-    nudged = case.need(case.matrix.nudged)
-    step = first_chaotic_step(case.reference, nudged) if case.repeatable else None
+    step = first_chaotic_step(case.reference, case.need(case.matrix.nudged)) if case.repeatable else None
     if step is None:
         return []
     return [
@@ -264,10 +262,9 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
 
 
 def text_of(report: Report) -> str:
-    facts = report.facts
     lines = [
-        f"verify {report.target}  {report.steps} steps of {facts['global_batch']} samples  "
-        f"{facts['device']}  {facts['precision']}",
+        f"verify {report.target}  {report.steps} steps of {report.facts['global_batch']} samples  "
+        f"{report.facts['device']}  {report.facts['precision']}",
         "",
     ]
 

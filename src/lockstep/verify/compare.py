@@ -105,8 +105,8 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
 def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequence[Record]) -> Iterator[Divergence]:
     # How far rounding alone moves each value.
     noise: dict[str, float] = {}
-    for other in nudged:
-        for name, a, b in _pairs(kind, step, other, reference):
+    for nudged_record in nudged:
+        for name, a, b in _pairs(kind, step, nudged_record, reference):
             noise[name] = max(noise.get(name, 0.0), gap(a, b))
 
     for name, a, b in _pairs(kind, step, record, reference):
@@ -161,8 +161,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
         return np.array_equal(a, b)
 
     # Bytes would tell one nan from another, so values and signs are compared.
-    alike = (a == b) & (np.signbit(a) == np.signbit(b))
-    return bool(np.all(alike | (np.isnan(a) & np.isnan(b))))
+    same = (a == b) & (np.signbit(a) == np.signbit(b))
+    return bool(np.all(same | (np.isnan(a) & np.isnan(b))))
 
 
 def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | None:
@@ -171,7 +171,7 @@ def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | Non
     From that step on, a comparison shows nothing.
     """
     for step in range(min(record.steps for record in (reference, *nudged))):
-        pairs = [pair for other in nudged for pair in _pairs("gradient", step, other, reference)]
+        pairs = [pair for record in nudged for pair in _pairs("gradient", step, record, reference)]
         noise = max((gap(a, b) for _, a, b in pairs), default=0.0)
         if noise and FACTOR * noise >= max(_size(b) for _, _, b in pairs):
             return step

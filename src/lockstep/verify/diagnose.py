@@ -32,7 +32,7 @@ class Case:
     comparisons: dict[Trial, Comparison] = field(default_factory=dict)
 
     def need(self, trials: Sequence[Trial]) -> list[Record]:
-        """Return the records of the trials. Those that have not been run yet are run now, in parallel."""
+        """Return the records of the trials. Those that did not run yet run now, in parallel."""
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
@@ -53,9 +53,10 @@ class Case:
     def compare(self, trial: Trial) -> Comparison:
         """Compare a trial with the reference, in training or in eval mode as the trial is."""
         if trial not in self.comparisons:
-            measures = (self.matrix.reference, *self.matrix.nudged)
-            same_mode = [replace(measure, eval_mode=trial.eval_mode) for measure in measures]
-            record, reference, *nudged = self.need([trial, *same_mode])
+            measures = [
+                replace(measure, eval_mode=trial.eval_mode) for measure in (self.matrix.reference, *self.matrix.nudged)
+            ]
+            record, reference, *nudged = self.need([trial, *measures])
 
             # In eval mode, buffers and extra state are not updated as in training.
             kinds = [kind for kind in KINDS if not trial.eval_mode or kind not in ("buffer", "state")]
@@ -185,15 +186,17 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
     A difference after `step`, which diverged, would be a consequence and not the cause.
     """
     for number in range(min(step + 1, record.steps)):
-        expected = reference.ranks[0]["steps"][number]["settings"]
+        reference_groups = reference.ranks[0]["steps"][number]["settings"]
+
+        # Every rank must have the same parameter groups, with the same settings, as one process has.
         for rank, rank_record in enumerate(record.ranks):
-            for group, other in zip(rank_record["steps"][number]["settings"], expected, strict=False):
-                for key in other:
-                    if group.get(key) != other[key]:
+            for group, expected in zip(rank_record["steps"][number]["settings"], reference_groups, strict=False):
+                for key in expected:
+                    if group.get(key) != expected[key]:
                         return named(
                             "schedule",
                             f"{key} in step {number}: {group.get(key)} on rank {rank} of {record.trial.world}, "
-                            f"{other[key]} on one process",
+                            f"{expected[key]} on one process",
                         )
     return None
 
@@ -404,7 +407,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
 
 
 def _untied(case: Case, rows: list[Trial]) -> Cause | None:
-    """Look for tied weights that wrapping has untied, and for weights that should have been tied."""
+    """Look for tied weights that wrapping untied, and for weights that should have been tied."""
     tied = case.reference.facts["tied"]
 
     # Wrapping, sharding or moving a model may copy a parameter that two modules share.

@@ -1,4 +1,4 @@
-"""What the ranks of a trial have recorded, read back without torch."""
+"""What the ranks of a trial recorded, read back without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Micro:
     total: float
     weight: float
     metrics: dict[str, list[float]]  # name -> [sum, weight]
-    drawn: list[str]  # the global generators that its loss has drawn from
+    drawn: list[str]  # the global generators that its loss drew from
 
 
 @dataclass(eq=False)
@@ -44,12 +44,12 @@ class Record:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that rank 0 has recorded about the run: batch, device, strategy, ..."""
+        """The facts that rank 0 recorded about the run: batch, device, strategy, ..."""
         return self.ranks[0]["facts"]
 
     @property
     def steps(self) -> int:
-        """The number of steps that every rank has completed, with a snapshot after each."""
+        """The number of steps that every rank completed, with a snapshot after each."""
         return min((len(rank["snapshots"]) - 1 for rank in self.ranks), default=0)
 
     def tensors(self, kind: str, step: int) -> Tensors:
@@ -108,12 +108,12 @@ class Record:
 
     @property
     def drawn(self) -> set[str]:
-        """The global random generators that any loss has drawn from."""
+        """The global random generators that any loss drew from."""
         return {name for step in self.micros for micro in step for name in micro.drawn}
 
 
 def read_record(folder: Path, trial: Trial, failure: Failure | None) -> Record:
-    """Read what the ranks of a trial have written to `folder`; without a record of every rank, nothing."""
+    """Read what the ranks of a trial wrote to `folder`; unless every rank left a record, none is used."""
     # A rank that dies before its first snapshot writes none.
     paths = [folder / f"record-{rank}.json" for rank in range(trial.world)]
     ranks = [json.loads(path.read_text()) for path in paths if path.exists()]

@@ -75,8 +75,7 @@ class RecordedBuilder(RunBuilder):
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         self.run_class = RecordedRun
-        run = super().setup_run(data, collate)
-        assert isinstance(run, RecordedRun)
+        run: Any = super().setup_run(data, collate)
         run.begin(self.orders, self._task, self._facts)
         return run
 
@@ -151,8 +150,7 @@ class RecordedRun(Run):
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
         assert result is not None
 
-        parameters = self.driver.model.named_parameters()
-        grads = {name: full_tensor(p.grad) for name, p in parameters if p.grad is not None}
+        grads = {name: full_tensor(p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None}
         self._put(f"gradients-{len(self._steps)}", grads)
 
         settings = [_plain(group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
@@ -185,7 +183,7 @@ class RecordedRun(Run):
             yield micro
 
     def _begin_micro(self, micro: MicroBatch, control: Any) -> None:
-        """Note the state of the generators after the engine has seeded them and before the loss draws from them."""
+        """Note the state of the generators after the engine seeds them and before the loss draws from them."""
         self._before_forward(micro, control)
         # The source may be ahead of the step, so the newest note need not belong to this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
@@ -204,10 +202,9 @@ class RecordedRun(Run):
     # ---- between steps ----
 
     def _snapshot(self, step: int) -> None:
-        model = self.driver.model
-        parameters = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
+        parameters = {name: full_tensor(p.detach()) for name, p in self.driver.model.named_parameters()}
         self._put(f"parameters-{step}", parameters)
-        self._put(f"buffers-{step}", dict(model.named_buffers()))
+        self._put(f"buffers-{step}", dict(self.driver.model.named_buffers()))
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})
 

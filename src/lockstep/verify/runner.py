@@ -27,7 +27,7 @@ from lockstep.verify.trials import Trial
 
 LIMIT = timedelta(minutes=5)  # timeout of a trial, or TIMES the duration of the longest so far, if that is more
 TIMES = 30
-AFTER_FAILURE_S = 3.0  # how long the other ranks of a trial may take to notice that one has failed
+AFTER_FAILURE_S = 3.0  # how long the other ranks of a trial may take to notice that one failed
 
 # Settings of a run that ends after a few steps and is only compared.
 SETTINGS = {
@@ -63,7 +63,7 @@ class RunningTrial:
     def late(self, limit_s: float) -> bool:
         """Return whether its ranks have run out of time."""
         now = time.monotonic()
-        # The others may wait for a rank that has failed, in a collective that never notices.
+        # The others may wait for a rank that failed, in a collective that never notices.
         if self.failed is not None:
             return now - self.failed > AFTER_FAILURE_S
 
@@ -164,7 +164,7 @@ class Runner:
 
         for report in self._zygote.poll():
             if "code" not in report:
-                continue  # it has started
+                continue  # the rank started
             started = next(started for started in running if report["rank"] in started.ranks)
             started.codes[report["rank"]] = report["code"]
             if report["code"] and started.failed is None:
@@ -186,7 +186,7 @@ class Runner:
 
 
 def _failure(ended: RunningTrial) -> Failure | None:
-    """Return the first failure that a rank has recorded; ranks that only lost a peer fail later."""
+    """Return the first failure that a rank recorded; ranks that only lost a peer fail later."""
     if not any(ended.codes.values()):
         return None
     if ended.hung:
@@ -196,7 +196,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
     if failures:
         return min(failures, key=lambda failure: (not failure.for_user, failure.time))
 
-    # A rank that was killed, or called os._exit, has recorded nothing.
+    # A rank that was killed, or called os._exit, recorded nothing.
     rank, code = next((rank, ended.codes[n]) for rank, n in enumerate(ended.ranks) if ended.codes[n])
     log = (ended.folder / f"rank-{rank}.log").read_text(errors="replace")
     return Failure(rank, "localhost", time.time(), "Died", f"rank {rank} ended with code {code}", log=log[-2000:])

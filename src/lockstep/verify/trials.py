@@ -85,12 +85,14 @@ def check(options: VerifyOptions) -> None:
     for name in strategies:
         if name not in STRATEGIES:
             raise UserError(f"{typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}")
+
         if name not in comparable:
             raise UserError(
                 f"{typed} has {name}, which cannot be compared",
                 "its ranks do not hold or gather every parameter under its own name",
                 f"type some of {','.join(comparable)}",
             )
+
         if options.exact and name not in exact:
             raise UserError(
                 f"--exact {typed} has {name}, which cannot be exact",
@@ -105,18 +107,17 @@ def check(options: VerifyOptions) -> None:
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
     """Return the trials to run. `facts` comes from a first run on one process."""
-    strategy = facts["strategy"]
     worlds, notes = _worlds(options, facts)
 
     # With one micro-batch size all worlds compute the same sums, and dropout draws the same masks.
     micro_batch = _micro_batch(facts, max(worlds, default=1), options)
-    reference = Trial(1, micro_batch, strategy)
+    reference = Trial(1, micro_batch, facts["strategy"])
 
     # Replica groups of equal size need an even number of ranks.
     many = [
         Trial(world, micro_batch, name)
         for world in worlds
-        for name in options.strategies or (strategy,)
+        for name in options.strategies or (facts["strategy"],)
         if world % 2 == 0 or not STRATEGIES[name].replica_groups
     ]
     return Matrix(
@@ -135,8 +136,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _fits(world: int, facts: dict[str, Any]) -> bool:
     """Return whether every rank has samples in every step; in a stream each needs the same number."""
-    batch = facts["global_batch"]
-    return batch % world == 0 if facts["stream"] else batch >= world
+    return facts["global_batch"] % world == 0 if facts["stream"] else facts["global_batch"] >= world
 
 
 def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], list[str]]:

@@ -137,7 +137,7 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch):
     for step in range(4):
         sinks.write(RECORD | {"step": step})
     sinks.close()
-    assert reports == ["the sink fragile has failed and gets no more records: ConnectionError: the service is down"]
+    assert reports == ["the sink fragile failed and gets no more records: ConnectionError: the service is down"]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5, "the others go on"
 
 

@@ -32,7 +32,7 @@ SINKS: dict[str, Callable[[Path], Sink]] = {"csv": CsvSink}  # name -> function 
 
 
 class SinkList:
-    """The sinks that a run has asked for by name. A sink that fails never stops the run."""
+    """The sinks that a run asks for by name. A sink that fails never stops the run."""
 
     def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
         """Open the sinks. `report` gets one line for each sink that fails later.
@@ -61,4 +61,4 @@ class SinkList:
             except Exception as error:
                 # It is not called again: a service that is down would cost its timeout at every record.
                 del self._sinks[name]
-                self._report(f"the sink {name} has failed and gets no more records: {type(error).__name__}: {error}")
+                self._report(f"the sink {name} failed and gets no more records: {type(error).__name__}: {error}")

@@ -74,6 +74,8 @@ class JsonlSink:
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return all whole records of a file, with non-finite numbers put back. A truncated last line is left out."""
     *lines, tail = Path(path).read_bytes().split(b"\n")
+
+    # Blank lines are skipped. Anything else in the middle of a file must be a record.
     records = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
@@ -119,7 +121,7 @@ def _encode(record: Mapping[str, Any]) -> str:
 
 
 def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return a copy of nested dicts and lists in which `change(dotted path, value)` has replaced every value."""
+    """Return a copy of nested dicts and lists, with every value replaced by `change(dotted path, value)`."""
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):

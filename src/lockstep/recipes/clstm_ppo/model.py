@@ -99,6 +99,8 @@ class Agent(nn.Module):
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):
             nn.init.orthogonal_(head.weight, gain)
             nn.init.zeros_(head.bias)
+
+        # The head that predicts the coming day reads what the first stage saw.
         seen = memory if shape.variant == "mlp" else shape.width
         self.foresee = nn.Linear(seen, 2 * shape.assets) if shape.foresight else None
 
@@ -120,9 +122,7 @@ class Agent(nn.Module):
             seen, state = recall(seen, state, starts)
 
         logits = self.policy(seen).unflatten(-1, (self.shape.assets, self.shape.choices))
-        values = self.value(seen)
-        if not self.shape.value_per_asset:
-            values = values.squeeze(-1)
+        values = self.value(seen) if self.shape.value_per_asset else self.value(seen).squeeze(-1)
         return logits, values, state, *predicted
 
     def initial_state(self, n: int, device: torch.device) -> State:

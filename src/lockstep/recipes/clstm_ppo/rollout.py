@@ -59,12 +59,14 @@ class Cohort:
             logits, value, self.state, *_ = agent(windows[None], self.state, starts[None])
             actions = sampled(logits[0], drawn[:, day])
             reward, _ = market.step(actions, costs)
+
+            # With credit for each asset, an asset is judged by what it earned itself.
             logp = log_probs(logits[0], actions)
             if agent.shape.value_per_asset:
-                # Each asset is credited with what it earned itself.
                 reward = market.gains
             else:
                 logp = logp.sum(-1)
+
             traded.append(
                 {
                     "windows": windows,

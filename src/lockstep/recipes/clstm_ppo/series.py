@@ -45,8 +45,7 @@ class Turbulence:
     def fitted(cls, returns: Tensor, share: float) -> Turbulence:
         """Fit to `returns` (days, K), so that `share` of the days stay below the limit."""
         # torch.cov of a single asset is a number, not a matrix.
-        covariance = torch.atleast_2d(torch.cov(returns.T))
-        usual = cls(returns.mean(dim=0), torch.linalg.pinv(covariance))
+        usual = cls(returns.mean(dim=0), torch.linalg.pinv(torch.atleast_2d(torch.cov(returns.T))))
         return replace(usual, limit=float(usual.index(returns).quantile(share)))
 
     def index(self, returns: Tensor) -> Tensor:
@@ -226,6 +225,8 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or ()
+
+            # Without a column `symbol` there is one asset, and the other columns are not read.
             for name in ("date", "close"):
                 if name not in columns:
                     raise UserError(
@@ -233,6 +234,7 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
                         f"its columns are {', '.join(columns) or 'none'}",
                         "give it a first line such as date,symbol,open,high,low,close,volume",
                     )
+
             for row in reader:
                 line = reader.line_num
                 rows.append((row["date"], row.get("symbol") or "", _price(path, row["close"], line), line))

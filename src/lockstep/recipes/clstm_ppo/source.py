@@ -22,7 +22,7 @@ from lockstep.recipes.clstm_ppo.rollout import Cohort, Days, RunningStats, advan
 from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
 
 # What the loss needs of a rollout's days. A checkpoint in the middle of an update also holds it.
-KEPT = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
+LOSS_FIELDS = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Rollouts:
         self.options = options
 
         # An agent that is taught to foresee also learns from how the assets moved.
-        self.kept = (*KEPT, "moved") if options.foresight else KEPT
+        self.loss_fields = (*LOSS_FIELDS, "moved") if options.foresight else LOSS_FIELDS
 
         # Finished updates, and minibatches of the current update that are done.
         self.update = 0
@@ -175,7 +175,7 @@ class Rollouts:
         assert self.days is not None
         cohort, chosen = self.cohorts[local], self._deals[local][self.cursor]
         rows = cohort.first - self.first + chosen.to(self.context.device, non_blocking=True)
-        data: dict[str, Any] = {name: self.days[name][rows] for name in self.kept}
+        data: dict[str, Any] = {name: self.days[name][rows] for name in self.loss_fields}
 
         # Normalised over the whole minibatch, which all ranks share.
         mean, std = self.advantage_stats[self.cursor]
@@ -214,7 +214,7 @@ class Rollouts:
         days["advantages"] = gained.float()
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 
-        self.days = {name: days[name] for name in self.kept}
+        self.days = {name: days[name] for name in self.loss_fields}
         self._deals = self._deal()
         self.advantage_stats = self._advantage_stats(gained)
 
@@ -222,15 +222,16 @@ class Rollouts:
         """Return mean and deviation of the advantages of every minibatch, over all ranks, with one all-reduce."""
         per_cohort = []
         for cohort, dealt in zip(gained.split(self.sizes), self._deals, strict=True):
-            rows = dealt.to(cohort.device, non_blocking=True)
-            per_cohort.append(torch.stack([stats_of(cohort[chosen]) for chosen in rows]))
+            minibatches = dealt.to(cohort.device, non_blocking=True)
+            per_cohort.append(torch.stack([stats_of(cohort[rows]) for rows in minibatches]))
+
         per_minibatch = self._gather_cohorts(torch.stack(per_cohort)).transpose(0, 1)  # (minibatches, cohorts, 3)
         merged = [RunningStats().merged(cohorts) for cohorts in per_minibatch.tolist()]
         return [[stats.mean, stats.std] for stats in merged]
 
     def _merged(self, per_cohort: list[Tensor], before: RunningStats) -> RunningStats:
-        stats = torch.stack([stats_of(values) for values in per_cohort])
-        return before.merged(self._gather_cohorts(stats).tolist())
+        parts = self._gather_cohorts(torch.stack([stats_of(values) for values in per_cohort]))
+        return before.merged(parts.tolist())
 
     # ---- all ranks ----
 
@@ -289,7 +290,7 @@ class Rollouts:
         self.rewards = RunningStats(*state["rewards"])
         self.values = RunningStats(*state["values"])
 
-        # Every rank takes the rows of its own environments, however many ranks have saved them.
+        # Every rank takes the rows of its own environments, however many ranks saved them.
         parts = state["environments"]
         for cohort, size in zip(self.cohorts, self.sizes, strict=True):
             rows = slice(cohort.first, cohort.first + size)
@@ -321,7 +322,6 @@ def deal(first: int, count: int, options: RolloutOptions, seed: int, update: int
     envs = torch.arange(count).view(-1, options.minibatches)
     epochs = torch.arange(options.epochs)[:, None, None]
 
-    # Sorting random bits is a permutation that depends on no rank and no generator.
-    bits = counter_rng.random_bits(seed, counter_rng.ORDER, update, epochs, first + envs)
-    order = bits.argsort(dim=-1)  # (epochs, positions, minibatches)
+    # Sorting random bits is a permutation (epochs, positions, minibatches) that depends on no rank and no generator.
+    order = counter_rng.random_bits(seed, counter_rng.ORDER, update, epochs, first + envs).argsort(dim=-1)
     return envs.expand_as(order).gather(-1, order).transpose(1, 2).flatten(0, 1)

@@ -199,6 +199,8 @@ class ClstmPpo(Task):
             loss = replace(loss, credit="all")
         self.loss_options = loss
         self.test_episodes = game.test_episodes
+
+        # The game decides the sizes of what the agent sees and chooses.
         self.game = game.make(rules)
         self.shape = AgentShape(
             **vars(agent),
@@ -295,6 +297,7 @@ class ClstmPpo(Task):
                 f"attention with {heads} heads lies between the LSTMs (task.cascade={shape.cascade})",
                 f"type task.hidden={-(-shape.hidden // heads) * heads}",
             )
+
         if rules.halt is not None and not 0 < rules.halt < 1:
             yield UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "type task.halt=0.9")
         if shape.value_per_asset and shape.assets == 1:

@@ -29,7 +29,7 @@ class Carry:
         self._first_step = True
 
     def take(self, first: int, count: int) -> Slots | None:
-        """Return what the `count` slots from `first` on hold, or None if they have not held anything yet."""
+        """Return what the `count` slots from `first` on hold, or None if they are still empty."""
         # The usual case: the same micro-batch as in the step before.
         if first in self._held and len(self._held[first]["steps"]) == count:
             return self._held[first]

@@ -79,6 +79,7 @@ class Puzzles:
         pair: tuple[Array, Array] = self.inputs[example], self.labels[example]
         if self.augment is not None:
             pair = self.augment(*pair)
+
         return *pair, int(self.puzzle_identifiers[puzzle])
 
 
@@ -99,10 +100,10 @@ class PuzzleGroups(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         cells, labels, puzzle_id = self.puzzles.draw(index)
+
         # Usually one segment. Sometimes more, so that the model can learn what continuing is worth.
-        least = 1
-        if self.most_steps > 1 and random.random() < self.explore:
-            least = random.randint(2, self.most_steps)
+        explores = self.most_steps > 1 and random.random() < self.explore
+        least = random.randint(2, self.most_steps) if explores else 1
         return {"inputs": cells, "labels": labels, "ids": puzzle_id, "least": least}
 
 

@@ -146,11 +146,8 @@ class Block(nn.Module):
         draw_weights(self.modules())
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        if self.attends:
-            mixed = self.mix(x, rotation)
-        else:
-            # The MLP mixes positions, so they have to be its channels.
-            mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        # The MLP mixes positions, so they have to be its channels.
+        mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
 
         x = rms(x + mixed, EPS).to(mixed.dtype)
         change = self.mlp(x)
@@ -309,10 +306,9 @@ class HierarchicalReasoningModel(nn.Module):
         self, low: Update, high: Update, z_h: Tensor, z_l: Tensor, x: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
         """Run h_cycles times l_cycles fast updates and a slow one. Only the last updates keep their gradients."""
-        config = self.config
-        cycle = ["l"] * config.l_cycles + ["h"]
-        updates = cycle * config.h_cycles
-        with_gradient = 2 if config.grad_cycle == "one_step" else len(cycle)
+        cycle = ["l"] * self.config.l_cycles + ["h"]
+        updates = cycle * self.config.h_cycles
+        with_gradient = 2 if self.config.grad_cycle == "one_step" else len(cycle)
 
         # Autograd would otherwise keep the activations of all updates.
         for number, which in enumerate(updates):

@@ -25,7 +25,7 @@ class AdamATan2(torch.optim.Optimizer):
 
     It has no epsilon, and scaling the gradient, however much, does not change it.
 
-    `fused` is for a GPU, and the default there: one kernel for each parameter, or, without Triton, some twenty for all.
+    `fused` is for a GPU, and the default there: one kernel for each parameter or, without Triton, about twenty for all.
     It divides by `grad_scale` and skips by `found_inf`, both tensors, so that the host waits for nothing. It counts the
     steps of all parameters of a group together.
     """
@@ -156,7 +156,7 @@ def _kernel() -> Callable[..., None] | None:
 
 
 class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
-    """SignSGD with decoupled decay, on the rows of a table that the step has used: row (1 - lr wd) - lr sign(sum).
+    """SignSGD with decoupled decay, on the rows of a table that the step used: row (1 - lr wd) - lr sign(sum).
 
     A step uses a few rows of a table that may have a million, so only their gradients travel: (slot, id, gradient) is
     gathered from all ranks and added per id, and then the sign is taken, once. If each rank took the sign first, a row
@@ -240,7 +240,7 @@ class MovingAverage:
     @contextmanager
     def instead(self, model: nn.Module) -> Iterator[None]:
         """Give the model the values of the average inside the block. It stays the same object, compiled or not."""
-        if not self.weights:  # no step has been trained yet
+        if not self.weights:  # before the first step
             yield
             return
 

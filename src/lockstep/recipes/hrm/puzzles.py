@@ -73,9 +73,7 @@ def make_splits(options: PuzzleOptions) -> tuple[Puzzles | IdGrids, Puzzles]:
         return read_puzzles(folder / "train"), read_puzzles(folder / "test")
     if options.puzzle in SUDOKUS:
         return _sudoku_splits(options)
-    if options.puzzle == "maze":
-        return _maze_splits(options)
-    return _id_grid_splits(options)
+    return _maze_splits(options) if options.puzzle == "maze" else _id_grid_splits(options)
 
 
 # ---- Sudoku ---------------------------------------------------------------------------------------------

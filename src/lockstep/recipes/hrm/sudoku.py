@@ -47,8 +47,7 @@ def units_and_peers(n: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
 
     peers = []
     for cell in range(n * n):
-        together = {peer for unit in units if cell in unit for peer in unit}
-        peers.append(sorted(together - {cell}))
+        peers.append(sorted({peer for unit in units if cell in unit for peer in unit} - {cell}))
     return units, peers
 
 
@@ -333,8 +332,7 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T
-    digits = [0, *_random_order(list(range(1, n + 1)))]
-    return cells.reshape(-1), np.array(digits, dtype=np.uint8)
+    return cells.reshape(-1), np.array([0, *_random_order(list(range(1, n + 1)))], dtype=np.uint8)
 
 
 def _random_lines(n: int, size: int) -> list[int]:

@@ -69,8 +69,9 @@ def f1(written: Tensor, expected: Tensor, blank: int | None) -> Tensor:
     if blank is not None and blank < size:
         for count in counts:
             count[:, blank] = 0
-    common = torch.minimum(*counts).sum(1)
-    return 2 * common / (counts[0].sum(1) + counts[1].sum(1))
+
+    # Twice the tokens in common, over all tokens.
+    return 2 * torch.minimum(*counts).sum(1) / (counts[0].sum(1) + counts[1].sum(1))
 
 
 def distinct(answers: Tensor) -> int:

@@ -173,16 +173,14 @@ class Reader(nn.Module):
         """Freeze the reader, and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
         self.requires_grad_(False).eval()
 
-        if device is None:
-            return self
-
         # Relative to the rank, so that one setting serves all ranks.
-        if device.startswith("cuda:+"):
+        if device is not None and device.startswith("cuda:+"):
             device = f"cuda:{torch.cuda.current_device() + int(device.removeprefix('cuda:+'))}"
-        self.to(device)
 
         # From here on `_apply` ignores moves.
-        self.fixed_device = device
+        if device is not None:
+            self.to(device)
+            self.fixed_device = device
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:

@@ -127,7 +127,7 @@ class Progress:
 class ReaderTraining:
     """Trains a reader on answers to questions about text.
 
-    What it has reached is stored in the file `saved`, from which an interrupted training resumes.
+    Its progress is stored in the file `saved`, from which an interrupted training resumes.
     """
 
     def __init__(self, reader: Reader, world: World, options: TrainingOptions, saved: Path):
@@ -167,7 +167,7 @@ class ReaderTraining:
         self.validation = _validation_batch(world, tokenizer, self.device)
         self.batches = training_batches(world, tokenizer, self.options.batch, self.progress.step, self.device)
 
-        # One graph serves all blocks. Earlier worlds are left too soon for compiling to pay.
+        # One graph serves all blocks. The earlier worlds end too soon for compiling to pay off.
         self.in_last_stage = self.progress.stage == len(self.worlds) - 1
         if self.device == "cuda" and self.in_last_stage:
             for block in self.reader.blocks:
@@ -195,18 +195,18 @@ class ReaderTraining:
 
     def _validate(self) -> bool:
         """Return whether the training is finished. The host waits for the device."""
-        progress = self.progress
         # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), lockstep.run_eagerly(self.reader):
-            progress.accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
+            accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
+        self.progress.accuracy = accuracy
 
         # Only the last world ends the training.
         if self.in_last_stage:
-            return progress.accuracy >= self.options.accuracy
+            return accuracy >= self.options.accuracy
 
         # An easier world needs less.
-        if progress.accuracy >= min(0.95, self.options.accuracy):
-            progress.stage += 1
+        if accuracy >= min(0.95, self.options.accuracy):
+            self.progress.stage += 1
             self._enter_stage()
         return False
 

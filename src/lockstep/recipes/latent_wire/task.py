@@ -246,6 +246,7 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
 def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks: list[int]) -> Iterator[UserError]:
     if not 1 <= len(readers) <= len(LETTERS):
         yield UserError(f"task.readers has {len(readers)} readers, and one or two are supported", "", "give one or two")
+
     for shape in readers:
         if not _is_reader(shape):
             yield UserError(
@@ -261,6 +262,7 @@ def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks:
             f"a reader with the layers 0 to {layers - 1}",
             f"type task.latent_adapter='[{layers - 1}]'",
         )
+
     if devices is not None and len(devices) != len(readers):
         yield UserError(
             f"task.reader_homes={devices} has {len(devices)} devices for {len(readers)} readers",

@@ -65,7 +65,7 @@ class WireShape:
         return self.vectors + self.private
 
     def sent(self, readers: int) -> int:
-        """Vectors that the wire has in all."""
+        """Vectors of the whole wire."""
         return self.vectors + self.private * readers
 
     def centres(self, readers: int) -> list[float] | None:
@@ -98,7 +98,7 @@ class CrossAttention(nn.Module):
         q = self.q(self.queries).expand(len(x), -1, -1)
         kv = self.kv(self.norm(x))
 
-        # Without centres every query sees the whole text alike.
+        # Without centres every query sees the whole text equally.
         bias = None if self.centres is None else distance_bias(self.centres, self.heads, x.shape[1]).to(q.dtype)
         return self.queries + self.out(cross_attend(q, kv, self.heads, bias))
 
@@ -111,7 +111,7 @@ def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
     position = (torch.arange(length, device=centres.device) + 0.5) / length
     distance = (position - centres[:, None]).abs() * len(centres)
 
-    # The last head has no slope: it sees the whole text alike.
+    # The last head has no slope: it sees the whole text equally.
     head = torch.arange(heads, device=centres.device)
     slope = torch.where(head < heads - 1, SLOPE * 0.5**head, 0.0)
     return -(slope[:, None, None] * distance)[None]
@@ -284,8 +284,7 @@ def put_before(reader: Reader, vectors: Tensor, rows: int) -> Tensor:
     Every row of `vectors` serves the same number of questions.
     """
     beginning = reader.embed(torch.zeros(len(vectors), 1, dtype=torch.int64, device=reader.device))
-    before = torch.cat((beginning, vectors.to(beginning.dtype)), 1)
-    return before.repeat_interleave(rows // len(vectors), 0)
+    return torch.cat((beginning, vectors.to(beginning.dtype)), 1).repeat_interleave(rows // len(vectors), 0)
 
 
 def ids_of(batch: dict[str, Tensor], number: int, device: torch.device, asked: str) -> tuple[Tensor, Tensor]:

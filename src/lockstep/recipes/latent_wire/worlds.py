@@ -111,6 +111,7 @@ class FactWorld:
         kind = asked % KINDS
         who = kind == ASKED.index("who")
         about = np.where(who, fact[..., 2], fact[..., 0])
+
         # A fact begins with the person, so kind k asks for word k + 1; "who" is the last kind.
         answer = np.take_along_axis(fact, np.where(who, 0, kind + 1)[..., None], -1)[..., 0]
         question = np.stack([_index(ASKED) + kind, about, np.full_like(kind, _index(MARKS) + 1)], -1)

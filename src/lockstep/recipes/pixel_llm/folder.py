@@ -69,8 +69,7 @@ def read_folder(folder: Path) -> list[Entry]:
         entries = _from_list(folder / LIST)
     else:
         # By name: the order of a folder differs from machine to machine.
-        texts = sorted(folder.glob("*.txt"))
-        entries = [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in texts]
+        entries = [Entry(text.with_suffix(".png"), text.read_text().strip()) for text in sorted(folder.glob("*.txt"))]
 
     fix = f"give a folder with {LIST} ({LIST_FORM}), or with pairs x.png and x.txt"
     if not entries:

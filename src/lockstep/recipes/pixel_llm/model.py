@@ -154,22 +154,18 @@ class DecoderLayer(nn.Module):
 
         With a cache T is 1, and `memory` may be None once the cache holds its keys and values.
         """
+        # With a cache, the one new word may look at every word before it: nothing has to be masked.
+        causal = cache is None
+        cache = cache or LayerCache()
         normed = self.self_norm(x)
-        own = self.self_attention.keys_and_values(normed)
-        if cache is None:
-            x = x + self.self_attention(normed, *own, causal=True)
-        else:
-            # The one new word may look at every word before it: nothing has to be masked.
-            x = x + self.self_attention(normed, *cache.append(own))
+        own = cache.append(self.self_attention.keys_and_values(normed))
+        x = x + self.self_attention(normed, *own, causal=causal)
 
         # The keys and values of the memory are the same for every word.
-        seen = cache.memory if cache is not None else ()
-        if not seen:
+        if not cache.memory:
             assert memory is not None
-            seen = self.cross_attention.keys_and_values(memory)
-        if cache is not None:
-            cache.memory = seen
-        x = x + self.cross_attention(self.cross_norm(x), *seen)
+            cache.memory = self.cross_attention.keys_and_values(memory)
+        x = x + self.cross_attention(self.cross_norm(x), *cache.memory)
 
         return x + self.mlp(self.mlp_norm(x))
 

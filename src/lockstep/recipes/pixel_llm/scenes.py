@@ -172,8 +172,8 @@ class ShapeScenes(Dataset[Sample]):
             ids[row] = self.words.ids(described.caption)
             slots[row, : len(described.parts)] = [SLOT_NUMBERS[part.slot] for part in described.parts]
 
-        held_out = np.full(count, self.split == COMP)
-        return Sample(*map(torch.from_numpy, (images, ids, slots, held_out, things)))
+        arrays = images, ids, slots, np.full(count, self.split == COMP), things
+        return Sample(*map(torch.from_numpy, arrays))
 
     def scene(self, index: int) -> Scene:
         return self._draw(index, Stream(self.seed, self.split))
@@ -260,7 +260,7 @@ def between(low: float, high: float, share: float) -> float:
 
 
 def relation(spot: Spot, origin: Spot) -> str:
-    """Return where `spot` lies as seen from `origin`, along the longer way."""
+    """Return where `spot` lies as seen from `origin`, along the longer distance."""
     right = spot[0] - origin[0]
     down = spot[1] - origin[1]
     if abs(right) > abs(down):

@@ -22,7 +22,7 @@ from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOT_NUMBERS, TR
 from lockstep.recipes.pixel_llm.words import PAD, Words
 from lockstep.task import Loss, Metric, Task
 
-# `folder` is also a command, and `python -m` warns of a module that its package has imported already.
+# `folder` is also a command, and `python -m` warns of a module that its package already imported.
 if TYPE_CHECKING:
     from lockstep.recipes.pixel_llm.folder import ImageFolder
 

@@ -26,8 +26,8 @@ class Words:
     @classmethod
     def of(cls, captions: Sequence[str]) -> Words:
         """Take all words of these captions, in alphabetical order: the same captions give the same ids."""
-        words = sorted(set(" ".join(captions).split()))
-        return cls(words, max((len(caption.split()) for caption in captions), default=1))
+        longest = max((len(caption.split()) for caption in captions), default=1)
+        return cls(sorted(set(" ".join(captions).split())), longest)
 
     def __len__(self) -> int:
         return len(self.words)
