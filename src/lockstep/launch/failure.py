@@ -21,7 +21,7 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records, stacks
 from lockstep.runtime import heartbeat
 
-# The exit code of a rank that has saved and stopped on request.
+# The exit code of a rank that saved and exited on request.
 PREEMPTED = Preempted.CODE
 
 # The only exception that a restart cures: with it `micro_batch=auto` asks for a smaller micro-batch.
@@ -111,7 +111,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank ended, with its failure unless it finished or stopped on request."""
+    """How a rank ended, with its failure unless it finished or was preempted."""
 
     code: int
     failure: Failure | None = None
@@ -156,7 +156,6 @@ class LocalRank:
     log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
     pid: int | None = None  # None until the zygote has forked it
-    ended: bool = False
 
 
 def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
@@ -192,7 +191,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
         case "SIGKILL" if after > before:
             message = f"out of host memory (cgroup oom_kill went from {before} to {after})"
         case "SIGKILL":
-            message = "killed by SIGKILL; the kernel counted no OOM kill"
+            message = "the kernel counted no OOM kill"
         case "SIGBUS":
             # The usual cause: loader processes share batches through /dev/shm, and it is full.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0

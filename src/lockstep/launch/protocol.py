@@ -71,7 +71,7 @@ class Exited(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class Stopped(AttemptMessage):
+class RanksGone(AttemptMessage):
     """No rank of this attempt is alive on the node any more."""
 
 
@@ -93,7 +93,7 @@ class Stacks(AttemptMessage):
 
 @dataclass(frozen=True)
 class SignalReceived(Message):
-    """The node's launcher received a signal that asks the whole job to save and stop."""
+    """The node's launcher received a signal that asks the whole job to save and exit."""
 
     signal: str
 
@@ -149,7 +149,7 @@ class Preempt(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class Stop(AttemptMessage):
+class Kill(AttemptMessage):
     """Kill the ranks."""
 
 

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
@@ -37,13 +37,13 @@ from lockstep.launch.protocol import (
     LogEvent,
     Message,
     NodeBeat,
+    RanksGone,
     Refused,
     Send,
     SignalReceived,
     Stacks,
     Start,
     StartAttempt,
-    Stopped,
     Welcome,
     ZygoteLost,
     claim,
@@ -62,7 +62,7 @@ COORDINATOR = 0
 # Upper bound on the rank count that a remote node may announce.
 MOST_RANKS = 4096
 
-# Signals that ask the job to save and stop. Schedulers send the first two, a terminal the third.
+# Signals that ask the job to save and exit. Schedulers send the first two, a terminal the third.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -154,7 +154,7 @@ class Coordinator:
 
         # Events of this node and of the others.
         while self._signals:
-            self._machine.stop_requested(self._signals.pop(0), now)
+            self._machine.preempt_requested(self._signals.pop(0), now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
@@ -228,8 +228,8 @@ class Coordinator:
         match message:
             case Exited():
                 self._machine.exited(message, now)
-            case Stopped():
-                self._machine.stopped(number, message.attempt, now)
+            case RanksGone():
+                self._machine.ranks_gone(number, message.attempt, now)
             case ZygoteLost():
                 self._machine.zygote_lost(number, message, now)
             case Stacks():
@@ -237,7 +237,9 @@ class Coordinator:
             case NodeBeat():
                 self._machine.beat(number, message, now)
             case SignalReceived():
-                self._machine.stop_requested(message.signal, now)
+                self._machine.preempt_requested(message.signal, now)
+            case _:
+                raise ValueError(f"{type(message).__name__} is not for the coordinator")
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -253,6 +255,8 @@ class Coordinator:
             case Ending():
                 self._send_to_nodes(command)
                 self._ending = command
+            case _:
+                assert_never(command)
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
@@ -335,7 +339,7 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
                 case _:
                     agent.do(message)
 
-        # A signal at any node is a stop request for the whole job.
+        # A signal at any node is meant for the whole job.
         while signals:
             connection.send(SignalReceived(signals.pop(0)))
 

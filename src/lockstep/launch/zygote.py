@@ -66,7 +66,7 @@ class Zygote:
         # The beginning of a line whose rest has not arrived.
         self._unread = b""
 
-        # The timeout is for writing a request: a zygote that is stopped reads nothing.
+        # The timeout is for writing a request: a suspended zygote reads nothing.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
         with theirs:
@@ -103,9 +103,9 @@ class Zygote:
 
     def poll(self) -> list[dict[str, int]]:
         """Return what has happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
-        # A zygote that is stopped, or stuck in an import, answers no request.
-        limit = ANSWER_S if self.ready else READY_S
-        if self.alive and self._unanswered and time.monotonic() - self._since > limit:
+        # A zygote that is suspended, or stuck in an import, answers no request.
+        timeout = ANSWER_S if self.ready else READY_S
+        if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
         # Read everything that is there; no data means that the process has ended.
@@ -283,7 +283,7 @@ def _kill_group(pid: int) -> None:
 def die_with_parent() -> None:
     """Have the kernel (Linux) kill this process when its parent dies; a zygote ends with its launcher.
 
-    This ends ranks that the lifeline cannot: stopped ones, and ones that hold the GIL.
+    This ends ranks that the lifeline cannot: suspended ones, and ones that hold the GIL.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

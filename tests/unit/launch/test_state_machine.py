@@ -15,6 +15,7 @@ from lockstep.launch.protocol import (
     CollectStacks,
     Ending,
     Exited,
+    Kill,
     LogEvent,
     NodeBeat,
     Preempt,
@@ -22,7 +23,6 @@ from lockstep.launch.protocol import (
     Send,
     Stacks,
     StartAttempt,
-    Stop,
     ZygoteLost,
 )
 from lockstep.launch.state_machine import JobStateMachine
@@ -64,7 +64,7 @@ class Stage:
 
     def stop(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.machine.stopped(node, self.machine.attempt.number, self.now)
+            self.machine.ranks_gone(node, self.machine.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
         """A rank is killed and all others are stopped."""
@@ -103,7 +103,7 @@ def test_all_done(stage):
 def test_a_kill_stops_all_and_starts_all_again(stage):
     stage.exit(1, -9, step=41, phase="exchange")
     stage.tick()
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert not stage.of(StartAttempt)  # not before the last one is gone
     assert "restarting 2 ranks from the beginning (restart 1 of 10 in an hour)" in stage.said
     assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "restart"]
@@ -114,7 +114,7 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.machine.exited(Exited(0, 0, Exit(-9)), stage.now)
-    stage.machine.stopped(0, 0, stage.now)
+    stage.machine.ranks_gone(0, 0, stage.now)
     stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
 
@@ -209,12 +209,12 @@ def test_progress_or_another_culprit_resets_the_count():
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_a_stop_request(stage, name, code):
-    stage.machine.stop_requested(name, stage.now)
+    stage.machine.preempt_requested(name, stage.now)
     stage.tick()
     assert stage.sent(Preempt) == [0]
     stage.saved = 12
     stage.exit(0, 75)
-    stage.machine.stop_requested("SIGTERM", stage.now)  # schedulers send it more than once
+    stage.machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
     assert stage.tick() == []
     stage.exit(1, 75)
     stage.tick()
@@ -224,7 +224,7 @@ def test_a_stop_request(stage, name, code):
 
 
 def test_a_stop_request_to_a_job_that_finishes_first(stage):
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 0)
     stage.exit(1, 0)
     assert stage.tick()[-1] == Ending(0)
@@ -232,11 +232,11 @@ def test_a_stop_request_to_a_job_that_finishes_first(stage):
 
 def test_ranks_that_do_not_stop_are_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.tick(2)
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert "2 ranks did not stop in time and were killed" in stage.said
     stage.stop()
     assert stage.tick()[-1].code == 1
@@ -244,29 +244,29 @@ def test_ranks_that_do_not_stop_are_killed(stage):
 
 def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     stage.tick(19)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.tick(2)
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     stage.stop()
     assert stage.tick()[-1].code == 75
 
 
 def test_a_second_interrupt_stops_at_once(stage):
-    stage.machine.stop_requested("SIGINT", stage.now)
+    stage.machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
-    stage.machine.stop_requested("SIGINT", stage.now)
+    stage.machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     stage.stop()
     assert stage.tick() == [Ending(130)]
 
 
 def test_a_stop_request_between_two_attempts(stage):
     stage.exit(1, -9)
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.stop()
     stage.tick()
     assert stage.of(Ending) == [Ending(75, None, 1)]
@@ -274,14 +274,14 @@ def test_a_stop_request_between_two_attempts(stage):
 
 
 def test_a_kill_after_a_stop_request_is_not_restarted(stage):
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
     assert "the job was asked to stop (SIGTERM)" in stage.said
 
 
 def test_ranks_that_were_signalled_directly(stage):
     stage.exit(0, 75)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.exit(1, 75)
     assert stage.tick()[-1] == Ending(75)
 
@@ -352,7 +352,7 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage.tick()
     stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
     stage.stop()
     (ending,) = stage.tick()
@@ -451,7 +451,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
     stage = nodes(1, 2, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     assert stage.tick()[-1] == Ending(75)
 
@@ -511,8 +511,8 @@ def test_no_wait_is_without_a_limit():
     assert stage.machine._deadline < float("inf")
     stage.tick()
     stage.machine.resize(2, stage.now)
-    assert stage.machine.phase is module.Phase.PREEMPT
+    assert stage.machine.job_phase is module.JobPhase.PREEMPT
     assert stage.machine._deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.machine.phase is module.Phase.STOP
+    assert stage.machine.job_phase is module.JobPhase.KILL
     assert stage.machine._deadline < float("inf")
