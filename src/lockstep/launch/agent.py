@@ -196,8 +196,7 @@ class Agent:
         # Before the zygote is ready nothing has begun: the ranks count as preempted without ever having run.
         if not self._zygote.ready:
             self._zygote.forget()
-            preempted = failure.Exit(failure.PREEMPTED)
-            self._events += [Exited(current.number, number, preempted) for number in current.ranks]
+            self._events += [Exited(current.number, rank, failure.Exit(failure.PREEMPTED)) for rank in current.ranks]
             current.ranks.clear()
 
         for pid in current.pids.values():

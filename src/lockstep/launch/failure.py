@@ -204,9 +204,9 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     # A rank cannot answer to SIGKILL: its file has only what it was doing when an earlier hang was suspected. The crash
     # was most likely in the main thread; threads of loaders and of torch would only distract.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
-    frames = stacks.main_thread(dumped)
+    detail = stacks.describe(stacks.main_thread(dumped))
 
-    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
+    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail))
 
 
 def oom_kills() -> int:

@@ -141,8 +141,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
 
 def _mismatch(history: History) -> str | None:
     """Describe the earliest collective that is not the same on all ranks; later differences follow from it."""
-    numbers = {number for entered in history.values() for number in entered}
-    for number in sorted(numbers):
+    for number in sorted(set().union(*history.values())):
         seen: dict[tuple[str, ...], list[int]] = {}
         for rank, entered in history.items():
             if number in entered:

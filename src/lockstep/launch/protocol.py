@@ -212,8 +212,7 @@ _KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMess
 
 
 def encode(message: Message) -> bytes:
-    values = asdict(message)  # pyrefly: ignore
-    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"  # pyrefly: ignore
 
 
 def decode(line: bytes) -> Message:

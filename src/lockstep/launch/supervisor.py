@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -52,6 +51,7 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
+from lockstep.runtime.preemption import signal_handler
 
 # How long a turn of the loop waits for something to happen.
 POLL_S = 0.05
@@ -93,22 +93,14 @@ def supervise(job: Job) -> Ending:
 
 @contextmanager
 def collect_signals() -> Iterator[list[str]]:
-    """Yield a list to which the names of SIGNALS are appended as they come.
-
-    Only a process's main thread can receive signals; elsewhere the list stays empty.
-    """
+    """Yield a list to which the names of SIGNALS are appended as they come; outside the main thread it stays empty."""
     received: list[str] = []
 
     def note(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
 
-    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with signal_handler(note, SIGNALS):
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def say(text: str) -> None:
@@ -212,8 +204,11 @@ class Coordinator:
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
-            full = f"the job has its {self._job.nnodes.most} nodes already"
-            answer = Refused(f"{join}: no more nodes can join", full, "start the job with a larger --nnodes")
+            answer = Refused(
+                f"{join}: no more nodes can join",
+                f"the job has its {self._job.nnodes.most} nodes already",
+                "start the job with a larger --nnodes",
+            )
         elif not 1 <= count.least <= count.first <= count.most <= MOST_RANKS:
             answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.first}", same)
         else:

@@ -49,8 +49,6 @@ Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
-    """The launcher's side: a handle to the process."""
-
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
         self.alive = True

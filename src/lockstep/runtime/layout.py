@@ -20,8 +20,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a DTensor."""
-
     local: Tensor  # shares the DTensor's memory
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the shard starts in the full tensor
@@ -152,7 +150,6 @@ def _dtensor(shard: Tensor, reference: DTensor, placements: Sequence[Placement],
 
 
 def is_sharded_by_rows(tensor: DTensor) -> bool:
-    """Return whether the tensor is sharded along its first dimension only."""
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 

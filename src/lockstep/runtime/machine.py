@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,12 +17,10 @@ def available_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes of host memory that are still free, or all of them where the system does not say (macOS)."""
-    # MemAvailable includes what Linux could reclaim from caches.
+    # MemAvailable, in KiB, includes what Linux could reclaim from caches.
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if meminfo.exists() and (free := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):
+        return int(free[1]) * 1024
 
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import UserError
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `local_*` count the processes of this machine."""
+    """One process among `size` ranks. `local_*` count those of this machine; the master is where all ranks meet."""
 
     rank: int = 0
     size: int = 1
@@ -19,9 +19,7 @@ class World:
     local_size: int = 1
     master_addr: str | None = None
     master_port: int | None = None
-    listen_fd: int | None = None
-    # The reader of `runtime.environments` that made it. Not compared: a rank is the same rank, whatever started it.
-    environment: str = field(default="none", compare=False)
+    listen_fd: int | None = None  # the master's socket, which rank 0 inherits from our launcher
 
     @property
     def alone(self) -> bool:
@@ -42,7 +40,7 @@ class World:
         # Imported late: the readers make worlds, and so import this module.
         from lockstep.runtime import environments
 
-        return environments.detect(env) or World()
+        return environments.detect(env)
 
 
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

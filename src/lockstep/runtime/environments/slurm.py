@@ -57,14 +57,9 @@ def read(env: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int:
-    listed = env.get("SLURM_STEP_TASKS_PER_NODE")
-    if listed:
-        counts = tasks_per_node(listed)
-        node = whole_number(env, "SLURM_NODEID", 0)
-        if node < len(counts):
-            return counts[node]
-
-    return whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = whole_number(env, "SLURM_NODEID", 0) if counts else 0
+    return counts[node] if node < len(counts) else whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
 
 
 def tasks_per_node(text: str) -> list[int]:
