@@ -118,7 +118,7 @@ class Agent:
             case Kill() if current and current.number == message.attempt:
                 self._kill(current)
             case Kill():
-                # An attempt that this node does not know, or has closed, has no ranks here.
+                # An attempt that this node does not know, or closed, has no ranks here.
                 self._events.append(RanksGone(message.attempt))
             case Preempt() | CollectStacks():
                 pass  # of an attempt that is over here
@@ -237,7 +237,7 @@ class Agent:
         return events
 
     def _note(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
-        # A report without an exit code says that the rank has started.
+        # A report without an exit code says that the rank started.
         pid = report["pid"]
         if "code" not in report:
             rank.pid = pid
@@ -255,16 +255,15 @@ class Agent:
             self._events.append(Exited(current.number, rank.number, end))
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
+        """Replace a zygote that died, and kill the ranks that it forked: their exit codes would be lost."""
         self._cannot_import = not self._zygote.ready
         self._zygote.close()
 
-        attempt = -1
         if self._current is not None:
-            attempt = self._current.number
             self._current.kill()
             self._current.ranks.clear()
 
+        attempt = self._current.number if self._current else -1
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._cannot_import))
@@ -301,7 +300,7 @@ class Agent:
 
 
 def _environment_for(count: int) -> dict[str, str]:
-    """Return the environment of `count` ranks, which share the cores unless the user has set OMP_NUM_THREADS."""
+    """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
 
 

@@ -66,7 +66,7 @@ class Failure:
 
     @staticmethod
     def read(path: Path) -> Failure:
-        """Read the record that a rank has left. Raises ValueError if there is none, or not a valid one."""
+        """Read the record that a rank left. Raises ValueError if there is none, or not a valid one."""
         return records.parse(Failure, json.loads(records.read(path)))
 
     def text(self) -> str:
@@ -155,7 +155,7 @@ class LocalRank:
     log: Path | None
     log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
-    pid: int | None = None  # None until the zygote has forked it
+    pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
@@ -210,12 +210,9 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this control group the kernel has killed for memory; 0 where it does not say."""
-    for path in _memory_files():
-        if counted := re.search(r"\boom_kill (\d+)", records.read(path)):
-            return int(counted[1])
-
-    return 0
+    """Return how many processes of this control group the kernel killed for memory; 0 where it does not say."""
+    counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
+    return next((int(count[1]) for count in counts if count), 0)
 
 
 def _memory_files() -> list[Path]:

@@ -34,7 +34,7 @@ BEAT_S = 1.0
 # How long a node tries to reach the coordinating one.
 CONNECT_S = 300.0
 
-# How long the coordinator keeps connections open after the job has ended.
+# How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
 
 # The limit for the bytes of one message, and of everything that waits to be sent.
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True)
 class AttemptMessage(Message):
-    """Base of messages about one attempt. They may arrive when the next one has begun."""
+    """Base of messages about one attempt. They may arrive after the next one began."""
 
     attempt: int
 
@@ -77,7 +77,7 @@ class RanksGone(AttemptMessage):
 
 @dataclass(frozen=True)
 class ZygoteLost(AttemptMessage):
-    """The process that forks the node's ranks has died; `hopeless` if a new one would end the same way."""
+    """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
 
     why: str
     hopeless: bool
@@ -274,13 +274,13 @@ class Connection:
             raise ConnectionLost(f"the connection broke ({error.strerror})") from error
 
     def receive(self, now: float) -> list[Message]:
-        """Return the complete messages that have arrived.
+        """Return the complete messages that arrived.
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
         self._flush()
 
-        # Read what is there. No data means that the other side has closed the connection.
+        # Read what is there. No data means that the other side closed the connection.
         ended = False
         try:
             while len(self._unread) <= LARGEST and not ended:
@@ -330,7 +330,7 @@ class Hub:
         return [*self._listeners, *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Accept new connections, and return what has arrived on all of them."""
+        """Accept new connections, and return what arrived on all of them."""
         for listener in self._listeners:
             # An error means that no other node is waiting, or that it has hung up already.
             with suppress(OSError):
@@ -406,7 +406,7 @@ def claim(join: str) -> socket.socket | None:
 
 
 def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
-    """Connect to the coordinating node, which may not have been started yet."""
+    """Connect to the coordinating node, which may not be running yet."""
     host, port = parse_join(join)
 
     # Nodes may be started in any order: retry, and say so once.

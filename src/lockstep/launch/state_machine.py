@@ -149,7 +149,7 @@ class Attempt:
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
-        # The ranks that have ended so far.
+        # The ranks that ended so far.
         self.exits: dict[int, Exit] = {}
         self.watchdog = Watchdog(limits)
 
@@ -202,7 +202,7 @@ class JobStateMachine:
         # A placeholder without ranks, until the first attempt starts.
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
-        # RUN has a deadline only once a rank has failed; until then heartbeats watch it. OVER has none.
+        # RUN has a deadline only once a rank failed; until then heartbeats watch it. OVER has none.
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
@@ -444,7 +444,7 @@ class JobStateMachine:
         if now < self._deadline:
             return
 
-        # The deadline of this phase has passed.
+        # The deadline of this phase is over.
         match self.job_phase:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"

@@ -140,7 +140,7 @@ class Coordinator:
         return self._ending
 
     def _turn(self) -> None:
-        """Collect what has happened, hand it to the state machine, and do what it says."""
+        """Collect what happened, hand it to the state machine, and do what it says."""
         select.select(self._agent.sockets() + self._hub.sockets(), [], [], POLL_S)
         now = time.monotonic()
 
@@ -260,11 +260,17 @@ class Coordinator:
         guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            world = sum(command.ranks.values())
             base = 0
             for group_rank, (number, count) in enumerate(command.ranks.items()):
-                start = Start(command.attempt, base, count, world, group_rank, self._address, port)
+                start = Start(
+                    attempt=command.attempt,
+                    base=base,
+                    count=count,
+                    world=sum(command.ranks.values()),
+                    group_rank=group_rank,
+                    address=self._address,
+                    port=listener.getsockname()[1],
+                )
                 self._send(number, start, listener)
                 base += count
 
@@ -311,7 +317,7 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
                 case Refused():
                     raise UserError(message.problem, message.found, message.fix)
                 case Welcome():
-                    # What the coordinator has decided replaces what this node's launcher decided.
+                    # What the coordinator decided replaces what this node's launcher decided.
                     layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
                     spec = {**job.spec, "layers": layers + message.decided}
                     adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)

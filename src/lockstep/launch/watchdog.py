@@ -161,15 +161,12 @@ def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float
     if view.phase in UNPREDICTABLE or view.steps_done == 0 or not view.longest.get(view.phase):
         return limits.first
 
-    if view.phase in STEADY:
-        # A collective waits for whatever the other ranks still do before they enter it.
-        least, alike = limits.least, {view.phase, "compute", "data"}
-    else:
-        least, alike = IO_FACTOR * limits.least, {view.phase}
+    # A collective waits for whatever the other ranks still do before they enter it.
+    steady = view.phase in STEADY
+    phases = {view.phase, "compute", "data"} if steady else {view.phase}
+    longest = max(other.longest.get(phase, 0.0) for other in views for phase in phases)
 
-    longest = max(other.longest.get(phase, 0.0) for other in views for phase in alike)
-
-    return max(least, limits.factor * longest)
+    return max(limits.least * (1.0 if steady else IO_FACTOR), limits.factor * longest)
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:

@@ -80,13 +80,13 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
 
     heartbeat.beat("join")
 
-    # A script that has made the process group itself also destroys it.
+    # A script that made the process group itself also destroys it.
     joined = dist.is_initialized()
     if joined:
         _check_joined(world)
         backend = dist.get_backend()
     else:
-        # No collective gives up sooner than the launcher, which knows what each rank does; nor during a compilation,
+        # No collective times out sooner than the launcher, which knows what each rank does; nor during a compilation,
         # which may take longer than NCCL's default timeout.
         timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, timeout=timeout)

@@ -92,7 +92,7 @@ class Heartbeat:
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Enter `phase`, and a new step if `step` has changed."""
+        """Enter `phase`, and a new step if `step` changed."""
         now = time.monotonic()
         self._leave_phase(now)
         self.phase = phase

@@ -83,7 +83,7 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
     rank's part of it starts.
     """
     # From the leftmost axis to the rightmost, with one exception: FSDP's axis stands to the left of tp's, and FSDP
-    # shards what tp has sharded already.
+    # shards what tp sharded already.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
 
     shape = list(tensor.shape)

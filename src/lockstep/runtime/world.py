@@ -27,7 +27,7 @@ class World:
 
     @staticmethod
     def launched(env: Mapping[str, str] = os.environ) -> bool:
-        """Return whether a launcher (ours, torchrun, a hand-written one) has set RANK and WORLD_SIZE.
+        """Return whether a launcher (ours, torchrun, a hand-written one) set RANK and WORLD_SIZE.
 
         Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher
         in each task, and only a plain script is itself a rank.
@@ -45,15 +45,12 @@ class World:
 
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return the environment variable as an int, or `default` if it is not set."""
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
-
+    value = env.get(name, default)
     try:
-        return int(text or "")
+        return int("" if value is None else value)
     except ValueError:
         raise UserError(
             f"the environment variable {name} must be a whole number",
-            f"{name}={text!r}" if text is not None else f"{name} is not set",
+            f"{name}={value!r}" if value is not None else f"{name} is not set",
             f"set {name} as your launcher does, or unset it",
         ) from None
