@@ -1,7 +1,7 @@
 """Inject faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
 
 The description travels in an environment variable, since the ranks are other processes. Files keep count of how often a
-fault has happened, since a rank that was killed comes back knowing nothing.
+fault happened, since a rank that was killed comes back knowing nothing.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Fault:
 
         # All ranks compete for the `times`: who creates the file has the fault.
         claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+
         return self.times is None or any(claims)
 
 
@@ -148,6 +149,7 @@ def planned() -> list[Fault]:
     global in_environment
     if in_environment is None:
         in_environment = from_text(os.environ.get(VARIABLE) or "[]")
+
     return in_environment
 
 

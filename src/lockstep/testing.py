@@ -59,6 +59,7 @@ def fail_at(
                 del os.environ[faults.VARIABLE]
             else:
                 os.environ[faults.VARIABLE] = before
+
             faults.reset()
 
         if fault.times is not None and not any(Path(marks).rglob("fired-*")):

@@ -173,8 +173,7 @@ def _wait(history: History) -> str | None:
 
 
 def _last(entered: dict[int, Collective]) -> str:
-    newest = max(entered, default=None)
-    return "it entered none" if newest is None else f"its last was {newest}, {entered[newest]}"
+    return f"its last was {max(entered)}, {entered[max(entered)]}" if entered else "it entered none"
 
 
 def listed(ranks: list[int]) -> str:

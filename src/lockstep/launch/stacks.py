@@ -69,6 +69,7 @@ class Frame:
         else:
             with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
                 file = file.removeprefix(os.getcwd() + "/")
+
         return f"{file}:{self.line} {self.function}"
 
 

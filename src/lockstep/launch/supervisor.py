@@ -260,6 +260,7 @@ class Coordinator:
         guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
+            # Ranks are numbered node by node.
             base = 0
             for group_rank, (number, count) in enumerate(command.ranks.items()):
                 start = Start(

@@ -123,4 +123,5 @@ class ControlWordCodec:
         # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
         buffer = next(self._pinned)
         buffer.numpy()[:] = values
+
         return buffer.to(self.device, non_blocking=True)

@@ -143,6 +143,7 @@ def read(path: Path) -> View | None:
         return None
 
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
+
     return View(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),

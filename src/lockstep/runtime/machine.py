@@ -12,6 +12,7 @@ def available_cores() -> int:
     """Return the number of cores that this process may use, or of all cores where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
+
     return os.cpu_count() or 1
 
 
@@ -31,4 +32,5 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(device.strip() not in ("", "-1") for device in visible.split(","))
+
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -46,6 +46,7 @@ def read(env: Mapping[str, str]) -> World | None:
     # All tasks of the step compute the same port, and other jobs most likely another one.
     job = whole_number(env, "SLURM_JOB_ID", 0)
     step = whole_number(env, "SLURM_STEP_ID", 0)
+
     return World(
         rank=rank,
         size=tasks,
@@ -67,6 +68,7 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
+
     return counts
 
 
