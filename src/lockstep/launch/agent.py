@@ -59,7 +59,7 @@ class LocalAttempt:
         self.alive, write_end = os.pipe()
         self._lifeline = os.fdopen(write_end, "wb", buffering=0)
 
-        # Those that have not ended.
+        # The ranks that have not ended, by number.
         self.ranks: dict[int, failure.LocalRank] = {}
 
         # Whether the ranks were asked to save and exit, and when they were killed.

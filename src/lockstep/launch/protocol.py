@@ -274,7 +274,7 @@ class Connection:
             raise ConnectionLost(f"the connection broke ({error.strerror})") from error
 
     def receive(self, now: float) -> list[Message]:
-        """Return the complete messages that arrived.
+        """Return the complete messages that have arrived.
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
@@ -330,7 +330,7 @@ class Hub:
         return [*self._listeners, *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Accept new connections, and return what arrived on all of them."""
+        """Accept new connections, and return what has arrived on all of them."""
         for listener in self._listeners:
             # An error means that no other node is waiting, or that it has hung up already.
             with suppress(OSError):

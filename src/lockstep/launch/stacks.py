@@ -88,7 +88,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
         for rank in sorted(waiting):
             text = records.read(files[rank], before[rank])
 
-            # An answer that did not grow since the last look is complete.
+            # An answer that has not grown since the last look is complete.
             if text and text == answers[rank]:
                 waiting.discard(rank)
 

@@ -92,7 +92,7 @@ class Restarts:
         # The times of the restarts within the last hour.
         self.recent: list[float] = []
 
-        # For each of them, the rank slot that failed and the newest checkpoint at that time.
+        # The rank slot that failed at each restart, and the newest checkpoint at that time.
         self._culprits: list[tuple[object, int | None]] = []
 
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
@@ -149,7 +149,7 @@ class Attempt:
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
-        # The ranks that ended so far.
+        # The ranks that have ended so far.
         self.exits: dict[int, Exit] = {}
         self.watchdog = Watchdog(limits)
 
@@ -202,7 +202,7 @@ class JobStateMachine:
         # A placeholder without ranks, until the first attempt starts.
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
-        # RUN has a deadline only once a rank failed; until then heartbeats watch it. OVER has none.
+        # RUN has a deadline only once a rank has failed; until then heartbeats watch it. OVER has none.
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 

@@ -92,7 +92,7 @@ class Zygote:
         self._send()
 
     def forget(self) -> None:
-        """Drop the requests that were not sent yet."""
+        """Drop the requests that are still unsent."""
         for _, fds in self._waiting:
             _close(fds)
 
