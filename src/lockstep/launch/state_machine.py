@@ -444,7 +444,7 @@ class JobStateMachine:
         if now < self._deadline:
             return
 
-        # The deadline of this phase is over.
+        # The deadline of this phase has passed.
         match self.job_phase:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
@@ -457,6 +457,7 @@ class JobStateMachine:
                 for number in sorted(self._unanswered):
                     self.gone(number, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
             case _ if self.attempt.all_clean:
+                # Ranks that were asked to save take too long.
                 self._fail(self._overdue(), now)
             case _:
                 # A node that is being lost may have caused the exception: wait, and report the node.

@@ -195,6 +195,8 @@ class Coordinator:
                 except (ValueError, TypeError, KeyError) as error:
                     self._hub.drop(number)
                     self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+            case _:
+                pass  # from a node that was refused, or is lost
 
     def _greet(self, number: int, hello: Hello, now: float) -> None:
         join = f"--join {self._job.join}"
