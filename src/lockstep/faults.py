@@ -1,7 +1,7 @@
 """Inject faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
 
 The description travels in an environment variable, since the ranks are other processes. Files keep count of how often a
-fault has happened, since a rank that was killed comes back knowing nothing.
+fault happened, since a rank that was killed comes back knowing nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "LOCKSTEP_FAULTS"
 
 # In addition to the phases of a heartbeat, a fault may happen at these points.
 PLACES = (
-    "loss",  # a loss has been computed
+    "loss",  # a loss was computed
     "write",  # a checkpoint's file is half written
     "rename",  # a checkpoint is staged, and not yet renamed
     "latest",  # a checkpoint is renamed, and `latest` does not know
@@ -46,7 +46,7 @@ class Fault:
     times: int | None = 1
     seconds: float | None = None  # for "slow"
 
-    # The folder that counts how often it has happened; None: each process counts for itself.
+    # The folder that counts how often it happened; None: each process counts for itself.
     marks: str | None = None
     _untried: Iterator[int] = field(init=False, repr=False, compare=False)
 
@@ -89,11 +89,12 @@ class Fault:
 
         # All ranks compete for the `times`: who creates the file has the fault.
         claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
+
         return self.times is None or any(claims)
 
 
 def _created(path: Path) -> bool:
-    """Create the file, and return True; or return False if another process has done so before."""
+    """Create the file, and return True; or return False if another process did so before."""
     # Exclusive creation is atomic between processes, even across restarts.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,7 +134,7 @@ def from_text(text: str) -> list[Fault]:
         ) from None
 
 
-# None: the environment has not been read. Code that runs in every step calls `fire` only if this is not empty.
+# None: the environment was not read yet. Code that runs in every step calls `fire` only if this is not empty.
 in_environment: list[Fault] | None = None
 
 
@@ -148,6 +149,7 @@ def planned() -> list[Fault]:
     global in_environment
     if in_environment is None:
         in_environment = from_text(os.environ.get(VARIABLE) or "[]")
+
     return in_environment
 
 

@@ -59,6 +59,7 @@ def fail_at(
                 del os.environ[faults.VARIABLE]
             else:
                 os.environ[faults.VARIABLE] = before
+
             faults.reset()
 
         if fault.times is not None and not any(Path(marks).rglob("fired-*")):
@@ -68,13 +69,13 @@ def fail_at(
 def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
     """Return the faults as environment variables, for a process that you start yourself.
 
-    `marks` is a folder in which the ranks count how often each fault has happened; use a new one for every test.
+    `marks` is a folder in which the ranks count how often each fault happened; use a new one for every test.
     """
     return {faults.VARIABLE: faults.to_text(_marked(list(planned), marks))}
 
 
 def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
-    """Give each fault a folder of its own, in which all ranks count how often it has happened."""
+    """Give each fault a folder of its own, in which all ranks count how often it happened."""
     faults.check_phases(planned, PHASES)
     marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
     for fault in marked:

@@ -37,7 +37,7 @@ WHAT_MUST_BE_SAID = {
     "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To resume"),
     "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To resume"),
     "exit": ("rank 1", "step 12", "phase compute", "ended with code 3", "To resume"),
-    "stopped": ("rank 1", "step 12", "phase compute", "stopped by a signal", "To resume"),
+    "stopped": ("rank 1", "step 12", "phase compute", "suspended by a signal", "To resume"),
     "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To resume"),
     "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
     "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training continues", "step-00000005"),

@@ -113,7 +113,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
     head, *rest = capfd.readouterr().err.splitlines()
     assert head.startswith("lockstep: rank 1 on ")
     assert " failed at step 41, phase exchange, " in head
-    assert head.endswith(": SIGKILL: killed by SIGKILL; the kernel counted no OOM kill")
+    assert head.endswith(": SIGKILL: the kernel counted no OOM kill")
     assert rest[0] == "  my last words"
     assert rest[-1] == "  restarting 2 ranks from the checkpoint of step 40 (restart 1 of 10 in an hour)"
     assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
@@ -256,9 +256,9 @@ def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("lockstep.launch.watchdog.STOPPED_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.watchdog.HALTED_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_STOP_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
 
 def in_the_meantime(act) -> None:
@@ -322,7 +322,7 @@ def test_a_stopped_rank_is_named(run, tmp_path, capfd):
     assert run("me.note()\nif me.attempt == 0: me.train()").restarts == 1
     head, *detail = capfd.readouterr().err.splitlines()
     assert "rank 1 on " in head
-    assert "stopped by a signal" in head
+    assert "suspended by a signal" in head
     assert any("puppet.py" in line for line in detail)  # where the other one was
     assert not alive(pid_of(tmp_path, 0, 1))
 

@@ -126,7 +126,7 @@ def test_noise_at_the_meeting_point_does_no_harm(nodes, tmp_path):
         b"[]\n",
         b'{"kind": "Exited"}\n',
         b"\xff" * 9000 + b"\n",
-        b'{"kind": "Stopped", "attempt": 0}\n',
+        b'{"kind": "RanksGone", "attempt": 0}\n',
     ):
         with socket.create_connection(("127.0.0.1", port)) as line:
             line.sendall(noise)

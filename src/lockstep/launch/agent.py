@@ -1,4 +1,4 @@
-"""The agent of one node: it starts the node's ranks, watches them, asks them to save and stop, and kills them.
+"""The agent of one node: it starts the node's ranks, watches them, asks them to save and exit, and kills them.
 
 It decides nothing. The coordinator's messages go in (`do`), and messages for the coordinator come out (`poll`, `beat`).
 Every node has an agent, including the coordinating one.
@@ -21,14 +21,14 @@ from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
     CollectStacks,
     Exited,
+    Kill,
     Message,
     NodeBeat,
     Preempt,
     Prepare,
+    RanksGone,
     Stacks,
     Start,
-    Stop,
-    Stopped,
     ZygoteLost,
 )
 from lockstep.launch.run_dir import not_writable
@@ -37,7 +37,7 @@ from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import available_cores
 
 # How long the zygote may take to report the end of killed ranks.
-RANKS_STOP_S = 5.0
+RANKS_KILL_S = 5.0
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so
 # together they must stay below the silence after which a node counts as lost.
@@ -58,19 +58,17 @@ class LocalAttempt:
         # or by the kernel because we are dead.
         self.alive, write_end = os.pipe()
         self._lifeline = os.fdopen(write_end, "wb", buffering=0)
+
+        # The ranks that have not ended, by number.
         self.ranks: dict[int, failure.LocalRank] = {}
 
-        # Whether the ranks were asked to save and stop, and when they were killed.
+        # Whether the ranks were asked to save and exit, and when they were killed.
         self.preempted = False
-        self.stopping: float | None = None
-
-    @property
-    def living(self) -> list[failure.LocalRank]:
-        return [rank for rank in self.ranks.values() if not rank.ended]
+        self.killed_at: float | None = None
 
     @property
     def pids(self) -> dict[int, int]:
-        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid and not rank.ended}
+        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
 
     def kill(self) -> None:
         self._lifeline.close()
@@ -117,11 +115,15 @@ class Agent:
                 self._preempt(current)
             case CollectStacks() if current and current.number == message.attempt:
                 self._events.append(_collect_stacks(current))
-            case Stop() if current and current.number == message.attempt:
-                self._stop(current)
-            case Stop():
-                # An attempt that this node does not know, or has closed, has no ranks here.
-                self._events.append(Stopped(message.attempt))
+            case Kill() if current and current.number == message.attempt:
+                self._kill(current)
+            case Kill():
+                # An attempt that this node does not know, or closed, has no ranks here.
+                self._events.append(RanksGone(message.attempt))
+            case Preempt() | CollectStacks():
+                pass  # of an attempt that is over here
+            case _:
+                raise ValueError(f"{type(message).__name__} is not an order")
 
     def _start(self, start: Start, listener: socket.socket | None) -> None:
         self._close_attempt()
@@ -166,8 +168,8 @@ class Agent:
             if listener and rank == 0:
                 fds.append(listener.fileno())
 
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._zygote.fork(rank, shared | own, self._job.spec, log, fds)
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            self._zygote.fork(rank, env, self._job.spec, log, fds)
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -188,28 +190,26 @@ class Agent:
         return Zygote(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt) -> None:
-        """Ask the ranks to save and stop. Their loader processes get no signal: ranks need them until the save."""
+        """Ask the ranks to save and exit. Their loader processes get no signal: ranks need them until the save."""
         current.preempted = True
 
-        # Before the zygote is ready nothing has begun: the ranks count as stopped without ever having run.
+        # Before the zygote is ready nothing has begun: the ranks count as preempted without ever having run.
         if not self._zygote.ready:
             self._zygote.forget()
-            for number, rank in current.ranks.items():
-                rank.ended = True
-                self._events.append(Exited(current.number, number, failure.Exit(failure.PREEMPTED)))
+            self._events += [Exited(current.number, rank, failure.Exit(failure.PREEMPTED)) for rank in current.ranks]
+            current.ranks.clear()
 
         for pid in current.pids.values():
-            _ask_to_stop(pid)
+            _preempt_rank(pid)
 
-    def _stop(self, current: LocalAttempt) -> None:
+    def _kill(self, current: LocalAttempt) -> None:
         """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
-        current.stopping = time.monotonic()
+        current.killed_at = time.monotonic()
         self._zygote.forget()
 
         # Before the zygote is ready no rank exists, and none will be reported.
         if not self._zygote.ready:
-            for rank in current.ranks.values():
-                rank.ended = True
+            current.ranks.clear()
 
         current.kill()
 
@@ -221,51 +221,49 @@ class Agent:
             if current is not None and report["rank"] in current.ranks:
                 self._note(current, current.ranks[report["rank"]], report)
 
-        # A zygote that does not report the end of killed ranks is itself stopped or stuck.
-        if current and current.stopping and current.living and time.monotonic() - current.stopping > RANKS_STOP_S:
+        # A zygote that does not report the end of killed ranks is itself suspended or stuck.
+        if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
             self._zygote.kill()
 
         if not self._zygote.alive and not self._cannot_import:
             self._replace_zygote()
 
-        if current is not None and current.stopping and not current.living:
+        if current is not None and current.killed_at and not current.ranks:
             self._close_attempt()
-            self._events.append(Stopped(current.number))
+            self._events.append(RanksGone(current.number))
 
         events, self._events = self._events, []
 
         return events
 
     def _note(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
-        # A report without an exit code says that the rank has started.
+        # A report without an exit code says that the rank started.
         pid = report["pid"]
         if "code" not in report:
             rank.pid = pid
 
             # Carry out orders that came before the rank existed.
-            if current.stopping is not None:
+            if current.killed_at is not None:
                 _kill_rank(pid)
             elif current.preempted:
-                _ask_to_stop(pid)
+                _preempt_rank(pid)
         elif rank.pid == pid:
             # The last heartbeat goes first: it may carry settings that no earlier one had.
             self._events.append(self.beat())
-            rank.ended = True
+            del current.ranks[rank.number]
             end = failure.examine(rank, report["code"], time.time())
             self._events.append(Exited(current.number, rank.number, end))
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that died, and kill the ranks that it had forked: their exit codes would be lost."""
+        """Replace a zygote that died, and kill the ranks that it forked: their exit codes would be lost."""
         self._cannot_import = not self._zygote.ready
         self._zygote.close()
 
-        attempt = -1
         if self._current is not None:
-            attempt = self._current.number
             self._current.kill()
-            for rank in self._current.living:
-                rank.ended = True
+            self._current.ranks.clear()
 
+        attempt = self._current.number if self._current else -1
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._cannot_import))
@@ -302,11 +300,11 @@ class Agent:
 
 
 def _environment_for(count: int) -> dict[str, str]:
-    """Return the environment of `count` ranks, which share the cores unless the user has set OMP_NUM_THREADS."""
+    """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
 
 
-def _ask_to_stop(pid: int) -> None:
+def _preempt_rank(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
 

@@ -21,7 +21,7 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records, stacks
 from lockstep.runtime import heartbeat
 
-# The exit code of a rank that has saved and stopped on request.
+# The exit code of a rank that saved and exited on request.
 PREEMPTED = Preempted.CODE
 
 # The only exception that a restart cures: with it `micro_batch=auto` asks for a smaller micro-batch.
@@ -66,7 +66,7 @@ class Failure:
 
     @staticmethod
     def read(path: Path) -> Failure:
-        """Read the record that a rank has left. Raises ValueError if there is none, or not a valid one."""
+        """Read the record that a rank left. Raises ValueError if there is none, or not a valid one."""
         return records.parse(Failure, json.loads(records.read(path)))
 
     def text(self) -> str:
@@ -111,7 +111,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank ended, with its failure unless it finished or stopped on request."""
+    """How a rank ended, with its failure unless it finished or was preempted."""
 
     code: int
     failure: Failure | None = None
@@ -155,8 +155,7 @@ class LocalRank:
     log: Path | None
     log_began: int = 0  # the log's size when this rank was started
     oom_kills_before: int = 0
-    pid: int | None = None  # None until the zygote has forked it
-    ended: bool = False
+    pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
@@ -192,7 +191,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
         case "SIGKILL" if after > before:
             message = f"out of host memory (cgroup oom_kill went from {before} to {after})"
         case "SIGKILL":
-            message = "killed by SIGKILL; the kernel counted no OOM kill"
+            message = "the kernel counted no OOM kill"
         case "SIGBUS":
             # The usual cause: loader processes share batches through /dev/shm, and it is full.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
@@ -205,18 +204,15 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     # A rank cannot answer to SIGKILL: its file has only what it was doing when an earlier hang was suspected. The crash
     # was most likely in the main thread; threads of loaders and of torch would only distract.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
-    frames = stacks.main_thread(dumped)
+    detail = stacks.describe(stacks.main_thread(dumped))
 
-    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(stacks.describe(frames)))
+    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail))
 
 
 def oom_kills() -> int:
-    """Return how many processes of this control group the kernel has killed for memory; 0 where it does not say."""
-    for path in _memory_files():
-        if counted := re.search(r"\boom_kill (\d+)", records.read(path)):
-            return int(counted[1])
-
-    return 0
+    """Return how many processes of this control group the kernel killed for memory; 0 where it does not say."""
+    counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
+    return next((int(count[1]) for count in counts if count), 0)
 
 
 def _memory_files() -> list[Path]:

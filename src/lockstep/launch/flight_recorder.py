@@ -4,7 +4,7 @@ Torch keeps the last collectives of every process in memory. A thread of the ran
 launcher asks, even while the main thread waits in a collective; the launcher compares the ranks. This module does not
 import torch, and uses its JSON dumps, because the other format is a pickle.
 
-It has been tried with gloo, and with NCCL in a world of one (tests/gpu), but never with several GPUs.
+It was tried with gloo, and with NCCL in a world of one (tests/gpu), but never with several GPUs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Return the last collectives of this process from all recorders; none if torch has not been imported."""
+    """Return the last collectives of this process from all recorders; none if torch was not imported."""
     # Not an import: it would block behind a main thread that hangs in one.
     module = sys.modules.get("torch._C._distributed_c10d")
     dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
@@ -110,16 +110,13 @@ class Collective:
 
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
-    lines = []
-    for name, history in sorted(_by_group(dumps).items()):
-        # A mismatch explains more than the wait that follows from it.
-        if text := _mismatch(history) or _wait(history):
-            lines.append(f"process group {name}: {text}")
+    # A mismatch explains more than the wait that follows from it.
+    texts = {name: _mismatch(history) or _wait(history) for name, history in sorted(_by_group(dumps).items())}
 
-    return lines
+    return [f"process group {name}: {text}" for name, text in texts.items() if text]
 
 
-# Rank -> number -> the collective that the rank has entered. Numbers count up in each process group, and mean the same
+# Rank -> number -> the collective that the rank entered. Numbers count up in each process group, and mean the same
 # collective on all ranks unless something is wrong.
 History = dict[int, dict[int, Collective]]
 
@@ -131,7 +128,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
             if not entry.get("is_p2p"):
-                # Every rank belongs to the default group, including one that has not entered any of its collectives.
+                # Every rank belongs to the default group, including one that entered none of its collectives.
                 members = sorted(dumps) if description == "default_pg" else []
                 group = groups.setdefault(name, {member: {} for member in members})
                 group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
@@ -141,8 +138,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
 
 def _mismatch(history: History) -> str | None:
     """Describe the earliest collective that is not the same on all ranks; later differences follow from it."""
-    numbers = {number for entered in history.values() for number in entered}
-    for number in sorted(numbers):
+    for number in sorted(set().union(*history.values())):
         seen: dict[tuple[str, ...], list[int]] = {}
         for rank, entered in history.items():
             if number in entered:
@@ -177,8 +173,7 @@ def _wait(history: History) -> str | None:
 
 
 def _last(entered: dict[int, Collective]) -> str:
-    newest = max(entered, default=None)
-    return "it entered none" if newest is None else f"its last was {newest}, {entered[newest]}"
+    return f"its last was {max(entered)}, {entered[max(entered)]}" if entered else "it entered none"
 
 
 def listed(ranks: list[int]) -> str:

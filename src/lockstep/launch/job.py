@@ -125,7 +125,6 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the next attempt."""
         return sum(self.wanted.values())
 
     @property
@@ -135,9 +134,8 @@ class Cluster:
     @property
     def too_few(self) -> str | None:
         """Why the nodes that are present are not enough; None if they are."""
-        present = len(self.nodes)
         needed = self.bounds.least
-        return f"{plural(present, 'node')} left, and {needed} needed" if present < needed else None
+        return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
 
     def ready(self, now: float) -> bool:
         """Whether an attempt can start: no node is missing, and no other is likely to come."""

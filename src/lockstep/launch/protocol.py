@@ -34,7 +34,7 @@ BEAT_S = 1.0
 # How long a node tries to reach the coordinating one.
 CONNECT_S = 300.0
 
-# How long the coordinator keeps connections open after the job has ended.
+# How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
 
 # The limit for the bytes of one message, and of everything that waits to be sent.
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True)
 class AttemptMessage(Message):
-    """Base of messages about one attempt. They may arrive when the next one has begun."""
+    """Base of messages about one attempt. They may arrive after the next one began."""
 
     attempt: int
 
@@ -71,13 +71,13 @@ class Exited(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class Stopped(AttemptMessage):
+class RanksGone(AttemptMessage):
     """No rank of this attempt is alive on the node any more."""
 
 
 @dataclass(frozen=True)
 class ZygoteLost(AttemptMessage):
-    """The process that forks the node's ranks has died; `hopeless` if a new one would end the same way."""
+    """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
 
     why: str
     hopeless: bool
@@ -93,7 +93,7 @@ class Stacks(AttemptMessage):
 
 @dataclass(frozen=True)
 class SignalReceived(Message):
-    """The node's launcher received a signal that asks the whole job to save and stop."""
+    """The node's launcher received a signal that asks the whole job to save and exit."""
 
     signal: str
 
@@ -149,7 +149,7 @@ class Preempt(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class Stop(AttemptMessage):
+class Kill(AttemptMessage):
     """Kill the ranks."""
 
 
@@ -212,8 +212,7 @@ _KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMess
 
 
 def encode(message: Message) -> bytes:
-    values = asdict(message)  # pyrefly: ignore
-    return json.dumps({"kind": type(message).__name__, **values}).encode() + b"\n"
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"  # pyrefly: ignore
 
 
 def decode(line: bytes) -> Message:
@@ -281,7 +280,7 @@ class Connection:
         """
         self._flush()
 
-        # Read what is there. No data means that the other side has closed the connection.
+        # Read what is there. No data means that the other side closed the connection.
         ended = False
         try:
             while len(self._unread) <= LARGEST and not ended:
@@ -407,7 +406,7 @@ def claim(join: str) -> socket.socket | None:
 
 
 def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
-    """Connect to the coordinating node, which may not have been started yet."""
+    """Connect to the coordinating node, which may not be running yet."""
     host, port = parse_join(join)
 
     # Nodes may be started in any order: retry, and say so once.

@@ -69,11 +69,12 @@ class Frame:
         else:
             with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
                 file = file.removeprefix(os.getcwd() + "/")
+
         return f"{file}:{self.line} {self.function}"
 
 
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
-    """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is stopped."""
+    """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended."""
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
     # Answers are appended: earlier ones end where the file ends now.
@@ -136,7 +137,7 @@ def _ask(pid: int) -> bool:
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
-    # A rank that has not registered yet would die of the signal, and a stopped one cannot answer.
+    # A rank that has not registered yet would die of the signal, and a suspended one cannot answer.
     registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
     if registered and "\nState:\tT" not in status:
         with contextlib.suppress(ProcessLookupError):

@@ -5,12 +5,12 @@ clock is read only for failure records, and `committed` returns the newest check
 ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
-`JobStateMachine` has the phases and their transitions:
+`JobStateMachine` has the phases of the job (not those of a rank, which its heartbeat shows) and their transitions:
 
     GATHER --all nodes are here--> RUN --all ranks finished--> OVER
-    RUN --no rank advances--> ASK --stacks are here--> RUN, or STOP if it is a hang
+    RUN --no rank advances--> ASK --stacks are here--> RUN, or KILL if it is a hang
     RUN, ASK --signal, resize or new node--> PREEMPT --all ranks saved--> OVER or GATHER
-    RUN, ASK, PREEMPT --failure--> STOP --all ranks are gone--> GATHER (the next attempt) or OVER
+    RUN, ASK, PREEMPT --failure--> KILL --all ranks are gone--> GATHER (the next attempt) or OVER
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
 (whether a failure is followed by another attempt).
@@ -34,6 +34,7 @@ from lockstep.launch.protocol import (
     Command,
     Ending,
     Exited,
+    Kill,
     LogEvent,
     Message,
     NodeBeat,
@@ -42,7 +43,6 @@ from lockstep.launch.protocol import (
     Send,
     Stacks,
     StartAttempt,
-    Stop,
     ZygoteLost,
 )
 from lockstep.launch.watchdog import Watchdog
@@ -56,14 +56,14 @@ CAUSE_WAIT_S = 1.0
 # Seconds without progress before the user is warned.
 WARN_S = 45.0
 
-# How long the other ranks may take to stop after the first has stopped on request.
+# How long the other ranks may take to exit after the first one that was preempted.
 STRAGGLER_GRACE_S = 20.0
 
 # A node that is silent for longer is probably lost: it sends a heartbeat every second.
 QUIET_S = 2.0
 
 # How long the coordinator waits for nodes to report that their killed ranks are gone.
-NODES_STOP_S = 10.0
+NODES_KILL_S = 10.0
 
 # How long the coordinator waits for the nodes' stacks.
 NODES_STACKS_S = 5.0
@@ -90,15 +90,14 @@ class Restarts:
         self.total = 0
 
         # The times of the restarts within the last hour.
-        self._recent: list[float] = []
+        self.recent: list[float] = []
 
-        # The rank slot that failed last, the newest checkpoint at that time, and how often that pair has failed.
-        self._last_culprit: tuple[object, int | None] = (None, None)
-        self._in_a_row = 0
+        # The rank slot that failed at each restart, and the newest checkpoint at that time.
+        self._culprits: list[tuple[object, int | None]] = []
 
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
-        """Return why the job ends here, or None if it restarts. `progress`: the attempt has saved a checkpoint."""
-        self._recent = [moment for moment in self._recent if now - moment <= 3600.0]
+        """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
+        self.recent = [moment for moment in self.recent if now - moment <= 3600.0]
 
         # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
         if failure.kind == SMALLER:
@@ -110,8 +109,8 @@ class Restarts:
             return "no checkpoint was saved since the last start, so the same error would most likely recur"
         if settings.restart.per_hour == 0:
             return "restart.per_hour is 0"
-        if len(self._recent) >= settings.restart.per_hour:
-            return f"{len(self._recent)} restarts within the last hour, which is the limit"
+        if len(self.recent) >= settings.restart.per_hour:
+            return f"{len(self.recent)} restarts within the last hour, which is the limit"
 
         return None
 
@@ -121,24 +120,16 @@ class Restarts:
         if failure.kind == SMALLER:
             return False
 
-        self._recent.append(now)
+        self.recent.append(now)
+        self._culprits.append((slot, saved))
 
-        # A new checkpoint, or another culprit, resets the count.
-        self._in_a_row = self._in_a_row + 1 if self._last_culprit == (slot, saved) else 1
-        self._last_culprit = (slot, saved)
-        if self._in_a_row < TIMES_IN_A_ROW or failure.kind == NODE:
-            return False
+        # A new checkpoint, or another culprit, breaks the row. A lost node takes its slots with it.
+        in_a_row = self._culprits[-TIMES_IN_A_ROW:] == [(slot, saved)] * TIMES_IN_A_ROW
+        keeps_failing = in_a_row and failure.kind != NODE
+        if keeps_failing:
+            self._culprits.clear()
 
-        self._in_a_row = 0
-
-        return True
-
-    def count(self, failure: Failure, settings: Settings) -> str:
-        """Describe the restart that `note` has just counted, for the screen."""
-        if failure.kind == SMALLER:
-            return "not counted as a restart"
-
-        return f"restart {len(self._recent)} of {settings.restart.per_hour} in an hour"
+        return keeps_failing
 
 
 # ---- the ranks that run now ----
@@ -181,17 +172,17 @@ class Attempt:
 # ---- the job ----
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     GATHER = "waiting for nodes"
     RUN = "running"
     ASK = "asking for stacks"
-    PREEMPT = "waiting for ranks to save and stop"
-    STOP = "stopping"
+    PREEMPT = "waiting for ranks to save and exit"
+    KILL = "waiting for killed ranks to be gone"
     OVER = "over"
 
 
 # Phases in which ranks are running.
-ACTIVE = (Phase.RUN, Phase.ASK, Phase.PREEMPT)
+ACTIVE = (JobPhase.RUN, JobPhase.ASK, JobPhase.PREEMPT)
 
 
 class JobStateMachine:
@@ -212,46 +203,46 @@ class JobStateMachine:
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
         # RUN has a deadline only once a rank has failed; until then heartbeats watch it. OVER has none.
-        self.phase = Phase.GATHER
+        self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
         # Node -> when its last heartbeat came.
         self._last_beat: dict[int, float] = {}
 
-        # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in STOP.
+        # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
-        # The first signal that asked the job to stop.
-        self._stop_request: str | None = None
+        # The first signal that asked the job to save and exit.
+        self._preempt_signal: str | None = None
 
-        # How the job ends once all ranks are gone; None if another attempt follows, or the job was asked to stop.
-        self._after_stop: Ending | None = None
+        # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
+        self._planned_ending: Ending | None = None
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
 
-    def _enter(self, phase: Phase, deadline: float = math.inf) -> None:
-        self.phase = phase
+    def _enter(self, phase: JobPhase, deadline: float = math.inf) -> None:
+        self.job_phase = phase
         self._deadline = deadline
 
     # ---- nodes come and go ----
 
     def joined(self, node: Node, now: float) -> None:
-        """A node has come. Running ranks are asked to save, so that the next attempt can include the node."""
+        """A node came. Running ranks are asked to save, so that the next attempt can include it."""
         self.cluster.add(node, now)
         if node.number:
             self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
 
-        if self.phase in (Phase.RUN, Phase.ASK):
+        if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._say("asking the ranks to save, to continue with the new node")
             self._preempt(now)
 
     def gone(self, number: int, why: str, now: float) -> None:
         """A node is lost. The attempt fails if ranks were still running there."""
         node = self.cluster.nodes.get(number)
-        if node is None or self.phase is Phase.OVER:
+        if node is None or self.job_phase is JobPhase.OVER:
             return
 
         self.cluster.remove(number, now)
@@ -261,23 +252,23 @@ class JobStateMachine:
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
         failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
-        if self.phase in ACTIVE and lost:
+        if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
-        # Between two attempts, or after its ranks have ended, losing a node matters only if too few remain.
+        # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._say(failure.message)
         if self.cluster.too_few and self.attempt.number >= 0:
-            self._after_stop = self._after_stop or Ending(1, failure)
-            if self.phase is Phase.GATHER:
+            self._planned_ending = self._planned_ending or Ending(1, failure)
+            if self.job_phase is JobPhase.GATHER:
                 self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.again}")
-                self._end(self._after_stop)
+                self._end(self._planned_ending)
 
-        self._continue_if_stopped(now)
+        self._continue_if_gone(now)
 
     def _gather(self, now: float) -> None:
         """Wait for nodes; with one node, or with all of them, the next attempt starts at once."""
-        self._enter(Phase.GATHER, now + GATHER_S)
+        self._enter(JobPhase.GATHER, now + GATHER_S)
         missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
             self._say(f"waiting for {plural(missing, 'more node')} at {self.job.join}")
@@ -288,14 +279,14 @@ class JobStateMachine:
 
     def _start_if_ready(self, now: float) -> None:
         if self.cluster.ready(now):
-            self._enter(Phase.RUN)
+            self._enter(JobPhase.RUN)
             ranks = dict(sorted(self.cluster.wanted.items()))
             self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
         # Messages of an earlier attempt may still arrive.
-        if event.attempt != self.attempt.number or self.phase not in ACTIVE:
+        if event.attempt != self.attempt.number or self.job_phase not in ACTIVE:
             return
 
         end = event.end
@@ -308,17 +299,17 @@ class JobStateMachine:
 
         if not end.clean:
             # The cause may be on another rank, and about to show.
-            if self.phase is Phase.ASK:
-                self.phase = Phase.RUN
+            if self.job_phase is JobPhase.ASK:
+                self.job_phase = JobPhase.RUN
 
             self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
         elif end.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves, and not this launcher.
-            if self.phase is not Phase.PREEMPT:
-                self._stop_request = "SIGTERM"
-                self._enter(Phase.PREEMPT, now + self.settings.restart.grace)
+            if self.job_phase is not JobPhase.PREEMPT:
+                self._preempt_signal = "SIGTERM"
+                self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
 
-            # Ranks stop together; if only one stopped, the signal came before the process group existed.
+            # Ranks exit together; if only one did, the signal came before the process group existed.
             self._deadline = min(self._deadline, now + STRAGGLER_GRACE_S)
 
         if not self.attempt.running:
@@ -330,7 +321,7 @@ class JobStateMachine:
             self._fail(root_cause(self.attempt.exits), now)
         elif not self.attempt.any_preempted:
             self._end(Ending(0))
-        elif self._stop_request:
+        elif self._preempt_signal:
             self._end_preempted()
         else:
             self._gather(now)
@@ -340,11 +331,11 @@ class JobStateMachine:
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
 
-        if event.hopeless and self.phase is not Phase.OVER:
-            self._after_stop = Ending(1, failure)
+        if event.hopeless and self.job_phase is not JobPhase.OVER:
+            self._planned_ending = Ending(1, failure)
             self._report(failure, "not restarted: it would end the same way")
-            self._stop(now)
-        elif event.attempt == self.attempt.number and self.phase in ACTIVE:
+            self._kill_ranks(now)
+        elif event.attempt == self.attempt.number and self.job_phase in ACTIVE:
             self._fail(failure, now)
 
     # ---- heartbeats and hangs ----
@@ -358,21 +349,21 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
-        if self.phase is not Phase.RUN:
+        if self.job_phase is not JobPhase.RUN:
             return
 
         # Tell a user in front of the screen, long before the limit is reached.
         if warning := self.attempt.watchdog.warning(WARN_S):
             self._say(warning)
 
-        if self.attempt.watchdog.suspicious(self.attempt.running, now):
-            self._enter(Phase.ASK, now + NODES_STACKS_S)
+        if self.attempt.watchdog.suspect(self.attempt.running, now):
+            self._enter(JobPhase.ASK, now + NODES_STACKS_S)
             self._unanswered = self._nodes_of_attempt()
             self._send_all(CollectStacks(self.attempt.number))
 
     def stacks(self, node: int, event: Stacks, now: float) -> None:
-        """A node has answered with its ranks' stacks. When all nodes have, the hang can be judged."""
-        if event.attempt == self.attempt.number and self.phase is Phase.ASK:
+        """A node answered with its ranks' stacks. When all nodes have, the hang can be judged."""
+        if event.attempt == self.attempt.number and self.job_phase is JobPhase.ASK:
             self.attempt.watchdog.stacks |= event.stacks
             self.attempt.watchdog.collectives |= event.collectives
             self._unanswered.discard(node)
@@ -380,29 +371,31 @@ class JobStateMachine:
                 self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
-        # It is no hang if some rank has advanced in the meantime, or compiles.
-        self._enter(Phase.RUN)
+        # It is no hang if some rank advanced in the meantime, or compiles.
+        self._enter(JobPhase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
 
-    # ---- stop requests and resizing ----
+    # ---- preemption and resizing ----
 
-    def stop_requested(self, signal: str, now: float) -> None:
-        """Have the ranks save and stop. A second Ctrl-C does not wait for them."""
+    def preempt_requested(self, signal: str, now: float) -> None:
+        """A signal asks the job to save and exit. A second Ctrl-C does not wait for that."""
         # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
-        at_once = self._stop_request == signal == "SIGINT"
-        self._stop_request = self._stop_request or signal
+        at_once = self._preempt_signal == signal == "SIGINT"
+        self._preempt_signal = self._preempt_signal or signal
 
-        match self.phase:
-            case Phase.GATHER:
+        match self.job_phase:
+            case JobPhase.GATHER:
                 self._end_preempted()
-            case Phase.RUN | Phase.ASK | Phase.PREEMPT if at_once:
+            case JobPhase.RUN | JobPhase.ASK | JobPhase.PREEMPT if at_once:
                 self._say("stopped at once")
-                self._after_stop = Ending(self._preempted_code)
-                self._stop(now)
-            case Phase.RUN | Phase.ASK:
+                self._planned_ending = Ending(self._preempted_code)
+                self._kill_ranks(now)
+            case JobPhase.RUN | JobPhase.ASK:
                 self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
                 self._preempt(now)
+            case _:
+                pass  # the job is ending anyway
 
     def resize(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
@@ -422,48 +415,49 @@ class JobStateMachine:
 
         # Nodes can import torch for the new ranks while the present ones still save.
         self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
-        if self.phase in (Phase.RUN, Phase.ASK):
+        if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._preempt(now)
 
     def _preempt(self, now: float) -> None:
-        """Have the ranks save and stop; `tick` kills them when the grace period is over."""
-        self._enter(Phase.PREEMPT, now + self.settings.restart.grace)
+        """Have the ranks save and exit; `tick` kills them when the grace period is over."""
+        self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
         self._send_all(Preempt(self.attempt.number))
 
     @property
     def _preempted_code(self) -> int:
-        return 130 if self._stop_request == "SIGINT" else PREEMPTED
+        return 130 if self._preempt_signal == "SIGINT" else PREEMPTED
 
     def _end_preempted(self) -> None:
         step = self.committed()
         saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
         self._say(f"{saved}; to resume: {self.job.again}")
-        self._log({"event": "preempted", "signal": self._stop_request, "step": step})
+        self._log({"event": "preempted", "signal": self._preempt_signal, "step": step})
         self._end(Ending(self._preempted_code))
 
     # ---- time ----
 
     def tick(self, now: float) -> None:
         """Start an attempt that is ready, and act on the deadline of the present phase."""
-        if self.phase is Phase.GATHER:
+        if self.job_phase is JobPhase.GATHER:
             self._start_if_ready(now)
 
         if now < self._deadline:
             return
 
         # The deadline of this phase has passed.
-        match self.phase:
-            case Phase.GATHER:
+        match self.job_phase:
+            case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
                 self._say(f"{problem}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
                 self._end(Ending(1, Failure(-1, "", time.time(), NODE, problem)))
-            case Phase.ASK:
+            case JobPhase.ASK:
                 self._judge_hang(now)
-            case Phase.STOP:
+            case JobPhase.KILL:
                 # Continue without the nodes that could not kill their ranks.
                 for number in sorted(self._unanswered):
-                    self.gone(number, f"vanished: its ranks did not end within {NODES_STOP_S:.0f} s", now)
+                    self.gone(number, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
             case _ if self.attempt.all_clean:
+                # Ranks that were asked to save take too long.
                 self._fail(self._overdue(), now)
             case _:
                 # A node that is being lost may have caused the exception: wait, and report the node.
@@ -489,25 +483,25 @@ class JobStateMachine:
 
         if failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
-            self._after_stop = Ending(2, failure)
+            self._planned_ending = Ending(2, failure)
             self._report(failure)
-        elif self._stop_request and (saved is not None or self.attempt.any_preempted):
-            # A job that was to stop anyway, and has something to resume from, has done what it was asked to do.
+        elif self._preempt_signal and (saved is not None or self.attempt.any_preempted):
+            # A job that was to end anyway, and has something to resume from, did what it was asked to do.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
             # With nothing saved, rerunning would fail the same way, so no command is suggested.
             how = "start over" if saved is None else "resume"
             hint = "" if saved is None and failure.likely_to_repeat else f". To {how}: {self.job.again}"
-            self._after_stop = Ending(1, failure)
+            self._planned_ending = Ending(1, failure)
             self._report(failure, f"not restarted: {reason}{hint}")
         else:
             self._plan_restart(failure, saved, now)
 
-        self._stop(now)
+        self._kill_ranks(now)
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
-        if self._stop_request:
-            return f"the job was asked to stop ({self._stop_request})"
+        if self._preempt_signal:
+            return f"the job was asked to stop ({self._preempt_signal})"
 
         progress = saved != self.attempt.started_from
         return self.cluster.too_few or self.restarts.refusal(failure, progress, self.settings, now)
@@ -520,7 +514,8 @@ class JobStateMachine:
 
         ranks = self.cluster.ranks
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-        count = self.restarts.count(failure, self.settings)
+        budget = f"restart {len(self.restarts.recent)} of {self.settings.restart.per_hour} in an hour"
+        count = "not counted as a restart" if failure.kind == SMALLER else budget
         self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({count})")
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
@@ -531,7 +526,7 @@ class JobStateMachine:
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
 
-            # Rank 0 has written to the terminal: its output is on the screen already.
+            # Rank 0 wrote to the terminal: its output is on the screen already.
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
             log = f"Log of rank {failure.rank}: {path}" if failure.rank > 0 else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
@@ -542,31 +537,31 @@ class JobStateMachine:
         fields = {name: value for name, value in vars(failure).items() if name != "log"}
         self._log({"event": "failure", "attempt": self.attempt.number, **fields})
 
-    def _stop(self, now: float) -> None:
-        """Have all ranks killed. `_after_stop` says what follows when they are gone."""
-        self._enter(Phase.STOP, now + NODES_STOP_S)
+    def _kill_ranks(self, now: float) -> None:
+        """Have every node kill its ranks. `_planned_ending` says what follows when they are gone."""
+        self._enter(JobPhase.KILL, now + NODES_KILL_S)
         self._unanswered = self._nodes_of_attempt()
-        self._send_all(Stop(self.attempt.number))
-        self._continue_if_stopped(now)
+        self._send_all(Kill(self.attempt.number))
+        self._continue_if_gone(now)
 
-    def stopped(self, node: int, attempt: int, now: float) -> None:
-        if attempt == self.attempt.number and self.phase is Phase.STOP:
+    def ranks_gone(self, node: int, attempt: int, now: float) -> None:
+        if attempt == self.attempt.number and self.job_phase is JobPhase.KILL:
             self._unanswered.discard(node)
-            self._continue_if_stopped(now)
+            self._continue_if_gone(now)
 
-    def _continue_if_stopped(self, now: float) -> None:
-        if self.phase is not Phase.STOP or self._unanswered:
+    def _continue_if_gone(self, now: float) -> None:
+        if self.job_phase is not JobPhase.KILL or self._unanswered:
             return
 
-        if self._after_stop is not None:
-            self._end(self._after_stop)
-        elif self._stop_request:
+        if self._planned_ending is not None:
+            self._end(self._planned_ending)
+        elif self._preempt_signal:
             self._end_preempted()
         else:
             self._gather(now)
 
     def _end(self, ending: Ending) -> None:
-        self._enter(Phase.OVER)
+        self._enter(JobPhase.OVER)
         self._commands.append(replace(ending, restarts=self.restarts.total))
 
     # ---- commands ----

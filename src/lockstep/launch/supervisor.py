@@ -11,14 +11,13 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
@@ -37,13 +36,13 @@ from lockstep.launch.protocol import (
     LogEvent,
     Message,
     NodeBeat,
+    RanksGone,
     Refused,
     Send,
     SignalReceived,
     Stacks,
     Start,
     StartAttempt,
-    Stopped,
     Welcome,
     ZygoteLost,
     claim,
@@ -52,6 +51,7 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
+from lockstep.runtime.preemption import signal_handler
 
 # How long a turn of the loop waits for something to happen.
 POLL_S = 0.05
@@ -62,7 +62,7 @@ COORDINATOR = 0
 # Upper bound on the rank count that a remote node may announce.
 MOST_RANKS = 4096
 
-# Signals that ask the job to save and stop. Schedulers send the first two, a terminal the third.
+# Signals that ask the job to save and exit. Schedulers send the first two, a terminal the third.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -93,22 +93,14 @@ def supervise(job: Job) -> Ending:
 
 @contextmanager
 def collect_signals() -> Iterator[list[str]]:
-    """Yield a list to which the names of SIGNALS are appended as they come.
-
-    Only a process's main thread can receive signals; elsewhere the list stays empty.
-    """
+    """Yield a list to which the names of SIGNALS are appended as they come; outside the main thread it stays empty."""
     received: list[str] = []
 
     def note(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
 
-    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with signal_handler(note, SIGNALS):
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def say(text: str) -> None:
@@ -148,13 +140,13 @@ class Coordinator:
         return self._ending
 
     def _turn(self) -> None:
-        """Collect what has happened, hand it to the state machine, and do what it says."""
+        """Collect what happened, hand it to the state machine, and do what it says."""
         select.select(self._agent.sockets() + self._hub.sockets(), [], [], POLL_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
         while self._signals:
-            self._machine.stop_requested(self._signals.pop(0), now)
+            self._machine.preempt_requested(self._signals.pop(0), now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
@@ -203,6 +195,8 @@ class Coordinator:
                 except (ValueError, TypeError, KeyError) as error:
                     self._hub.drop(number)
                     self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+            case _:
+                pass  # from a node that was refused, or is lost
 
     def _greet(self, number: int, hello: Hello, now: float) -> None:
         join = f"--join {self._job.join}"
@@ -212,8 +206,11 @@ class Coordinator:
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
         elif self._machine.cluster.full:
-            full = f"the job has its {self._job.nnodes.most} nodes already"
-            answer = Refused(f"{join}: no more nodes can join", full, "start the job with a larger --nnodes")
+            answer = Refused(
+                f"{join}: no more nodes can join",
+                f"the job has its {self._job.nnodes.most} nodes already",
+                "start the job with a larger --nnodes",
+            )
         elif not 1 <= count.least <= count.first <= count.most <= MOST_RANKS:
             answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.first}", same)
         else:
@@ -228,8 +225,8 @@ class Coordinator:
         match message:
             case Exited():
                 self._machine.exited(message, now)
-            case Stopped():
-                self._machine.stopped(number, message.attempt, now)
+            case RanksGone():
+                self._machine.ranks_gone(number, message.attempt, now)
             case ZygoteLost():
                 self._machine.zygote_lost(number, message, now)
             case Stacks():
@@ -237,7 +234,9 @@ class Coordinator:
             case NodeBeat():
                 self._machine.beat(number, message, now)
             case SignalReceived():
-                self._machine.stop_requested(message.signal, now)
+                self._machine.preempt_requested(message.signal, now)
+            case _:
+                raise ValueError(f"{type(message).__name__} is not for the coordinator")
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -253,6 +252,8 @@ class Coordinator:
             case Ending():
                 self._send_to_nodes(command)
                 self._ending = command
+            case _:
+                assert_never(command)
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
@@ -261,11 +262,18 @@ class Coordinator:
         guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            world = sum(command.ranks.values())
+            # Ranks are numbered node by node.
             base = 0
             for group_rank, (number, count) in enumerate(command.ranks.items()):
-                start = Start(command.attempt, base, count, world, group_rank, self._address, port)
+                start = Start(
+                    attempt=command.attempt,
+                    base=base,
+                    count=count,
+                    world=sum(command.ranks.values()),
+                    group_rank=group_rank,
+                    address=self._address,
+                    port=listener.getsockname()[1],
+                )
                 self._send(number, start, listener)
                 base += count
 
@@ -312,7 +320,7 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
                 case Refused():
                     raise UserError(message.problem, message.found, message.fix)
                 case Welcome():
-                    # What the coordinator has decided replaces what this node's launcher decided.
+                    # What the coordinator decided replaces what this node's launcher decided.
                     layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
                     spec = {**job.spec, "layers": layers + message.decided}
                     adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)
@@ -335,7 +343,7 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
                 case _:
                     agent.do(message)
 
-        # A signal at any node is a stop request for the whole job.
+        # A signal at any node is meant for the whole job.
         while signals:
             connection.send(SignalReceived(signals.pop(0)))
 

@@ -2,10 +2,11 @@
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no alarm, because every other rank may be waiting for it. A stopped or dead process is always an alarm.
+there is no alarm, because every other rank may be waiting for it. A suspended (SIGSTOP) or dead process is always an
+alarm; both count as `halted`.
 
-From the bottom up: `view_of` reads one rank, `suspect` looks at all ranks at one moment, and `Watchdog` does so for one
-attempt: it remembers what it needs between two looks, and the stacks that are collected on suspicion.
+From the bottom up: `view_of` reads one rank, `suspect` judges all ranks at one moment, and `Watchdog` does so once a
+second for one attempt: it remembers what it needs in between, and the stacks that are collected on suspicion.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ IO_FACTOR = 6.0
 # Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, and for every rank when none waits.
 BUSY_FACTOR = 12.0
 
-# How long a process must be seen stopped or dead: it may be stopped for a moment, or its exit may be reported soon.
-STOPPED_S = 3.0
+# How long a process must be seen halted: it may be suspended for a moment, or its exit may be reported soon.
+HALTED_S = 3.0
 
 # How long a rank that compiles is left alone, before it is asked again.
 COMPILING_S = 10.0
 
-# A launcher that did not look for this long was stopped or starved itself, and perhaps so were its ranks.
+# A launcher that did not look for this long was suspended or starved itself, and perhaps so were its ranks.
 AWAY_S = 3.0
 
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model that runs has no such
@@ -60,7 +61,7 @@ _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/com
 MAX_RANKS_NAMED = 8
 
 # The letters of /proc/PID/stat.
-STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "Z": "dead", "": "gone"}
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "suspended", "Z": "dead", "": "gone"}
 
 
 # ---- one rank ----
@@ -74,11 +75,11 @@ class RankView(heartbeat.View):
     host: str
     pid: int
     state: str  # the letter in /proc/PID/stat; "" when there is no such process
-    halted_s: float = 0.0  # seconds for which a `Watchdog` has seen it stopped or dead
+    halted_s: float = 0.0  # seconds for which a `Watchdog` has seen it halted
 
     @property
     def halted(self) -> bool:
-        """Whether the process is stopped, dead or gone."""
+        """Whether the process is suspended, dead or gone."""
         return self.state in ("T", "Z", "")
 
     @property
@@ -94,7 +95,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     if view is None and not stat:
         return None
 
-    # A process without a heartbeat has not come that far: it counts as starting, since it was forked.
+    # A process without a heartbeat counts as starting, from the moment when it was forked.
     if view is None:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = max(0.0, uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
@@ -108,16 +109,15 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A job that seems to hang. `odd` are the ranks that the others wait for; none if all wait at the same point."""
+    """A job that seems to hang."""
 
     reason: str
-    odd: list[int]
+    awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
 
     @property
     def halted(self) -> bool:
-        """Whether the others wait for a process that is stopped, dead or gone."""
-        return any(self.views[rank].halted for rank in self.odd)
+        return any(self.views[rank].halted for rank in self.awaited)
 
 
 def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
@@ -129,27 +129,26 @@ def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
     if any(view.state == "t" for view in working):
         return None
 
-    # A stopped or dead process is the reason by itself, whatever the others do.
-    halted = [view for view in working if view.halted and view.halted_s > STOPPED_S]
-    if halted:
-        what = "stopped by a signal" if halted[0].state == "T" else "gone"
+    # A halted process is the reason by itself, whatever the others do.
+    if halted := [view for view in working if view.halted and view.halted_s > HALTED_S]:
+        what = "suspended by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
         return Suspicion(reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
-    allowed = [_allowed_seconds(view, working, limits) for view in working]
-    if not working or any(view.age <= limit for view, limit in zip(working, allowed, strict=True)):
+    rank_limits = [_busy_limit(view, working, limits) for view in working]
+    if not working or any(view.age <= limit for view, limit in zip(working, rank_limits, strict=True)):
         return None
 
     youngest = min(view.age for view in working)
-    reason = f"no rank has advanced for {youngest:.1f} s (limit {max(allowed):.1f} s)"
+    reason = f"no rank has advanced for {youngest:.1f} s (limit {max(rank_limits):.1f} s)"
 
-    return Suspicion(reason, odd_ranks(working), by_rank)
+    return Suspicion(reason, awaited_ranks(working), by_rank)
 
 
-def _allowed_seconds(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return the limit, or more for a rank that visibly works: one long batch is not a hang."""
+def _busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
+    """Return `limit_of` this rank, or more if it visibly works: one long batch is not a hang."""
     limit = limit_of(view, views, limits)
     none_waits = not any(other.phase in WAITING for other in views)
     busy = view.phase not in WAITING and view.state in ("R", "D")
@@ -162,23 +161,20 @@ def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float
     if view.phase in UNPREDICTABLE or view.steps_done == 0 or not view.longest.get(view.phase):
         return limits.first
 
-    if view.phase in STEADY:
-        # A collective waits for whatever the other ranks still do before they enter it.
-        least, alike = limits.least, {view.phase, "compute", "data"}
-    else:
-        least, alike = IO_FACTOR * limits.least, {view.phase}
+    # A collective waits for whatever the other ranks still do before they enter it.
+    steady = view.phase in STEADY
+    phases = {view.phase, "compute", "data"} if steady else {view.phase}
+    longest = max(other.longest.get(phase, 0.0) for other in views for phase in phases)
 
-    longest = max(other.longest.get(phase, 0.0) for other in views for phase in alike)
-
-    return max(least, limits.factor * longest)
+    return max(limits.least * (1.0 if steady else IO_FACTOR), limits.factor * longest)
 
 
-def odd_ranks(views: list[RankView]) -> list[int]:
+def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: those that do not wait themselves, or are behind."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
-    if odd := [view.rank for view in views if view.phase not in WAITING or view.step < newest]:
-        return odd
+    if awaited := [view.rank for view in views if view.phase not in WAITING or view.step < newest]:
+        return awaited
 
     # All of them wait: the others wait for the ranks in a collective of their own, if that is clear.
     waits = Counter((view.phase, view.detail) for view in views)
@@ -198,35 +194,35 @@ def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[
     # is smaller than all others. Otherwise the rank that has been silent for longest is named.
     groups = group(stacks)
     one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
-    odd = suspicion.odd or (groups[0][1] if one_is_smallest else [])
-    culprit = suspicion.views[odd[0]] if odd else max(suspicion.views.values(), key=lambda view: view.age)
-    detail = [*_stacks_of(odd, suspicion, stacks), *_groups_of(groups, odd, suspicion), *collectives]
+    awaited = suspicion.awaited or (groups[0][1] if one_is_smallest else [])
+    culprit = suspicion.views[awaited[0]] if awaited else max(suspicion.views.values(), key=lambda view: view.age)
+    detail = [*_stacks_of(awaited, suspicion, stacks), *_groups_of(groups, awaited, suspicion), *collectives]
 
     return Failure(
         rank=culprit.rank,
         host=culprit.host,
         time=time.time(),
         kind=HANG,
-        message=f"{suspicion.reason}; {_who(suspicion, odd)}",
+        message=f"{suspicion.reason}; {_who(suspicion, awaited)}",
         traceback="\n".join(detail),
         step=culprit.step,
         phase=culprit.phase,
     )
 
 
-def _who(suspicion: Suspicion, odd: list[int]) -> str:
-    if len(odd) == 1:
-        view = suspicion.views[odd[0]]
+def _who(suspicion: Suspicion, awaited: list[int]) -> str:
+    if len(awaited) == 1:
+        view = suspicion.views[awaited[0]]
         return f"rank {view.rank} on {view.host} is the one the others wait for: {_describe(view)}"
 
-    if not odd:
+    if not awaited:
         return f"cannot tell which rank is at fault, all are waiting: {_describe(next(iter(suspicion.views.values())))}"
 
-    head = "the others wait for these" if len(odd) < len(suspicion.views) else "no rank is waiting for another"
-    named = [suspicion.views[rank] for rank in odd[:MAX_RANKS_NAMED]]
+    head = "the others wait for these" if len(awaited) < len(suspicion.views) else "no rank is waiting for another"
+    named = [suspicion.views[rank] for rank in awaited[:MAX_RANKS_NAMED]]
     parts = [f"rank {view.rank} on {view.host}, {_describe(view)}" for view in named]
-    if len(odd) > MAX_RANKS_NAMED:
-        parts.append(f"{len(odd) - MAX_RANKS_NAMED} more")
+    if len(awaited) > MAX_RANKS_NAMED:
+        parts.append(f"{len(awaited) - MAX_RANKS_NAMED} more")
 
     return f"{head}: {'; '.join(parts)}"
 
@@ -236,23 +232,25 @@ def _describe(view: RankView) -> str:
     return f"step {view.step}, phase {view.phase}{detail}, process {STATES.get(view.state, view.state)}"
 
 
-def _stacks_of(odd: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
     lines = []
-    for rank in odd[:MAX_RANKS_NAMED]:
+    for rank in awaited[:MAX_RANKS_NAMED]:
         if frames := main_thread(stacks.get(rank, "")):
             lines += describe(frames, f"rank {rank} is ")
         elif suspicion.views[rank].state == "T":
-            lines.append(f"rank {rank} is stopped and cannot show its stack; SIGCONT would let it continue")
+            lines.append(f"rank {rank} is suspended and cannot show its stack; SIGCONT would let it continue")
         else:
             lines.append(f"rank {rank} did not show its stack")
 
     return lines
 
 
-def _groups_of(groups: list[tuple[tuple[Frame, ...], list[int]]], odd: list[int], suspicion: Suspicion) -> list[str]:
+def _groups_of(
+    groups: list[tuple[tuple[Frame, ...], list[int]]], awaited: list[int], suspicion: Suspicion
+) -> list[str]:
     lines = []
     for frames, members in groups:
-        if ranks := [rank for rank in members if rank not in odd]:
+        if ranks := [rank for rank in members if rank not in awaited]:
             phases = sorted({suspicion.views[rank].phase for rank in ranks})
             where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
             lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
@@ -282,7 +280,7 @@ class Watchdog:
         # No suspicion before this time: some rank was found compiling.
         self._quiet_until = -math.inf
 
-        # Rank -> since when it was seen stopped or dead.
+        # Rank -> since when it was seen halted.
         self._halted: dict[int, float] = {}
 
         # The present suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
@@ -294,22 +292,14 @@ class Watchdog:
     def _all_views(self) -> list[RankView]:
         return [view for views in self.views.values() for view in views]
 
-    def suspicious(self, living: Collection[int], now: float) -> bool:
-        """Return whether to collect stacks; called about once a second. `living` are the ranks that still run."""
-        views = [view for view in self._all_views if view.rank in living]
+    def suspect(self, running: Collection[int], now: float) -> Suspicion | None:
+        """Judge the ranks that still run; called about once a second. After a suspicion, their stacks are collected."""
+        views = [view for view in self._all_views if view.rank in running]
 
         # Without a view of every rank nothing is certain: the missing one may be at work.
-        if len(views) < len(living):
-            return False
+        if len(views) < len(running):
+            return None
 
-        self._suspicion = self.look(views, now)
-        self.stacks = {}
-        self.collectives = {}
-
-        return self._suspicion is not None
-
-    def look(self, views: list[RankView], now: float) -> Suspicion | None:
-        """`suspect` the ranks, but count only the seconds for which this watchdog has watched them."""
         # Ranks are not blamed for time in which the launcher did not look.
         if now - self._last_look > AWAY_S:
             self._watched_since = now
@@ -317,15 +307,17 @@ class Watchdog:
 
         self._last_look = now
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
-        if now < self._quiet_until:
-            return None
-
         watched = now - self._watched_since
         seen = [
             replace(view, age=min(view.age, watched), halted_s=now - self._halted.get(view.rank, now)) for view in views
         ]
 
-        return suspect(seen, self.limits)
+        # What was collected for an earlier suspicion explains nothing about this one.
+        self._suspicion = suspect(seen, self.limits) if now >= self._quiet_until else None
+        self.stacks = {}
+        self.collectives = {}
+
+        return self._suspicion
 
     def warning(self, age: float) -> str | None:
         """Return, once per attempt, a line for the screen when no rank has advanced for `age` seconds."""
@@ -354,10 +346,10 @@ class Watchdog:
         if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
             return None
 
-        # A stopped rank does not answer, and then there is nothing to compare.
+        # A halted rank does not answer, and then there is nothing to compare.
         differences: list[str] = []
         if len(self.collectives) >= len(suspicion.views):
-            # If torch has changed its format, the stacks must do.
+            # If torch changed its format, the stacks must do.
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 differences = flight_recorder.analyse(self.collectives)
 

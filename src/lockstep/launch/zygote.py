@@ -1,4 +1,4 @@
-"""The zygote: a process that has imported everything once, and forks a rank whenever its launcher asks.
+"""The zygote: a process that imports everything once, and forks a rank whenever its launcher asks.
 
 Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. The zygote
 runs no torch operation, never touches CUDA and starts no thread: none of these would survive a fork.
@@ -49,8 +49,6 @@ Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
-    """The launcher's side: a handle to the process."""
-
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
         self.alive = True
@@ -66,7 +64,7 @@ class Zygote:
         # The beginning of a line whose rest has not arrived.
         self._unread = b""
 
-        # The timeout is for writing a request: a zygote that is stopped reads nothing.
+        # The timeout is for writing a request: a suspended zygote reads nothing.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
         with theirs:
@@ -94,7 +92,7 @@ class Zygote:
         self._send()
 
     def forget(self) -> None:
-        """Drop the requests that have not been sent."""
+        """Drop the requests that are still unsent."""
         for _, fds in self._waiting:
             _close(fds)
 
@@ -102,13 +100,13 @@ class Zygote:
         self._waiting.clear()
 
     def poll(self) -> list[dict[str, int]]:
-        """Return what has happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
-        # A zygote that is stopped, or stuck in an import, answers no request.
-        limit = ANSWER_S if self.ready else READY_S
-        if self.alive and self._unanswered and time.monotonic() - self._since > limit:
+        """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+        # A zygote that is suspended, or stuck in an import, answers no request.
+        timeout = ANSWER_S if self.ready else READY_S
+        if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
-        # Read everything that is there; no data means that the process has ended.
+        # Read everything that is there; no data means that the process ended.
         while self.alive and select.select([self._socket], [], [], 0)[0]:
             data = b""
             with contextlib.suppress(OSError):
@@ -147,7 +145,7 @@ class Zygote:
                 _close(fds)
 
     def close(self) -> None:
-        """End the zygote, and with it the ranks that it has forked."""
+        """End the zygote, and with it the ranks that it forked."""
         self.alive = False
         self.forget()
         self._socket.close()
@@ -187,7 +185,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _serve(control: socket.socket, work: Work) -> None:
-    # A pipe wakes `select` when a child has ended.
+    # A pipe wakes `select` when a child ends.
     woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
@@ -254,7 +252,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """Report the ranks that have ended, and kill their loader processes."""
+    """Report the ranks that ended, and kill their loader processes."""
     while children:
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -283,7 +281,7 @@ def _kill_group(pid: int) -> None:
 def die_with_parent() -> None:
     """Have the kernel (Linux) kill this process when its parent dies; a zygote ends with its launcher.
 
-    This ends ranks that the lifeline cannot: stopped ones, and ones that hold the GIL.
+    This ends ranks that the lifeline cannot: suspended ones, and ones that hold the GIL.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -302,7 +300,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: os._exit(PREEMPTED))
 
-        # Exactly the environment of the request, whatever the imports have added to the zygote's.
+        # Exactly the environment of the request, whatever the imports added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
         if len(fds) > 1:

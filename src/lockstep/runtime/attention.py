@@ -61,16 +61,14 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
     # chooses by name begins and ends with nothing compiled in the process. (`auto` is the same in every run on a
     # machine.)
     by_name = config.attention != "auto"
-    settings = torch.compiler.config
-    tag = settings.cache_key_tag
+    tag = f"{torch.compiler.config.cache_key_tag} attention={','.join(names)}"
+    chosen = sdpa_kernel([kernels[name] for name in names], set_priority=True)
 
-    with sdpa_kernel([kernels[name] for name in names], set_priority=True):
+    with chosen, torch.compiler.config.patch(cache_key_tag=tag):  # pyrefly: ignore[missing-attribute]
         _forget_compiled(by_name)
-        settings.cache_key_tag = f"{tag} attention={','.join(names)}"
         try:
             yield
         finally:
-            settings.cache_key_tag = tag
             _forget_compiled(by_name)
 
 

@@ -73,6 +73,7 @@ class Collectives:
         if not self.world.alone:
             with self._waiting_in("sum"):
                 dist.all_reduce(values, group=self.group)
+
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Runtime:
     collectives: Collectives
     threads: int
     heartbeat: Heartbeat
-    notice: PreemptionNotice  # whether a signal asked this rank to save and stop
+    notice: PreemptionNotice  # whether a signal asked this rank to save and exit
 
     @property
     def is_main(self) -> bool:
@@ -73,6 +73,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # Before anything touches CUDA, or every rank opens a context on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
     _set_numerics(config, device)
 
     # The order in which a kernel adds depends on its threads: under `exact` the number of ranks must not change it.
@@ -80,13 +81,13 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
 
     heartbeat.beat("join")
 
-    # A script that has made the process group itself also destroys it.
+    # A script that made the process group itself also destroys it.
     joined = dist.is_initialized()
     if joined:
         _check_joined(world)
         backend = dist.get_backend()
     else:
-        # No collective gives up sooner than the launcher, which knows what each rank does; nor during a compilation,
+        # No collective times out sooner than the launcher, which knows what each rank does; nor during a compilation,
         # which may take longer than NCCL's default timeout.
         timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, timeout=timeout)
@@ -159,6 +160,7 @@ def join(
         device_id=device if backend == "nccl" else None,
         timeout=timeout,
     )
+
     return backend
 
 
@@ -183,6 +185,7 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
         store.set("complete", "")
 
     store.wait(["complete"])
+
     return store.add("shared", 0) > 0
 
 
@@ -230,6 +233,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     own.wait_stream(before)
     with torch.cuda.stream(own):
         yield
+
     before.wait_stream(own)
 
 
@@ -268,8 +272,10 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
     same_bits = config.deterministic or config.exact
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not same_bits
+
     if same_bits:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
         # It costs time and changes no result of correct code, so only `deterministic` pays for it.
         torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

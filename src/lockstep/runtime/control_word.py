@@ -27,9 +27,9 @@ class ControlWord:
     exhausted: int = 0
     step: int = 0  # modulo STEP_MODULUS; if it differs between ranks, they are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
-    new_metrics: int = 0  # this rank has seen a metric that not all ranks know
+    new_metrics: int = 0  # this rank saw a metric that not all ranks know
     save: int = 0  # a checkpoint is due
-    preempt: int = 0  # this rank has received a preemption signal
+    preempt: int = 0  # this rank received a preemption signal
     save_failed: int = 0  # this rank could not write its file of the checkpoint
     loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
@@ -95,7 +95,7 @@ class ControlWordCodec:
 
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
-        # Rounding removes what a multiplication by 1/N has left.
+        # Rounding removes what a multiplication by 1/N left.
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         word = ControlWord(weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 
@@ -123,4 +123,5 @@ class ControlWordCodec:
         # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
         buffer = next(self._pinned)
         buffer.numpy()[:] = values
+
         return buffer.to(self.device, non_blocking=True)

@@ -15,7 +15,7 @@ from torch.cuda import Event
 from lockstep.runtime.heartbeat import Heartbeat
 
 # The phases of every step. The time in `data` is how long the device was idle because its batch was late, and not how
-# long a host that runs ahead has waited for the batch.
+# long a host that runs ahead waited for the batch.
 TIMED = frozenset({"data", "compute", "exchange", "update", "collective", "user code"})
 
 MOST = 512  # phases that may wait to be read; a device that is further behind hangs
@@ -51,12 +51,12 @@ class DeviceHeartbeat(Heartbeat):
         on_device = self.spent[self.phase]
         super()._leave_phase(now)
 
-        # What the host has just added is not the device's time.
+        # What the host just added is not the device's time.
         if self.phase in TIMED:
             self.spent[self.phase] = on_device
 
     def _read(self) -> None:
-        """Add up what the device has finished, and free those events."""
+        """Add up what the device finished, and free those events."""
         # In the order of the stream: what comes after an event that has not happened has not happened either.
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()

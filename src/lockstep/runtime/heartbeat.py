@@ -92,7 +92,7 @@ class Heartbeat:
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Enter `phase`, and a new step if `step` has changed."""
+        """Enter `phase`, and a new step if `step` changed."""
         now = time.monotonic()
         self._leave_phase(now)
         self.phase = phase
@@ -143,6 +143,7 @@ def read(path: Path) -> View | None:
         return None
 
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
+
     return View(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),

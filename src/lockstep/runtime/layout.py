@@ -20,8 +20,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a DTensor."""
-
     local: Tensor  # shares the DTensor's memory
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the shard starts in the full tensor
@@ -42,6 +40,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         groups.setdefault(mesh, []).append(tensor)
+
     return list(groups.values())
 
 
@@ -49,6 +48,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Gather the full tensor. Collective: every rank of its mesh must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
+
     if dist.get_backend(tensor.device_mesh.get_group(0)) != "gloo":
         return tensor.full_tensor()
 
@@ -68,6 +68,7 @@ def shard_of(tensor: DTensor) -> LocalShard:
     # Along replicated axes, inside the tensor's mesh or outside, only coordinate 0 counts as the first copy.
     replicated = [axis for axis, placement in enumerate(tensor.placements) if placement == Replicate()]
     copies = [tensor.device_mesh.get_local_rank(axis) for axis in replicated] + _coordinates_outside(tensor)
+
     return LocalShard(tensor.to_local(), tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
 
 
@@ -75,6 +76,7 @@ def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:
     """Return where shard `index` starts, and its length. As in torch.chunk, the last shards may be short, or empty."""
     step = -(-size // shards)
     start = min(index * step, size)
+
     return start, min(step, size - start)
 
 
@@ -85,7 +87,7 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
     rank's part of it starts.
     """
     # From the leftmost axis to the rightmost, with one exception: FSDP's axis stands to the left of tp's, and FSDP
-    # shards what tp has sharded already.
+    # shards what tp sharded already.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
 
     shape = list(tensor.shape)
@@ -97,20 +99,24 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
         splits.append((axis, dim, size, start))
 
     assert list(tensor.to_local().shape) == shape, "the shard's size does not match the tensor's placements"
+
     return splits
 
 
 def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """Undo a split of dimension `dim`, which had `size` elements before. Collective."""
-    # Padded to one length, and as bytes: gloo does not know every dtype.
     lengths = [_chunk(size, group.size(), index)[1] for index in range(group.size())]
+
+    # all_gather needs equal sizes: pad to the first shard, which is the longest.
     shape = list(shard.shape)
     shape[dim] = lengths[0]
     padded = shard.new_zeros(shape)
     padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
 
+    # As bytes: gloo does not know every dtype.
     shards = padded.new_empty(len(lengths), *shape)
     dist.all_gather(list(shards.flatten(1).view(torch.uint8)), padded.flatten().view(torch.uint8), group=group)
+
     return torch.cat([s.narrow(dim, 0, length) for s, length in zip(shards, lengths, strict=True)], dim)
 
 
@@ -120,6 +126,7 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
     inner = (*(tensor.device_mesh.mesh_dim_names or ()), "pp")
     root = tensor.device_mesh._get_root_mesh()
     named = zip(root.mesh_dim_names or (), root.get_coordinate() or [], strict=True)
+
     return [position for name, position in named if name not in inner]
 
 
@@ -135,7 +142,9 @@ def laid_out(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: 
     """
     if not isinstance(reference, DTensor):
         return shard
+
     placements = [Replicate()] * reference.device_mesh.ndim if replicate else reference.placements
+
     # The meta tensor gives shape and stride, and takes no memory.
     return _dtensor(shard, reference, placements, torch.empty(tuple(shape), device="meta"))
 
@@ -152,7 +161,6 @@ def _dtensor(shard: Tensor, reference: DTensor, placements: Sequence[Placement],
 
 
 def is_sharded_by_rows(tensor: DTensor) -> bool:
-    """Return whether the tensor is sharded along its first dimension only."""
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 
@@ -163,6 +171,7 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
+
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
 
@@ -176,5 +185,6 @@ def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
 def _count_shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
+
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in axes if placement != Replicate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,17 +12,16 @@ def available_cores() -> int:
     """Return the number of cores that this process may use, or of all cores where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
+
     return os.cpu_count() or 1
 
 
 def available_memory() -> int:
     """Return the bytes of host memory that are still free, or all of them where the system does not say (macOS)."""
-    # MemAvailable includes what Linux could reclaim from caches.
+    # MemAvailable, in KiB, includes what Linux could reclaim from caches.
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if meminfo.exists() and (free := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):
+        return int(free[1]) * 1024
 
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -32,4 +32,5 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(device.strip() not in ("", "-1") for device in visible.split(","))
+
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -1,6 +1,6 @@
 """Preemption: a signal only sets a flag.
 
-The step's control word carries the flag to all ranks, which save and stop together.
+The step's control word carries the flag to all ranks, which save and exit together.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionNotice:
-    """Holds the signal that asked this process to save and stop, if one did."""
+    """Holds the signal that asked this process to save and exit, if one did."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -42,17 +42,23 @@ class PreemptionNotice:
 def handle_signals() -> Iterator[PreemptionNotice]:
     """Turn signals into a notice while the context lasts.
 
-    Only Python's main thread may handle signals; elsewhere the notice stays empty. Under our launcher Ctrl-C is the
-    launcher's, which then sends SIGTERM to the ranks.
+    Under our launcher Ctrl-C is the launcher's, which then sends SIGTERM to the ranks.
     """
     notice = PreemptionNotice()
-    handled = SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread():
-        handled = ()
-
-    before = {number: signal.signal(number, notice.receive) for number in handled}
-    try:
+    with signal_handler(notice.receive, SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)):
         yield notice
+
+
+@contextmanager
+def signal_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> Iterator[None]:
+    """Have `receive` handle these signals while the context lasts.
+
+    Only Python's main thread may handle signals; elsewhere nothing is handled.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, receive) for number in numbers if in_main_thread}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             # None: the handler was set by C code, and cannot be restored.

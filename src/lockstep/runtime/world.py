@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import UserError
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `local_*` count the processes of this machine."""
+    """One process among `size` ranks. `local_*` count those of this machine; the master is where all ranks meet."""
 
     rank: int = 0
     size: int = 1
@@ -19,9 +19,7 @@ class World:
     local_size: int = 1
     master_addr: str | None = None
     master_port: int | None = None
-    listen_fd: int | None = None
-    # The reader of `runtime.environments` that made it. Not compared: a rank is the same rank, whatever started it.
-    environment: str = field(default="none", compare=False)
+    listen_fd: int | None = None  # the master's socket, which rank 0 inherits from our launcher
 
     @property
     def alone(self) -> bool:
@@ -29,7 +27,7 @@ class World:
 
     @staticmethod
     def launched(env: Mapping[str, str] = os.environ) -> bool:
-        """Return whether a launcher (ours, torchrun, a hand-written one) has set RANK and WORLD_SIZE.
+        """Return whether a launcher (ours, torchrun, a hand-written one) set RANK and WORLD_SIZE.
 
         Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher
         in each task, and only a plain script is itself a rank.
@@ -42,20 +40,17 @@ class World:
         # Imported late: the readers make worlds, and so import this module.
         from lockstep.runtime import environments
 
-        return environments.detect(env) or World()
+        return environments.detect(env)
 
 
 def whole_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return the environment variable as an int, or `default` if it is not set."""
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
-
+    value = env.get(name, default)
     try:
-        return int(text or "")
+        return int("" if value is None else value)
     except ValueError:
         raise UserError(
             f"the environment variable {name} must be a whole number",
-            f"{name}={text!r}" if text is not None else f"{name} is not set",
+            f"{name}={value!r}" if value is not None else f"{name} is not set",
             f"set {name} as your launcher does, or unset it",
         ) from None

@@ -15,6 +15,7 @@ from lockstep.launch.protocol import (
     CollectStacks,
     Ending,
     Exited,
+    Kill,
     LogEvent,
     NodeBeat,
     Preempt,
@@ -22,7 +23,6 @@ from lockstep.launch.protocol import (
     Send,
     Stacks,
     StartAttempt,
-    Stop,
     ZygoteLost,
 )
 from lockstep.launch.state_machine import JobStateMachine
@@ -62,14 +62,14 @@ class Stage:
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         self.machine.exited(Exited(self.machine.attempt.number, rank, Exit(code, failed)), self.now)
 
-    def stop(self, *nodes: int) -> None:
+    def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.machine.stopped(node, self.machine.attempt.number, self.now)
+            self.machine.ranks_gone(node, self.machine.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
-        """A rank is killed and all others are stopped."""
+        """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.stop(*self.machine.cluster.nodes)
+        self.ranks_gone(*self.machine.cluster.nodes)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
@@ -103,18 +103,18 @@ def test_all_done(stage):
 def test_a_kill_stops_all_and_starts_all_again(stage):
     stage.exit(1, -9, step=41, phase="exchange")
     stage.tick()
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert not stage.of(StartAttempt)  # not before the last one is gone
     assert "restarting 2 ranks from the beginning (restart 1 of 10 in an hour)" in stage.said
     assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "restart"]
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.machine.exited(Exited(0, 0, Exit(-9)), stage.now)
-    stage.machine.stopped(0, 0, stage.now)
+    stage.machine.ranks_gone(0, 0, stage.now)
     stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
 
@@ -132,7 +132,7 @@ def test_an_error_whose_cause_never_shows_is_the_cause(stage):
     stage.tick(1.1)
     assert "rank 0 on host-0" in stage.said
     assert "not restarted: no checkpoint was saved" in stage.said
-    stage.stop()
+    stage.ranks_gone()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.message) == (1, "the real one")
 
@@ -142,7 +142,7 @@ def test_an_error_after_progress_is_restarted_once(stage):
         stage.saved = 5
         stage.exit(0, code)
         stage.tick(1.1)
-        stage.stop()
+        stage.ranks_gone()
         last = stage.tick()
     assert [type(command) for command in last] == [Ending]
     assert last[0].restarts == 1
@@ -154,7 +154,7 @@ def test_a_user_error_is_never_restarted(stage):
     stage.exit(1, 1, for_user=True, message="asked\n  found: x\n  do: y")
     stage.tick()
     assert stage.said == "lockstep: asked\n  found: x\n  do: y"
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick()[0].code == 2
 
 
@@ -178,13 +178,13 @@ def test_the_budget_is_the_tasks_own(stage):
 
 def test_a_dead_zygote_is_a_failure(stage):
     stage.machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
 def test_what_is_hopeless_ends(stage):
     stage.machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
 
@@ -209,12 +209,12 @@ def test_progress_or_another_culprit_resets_the_count():
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_a_stop_request(stage, name, code):
-    stage.machine.stop_requested(name, stage.now)
+    stage.machine.preempt_requested(name, stage.now)
     stage.tick()
     assert stage.sent(Preempt) == [0]
     stage.saved = 12
     stage.exit(0, 75)
-    stage.machine.stop_requested("SIGTERM", stage.now)  # schedulers send it more than once
+    stage.machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
     assert stage.tick() == []
     stage.exit(1, 75)
     stage.tick()
@@ -224,7 +224,7 @@ def test_a_stop_request(stage, name, code):
 
 
 def test_a_stop_request_to_a_job_that_finishes_first(stage):
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 0)
     stage.exit(1, 0)
     assert stage.tick()[-1] == Ending(0)
@@ -232,56 +232,56 @@ def test_a_stop_request_to_a_job_that_finishes_first(stage):
 
 def test_ranks_that_do_not_stop_are_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.tick(2)
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert "2 ranks did not stop in time and were killed" in stage.said
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
 
 def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     stage.tick(19)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.tick(2)
-    assert stage.sent(Stop) == [0]
-    stage.stop()
+    assert stage.sent(Kill) == [0]
+    stage.ranks_gone()
     assert stage.tick()[-1].code == 75
 
 
 def test_a_second_interrupt_stops_at_once(stage):
-    stage.machine.stop_requested("SIGINT", stage.now)
+    stage.machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
-    stage.machine.stop_requested("SIGINT", stage.now)
+    stage.machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
-    assert stage.sent(Stop) == [0]
-    stage.stop()
+    assert stage.sent(Kill) == [0]
+    stage.ranks_gone()
     assert stage.tick() == [Ending(130)]
 
 
 def test_a_stop_request_between_two_attempts(stage):
     stage.exit(1, -9)
-    stage.machine.stop_requested("SIGTERM", stage.now)
-    stage.stop()
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.ranks_gone()
     stage.tick()
     assert stage.of(Ending) == [Ending(75, None, 1)]
     assert not stage.of(StartAttempt)
 
 
 def test_a_kill_after_a_stop_request_is_not_restarted(stage):
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
     assert "the job was asked to stop (SIGTERM)" in stage.said
 
 
 def test_ranks_that_were_signalled_directly(stage):
     stage.exit(0, 75)
-    assert not stage.sent(Stop)
+    assert not stage.sent(Kill)
     stage.exit(1, 75)
     assert stage.tick()[-1] == Ending(75)
 
@@ -352,9 +352,9 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage.tick()
     stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
-    assert stage.sent(Stop) == [0]
+    assert stage.sent(Kill) == [0]
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
-    stage.stop()
+    stage.ranks_gone()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.kind) == (1, "node")
 
@@ -363,7 +363,7 @@ def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.machine.gone(1, "vanished", stage.now)
-    stage.stop()
+    stage.ranks_gone()
     assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
     assert stage.tick(0.2) == [StartAttempt(1, {0: 1})]
 
@@ -398,11 +398,11 @@ def test_a_node_lost_while_the_others_stop():
     stage.tick()
     stage.exit(2, -9)
     stage.machine.gone(1, "vanished", stage.now)
-    stage.stop(0, 2)
+    stage.ranks_gone(0, 2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1, 2: 1})]
     stage.exit(1, -9)
     stage.machine.gone(2, "vanished", stage.now)
-    stage.stop(0)
+    stage.ranks_gone(0)
     assert [stage.tick(), stage.of(Ending)][1][0].code == 1
 
 
@@ -410,7 +410,7 @@ def test_a_node_lost_while_the_job_waits_for_more():
     stage = nodes(2, 3, 3)
     stage.tick()
     stage.machine.gone(2, "vanished", stage.now)
-    stage.stop(0, 1)
+    stage.ranks_gone(0, 1)
     stage.tick()
     stage.machine.gone(1, "vanished", stage.now)
     assert stage.tick()[-1].code == 1
@@ -420,7 +420,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.exit(1, -9)
-    stage.stop(0)
+    stage.ranks_gone(0)
     stage.tick(9)
     assert not stage.of(StartAttempt)
     stage.tick(2)
@@ -451,7 +451,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
     stage = nodes(1, 2, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.machine.stop_requested("SIGTERM", stage.now)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     assert stage.tick()[-1] == Ending(75)
 
@@ -481,7 +481,7 @@ def test_a_hang_is_explained_and_restarted(stage):
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
-    stage.stop()
+    stage.ranks_gone()
     assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
@@ -511,8 +511,8 @@ def test_no_wait_is_without_a_limit():
     assert stage.machine._deadline < float("inf")
     stage.tick()
     stage.machine.resize(2, stage.now)
-    assert stage.machine.phase is module.Phase.PREEMPT
+    assert stage.machine.job_phase is module.JobPhase.PREEMPT
     assert stage.machine._deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.machine.phase is module.Phase.STOP
+    assert stage.machine.job_phase is module.JobPhase.KILL
     assert stage.machine._deadline < float("inf")

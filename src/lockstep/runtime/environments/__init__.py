@@ -8,28 +8,21 @@ alone, and overwrite what the others write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from lockstep.runtime.environments import slurm, torchrun
 from lockstep.runtime.world import World
 
 # The most explicit first: inside a Slurm job, the variables of our own launcher and of torchrun win.
-READERS: dict[str, Callable[[Mapping[str, str]], World | None]] = {
-    "torchrun": torchrun.read,
-    "slurm": slurm.read,
-}
+READERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (torchrun.read, slurm.read)
 
 
-def detect(env: Mapping[str, str]) -> World | None:
-    """Return the world of the first reader that recognises the environment, with that reader's name.
+def detect(env: Mapping[str, str]) -> World:
+    """Return the world of the first reader that recognises the environment, or that of a single process.
 
     `LOCKSTEP_ENVIRONMENT=none` makes every process train by itself, such as the tasks of a sweep under `srun`.
     """
     if env.get("LOCKSTEP_ENVIRONMENT") == "none":
-        return None
-    for name, read in READERS.items():
-        world = read(env)
-        if world is not None:
-            return replace(world, environment=name)
+        return World()
 
-    return None
+    worlds = (read(env) for read in READERS)
+    return next((world for world in worlds if world is not None), World())

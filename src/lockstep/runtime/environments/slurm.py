@@ -46,6 +46,7 @@ def read(env: Mapping[str, str]) -> World | None:
     # All tasks of the step compute the same port, and other jobs most likely another one.
     job = whole_number(env, "SLURM_JOB_ID", 0)
     step = whole_number(env, "SLURM_STEP_ID", 0)
+
     return World(
         rank=rank,
         size=tasks,
@@ -57,14 +58,9 @@ def read(env: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int:
-    listed = env.get("SLURM_STEP_TASKS_PER_NODE")
-    if listed:
-        counts = tasks_per_node(listed)
-        node = whole_number(env, "SLURM_NODEID", 0)
-        if node < len(counts):
-            return counts[node]
-
-    return whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = whole_number(env, "SLURM_NODEID", 0) if counts else 0
+    return counts[node] if node < len(counts) else whole_number(env, "SLURM_NTASKS_PER_NODE", tasks)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -72,6 +68,7 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
+
     return counts
 
 

@@ -25,6 +25,7 @@ def read(env: Mapping[str, str]) -> World | None:
         )
 
     listen_fd = env.get(LISTEN_FD)
+
     return World(
         rank=rank,
         size=size,
