@@ -19,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
-from lockstep.precision import LossScale, Precision
+from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
@@ -59,11 +59,11 @@ class StepContext:
     config: RunConfig
     runtime: Runtime
     precision: Precision
-    loss_scale: LossScale | None  # with fp16
+    scaler: DynamicScaler | None  # with fp16
     global_batch: int
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
-    before_reduce: Callable[[], None] | None  # measures this rank's own work, for load balancing
+    mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
     requests: Requests = field(default_factory=Requests)
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class StepControl:
     @property
     def needs_reference_weight(self) -> bool:
         """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
-        scale = self._context.loss_scale
-        return scale is not None and scale.needs_reference_weight
+        scaler = self._context.scaler
+        return scaler is not None and scaler.reference_weight is None
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
@@ -125,30 +125,44 @@ class StepControl:
         # Padding only keeps this rank in step with the others: it weighs nothing, and its gradient is 0.
         if micro.padding:
             return 0.0
+
         if context.reports_loss:
             self._add(loss, micro)
-        return context.loss_scale.value if context.loss_scale else 1.0
+        return context.scaler.factor_on_sums if context.scaler else 1.0
 
     def find_reference_weight(self, weight: Any) -> None:
-        """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
+        """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
+
+        We backpropagate sums, while loss scales are meant for means: the scale of fp16 is divided by this weight. It
+        comes from the first micro-batches of all ranks, and is equal on all of them.
+        """
         context, micro = self._context, self.micro
         assert micro is not None
-        assert context.loss_scale is not None
-        silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
+        assert context.scaler is not None
 
-    def word(self) -> ControlWord:
-        """Return this rank's control word. The weights of all its micro-batches are known now."""
+        # Padding and stages without a loss would distort the mean: they add nothing. With `exact`, only the first
+        # micro-batch of the step counts, wherever it runs.
+        silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
+        counts = [0.0, 0.0] if silent else [float(weight), float(micro.samples)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
+        total, samples = context.runtime.collectives.sum_(sums).tolist()
+
+        per_step = total / max(1.0, samples) * context.global_batch
+        context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
+
+    def before_reduce(self) -> ControlWord:
+        """End this rank's own work, and return its control word. The weights of all its micro-batches are known now."""
         context = self._context
         context.runtime.heartbeat.beat("exchange")
-        if context.before_reduce is not None:
-            context.before_reduce()
+        if context.mark_time is not None:
+            context.mark_time()
+
         return ControlWord(
             weight=self._weight,
             stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
             step=self.step % STEP_MODULUS,
-            scale=context.loss_scale.logarithm if context.loss_scale else 0.0,
+            scale=math.log2(context.scaler.value) if context.scaler else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
             save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),

@@ -22,7 +22,6 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
-from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
@@ -41,26 +40,6 @@ from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
-
-
-class SampleLog:
-    """Writes which samples this rank trained in each step, one line per step (`log.samples`).
-
-    A step that was repeated after a restart has several lines; that of the last attempt counts.
-    """
-
-    def __init__(self, path: Path, attempt: int):
-        """`attempt` counts the restarts of the run."""
-        path.parent.mkdir(exist_ok=True)
-        self._sink = JsonlSink(path)
-        self._attempt = attempt
-
-    def write(self, step: int, batches: list[TrainedBatch]) -> None:
-        ids = [[batch.epoch, *map(int, batch.ids)] for batch in batches]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
-
-    def close(self) -> None:
-        self._sink.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,7 +63,7 @@ class Run:
     # The data and the step.
     plan: Plan
     source: BatchSource
-    sample_log: SampleLog | None  # with `log.samples`
+    sample_log: JsonlSink | None  # with `log.samples`: which samples this rank trained in each step
     stepper: Stepper
     load_balancer: LoadBalancer | None  # with `load_balance=auto`
 
@@ -127,7 +106,10 @@ class Run:
         self.source.commit(batches, result)
         step = self.stepper.counters.step
         if self.sample_log:
-            self.sample_log.write(step - 1, self.stepper.control.trained)
+            # A step that is repeated after a restart has several lines; that of the last attempt counts.
+            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
+            record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
+            self.sample_log.write(record)
         self._accept_requests(result)
 
         self._interval["steps"] += 1

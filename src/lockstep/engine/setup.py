@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,14 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
-from lockstep.engine.run import Run, SampleLog
+from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
-from lockstep.observe.sinks import read_jsonl
+from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
 from lockstep.optim.registry import build_optimizers
@@ -175,7 +175,8 @@ class RunBuilder:
         sample_log = None
         if config.log.samples:
             path = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
-            sample_log = SampleLog(path, self.folder.attempt)
+            path.parent.mkdir(exist_ok=True)
+            sample_log = JsonlSink(path)
             self._on_failure.callback(sample_log.close)
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
@@ -190,7 +191,7 @@ class RunBuilder:
             runtime,
             plan.global_batch,
             log_event=recorder.event,
-            before_reduce=load_balancer.mark if load_balancer else None,
+            mark_time=load_balancer.mark if load_balancer else None,
         )
 
         # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
@@ -334,7 +335,7 @@ class RunBuilder:
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
-            write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
+            write_head(self.folder.path, self.resolved, asdict(plan) | sharding)
         start = {
             "task": self.name,
             "world": self.runtime.world.size,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -27,9 +26,6 @@ class Plan:
     steps_per_epoch: int | None  # None: a stream, whose length is not known
     samples: int | None
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:

@@ -143,7 +143,7 @@ class PipelineDriver(ShardedDriver):
 
         self._flow.run(micros, loss_fn, control)
         control.backwards_done = batches.count
-        self._reduce(control.word())
+        self._reduce(control.before_reduce())
         return self.reduced()
 
     def reduced(self) -> Reduced:
