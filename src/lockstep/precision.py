@@ -314,7 +314,6 @@ class DynamicScaler:
             self.overflows_left = config.hysteresis
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
         return {
             "version": self.VERSION,
             "scale": self.value,

@@ -77,7 +77,7 @@ def _check_file(target: str, file: Path) -> None:
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
     source = Path(target).read_text()
-    # Crude, but it never refuses a script that trains, however the script has imported the two functions.
+    # Crude, but it never refuses a script that trains, however it imported the two functions.
     if "start(" not in source and "fit(" not in source:
         tasks = [f"{target}:{name}" for name in _task_names(source)]
         raise UserError(

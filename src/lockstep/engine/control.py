@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
-
-
-class TrainedBatch(NamedTuple):
-    """Which samples a micro-batch held. Its loss is at the same place in `StepControl.losses`."""
-
-    index: int
-    epoch: int
-    ids: Any
 
 
 @dataclass
@@ -49,7 +41,7 @@ class MetricNames:
 
     seen: set[str] = field(default_factory=set)  # on this rank
     known: set[str] = field(default_factory=set)  # on all ranks
-    new: bool = False  # some rank has seen one that is not known yet
+    new: bool = False  # some rank saw one that is not known yet
 
 
 @dataclass
@@ -78,8 +70,9 @@ class StepControl:
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
 
-        # Samples, losses and metrics of the micro-batches so far, detached from the graph, and still on the device.
-        self.trained: list[TrainedBatch] = []
+        # The micro-batches so far, without their data; their losses, in the same order, and their metrics. Both are
+        # detached from the graph, and still on the device.
+        self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
 
@@ -114,7 +107,7 @@ class StepControl:
         assert micro is not None
         _check_loss(loss)
         if self.needs_reference_weight:
-            self.find_reference_weight(loss.weight)
+            self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
 
@@ -130,14 +123,13 @@ class StepControl:
             self._add(loss, micro)
         return context.scaler.factor_on_sums if context.scaler else 1.0
 
-    def find_reference_weight(self, weight: Any) -> None:
+    def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
         """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
 
         We backpropagate sums, while loss scales are meant for means: the scale of fp16 is divided by this weight. It
         comes from the first micro-batches of all ranks, and is equal on all of them.
         """
-        context, micro = self._context, self.micro
-        assert micro is not None
+        context = self._context
         assert context.scaler is not None
 
         # Padding and stages without a loss would distort the mean: they add nothing. With `exact`, only the first
@@ -175,6 +167,7 @@ class StepControl:
         constants = self._context.constants
         if (value, dtype) not in constants:
             constants[value, dtype] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
+
         return constants[value, dtype]
 
     def seed(self, stream: str, *keys: int) -> None:
@@ -191,7 +184,7 @@ class StepControl:
             check_weight(float(loss.weight))
 
         # Losses are only collected: adding them up would be one more kernel per micro-batch.
-        self.trained.append(TrainedBatch(micro.index, micro.epoch, micro.ids))
+        self.trained.append(MicroBatch(None, micro.index, micro.samples, micro.epoch, micro.ids))
         self.losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
@@ -218,6 +211,7 @@ def _check_loss(loss: Loss) -> None:
             "",
             "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
         )
+
     if loss.total.dim() != 0 or not loss.total.requires_grad:
         raise UserError(
             f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
@@ -225,6 +219,7 @@ def _check_loss(loss: Loss) -> None:
             "",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
+
     # Reading a weight on the GPU would make the host wait for it.
     if not (_on_gpu(loss.weight) or 0 <= float(loss.weight) < math.inf):
         raise UserError(

@@ -52,6 +52,7 @@ def check_data(data: Any) -> None:
             "every sample counts once, on any number of ranks",
             "return a list of its samples, list(stream), or None for no evaluation at all",
         )
+
     if len(data) == 0:
         raise UserError("the dataset to evaluate on has no samples", "", "return None for no evaluation at all")
 
@@ -102,9 +103,9 @@ class Evaluator:
         gathered = self.runtime.collectives.gather_json([rows, samples, preempted])
         if any(preempted for _, _, preempted in gathered):
             return None
+
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step)
-
         self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
@@ -140,9 +141,10 @@ class Evaluator:
             if loss is not None:
                 results.append(list(terms(loss)))
 
-        # Another rank has gone through the same batches, and reports them.
+        # Another rank went through the same batches, and reports them.
         if not placement.reports_loss:
             return [], 0
+
         # Read back only now: one host synchronisation instead of one per batch.
         rows = [_on_host(result) for result in results[: len(ranges)]]
         return rows, sum(map(len, ranges))
@@ -154,12 +156,12 @@ def _on_host(result: list[Term]) -> Row:
 
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means: dict[str, float] = {}
-    weights: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):
         # fsum rounds once, so the order of the rows does not matter. A metric may be missing in some batches.
         total = math.fsum(row[name][0] for row in rows if name in row)
         weight = math.fsum(row[name][1] for row in rows if name in row)
         means[name] = total / weight if weight else math.nan
-        weights[name] = weight
+
+    loss_weight = math.fsum(row["loss"][1] for row in rows if "loss" in row)
     loss = means.pop("loss", math.nan)
-    return Evaluation(step, loss, means, samples, weights.get("loss", 0.0))
+    return Evaluation(step, loss, means, samples, loss_weight)

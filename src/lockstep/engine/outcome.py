@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
-from lockstep.engine.control import StepControl, TrainedBatch
+from lockstep.engine.control import StepControl
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
-from lockstep.task import StepResult
+from lockstep.task import MicroBatch, StepResult
 
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
 MIN_LOSSES = 8  # losses seen before one can stand out as a spike
@@ -139,7 +139,7 @@ class Outcomes:
             self.failures_in_a_row = 0
             self.spikes.add(outcome.mean_loss)
         else:
-            self._skip(result, outcome.control, outcome.finite, scale_lowered)
+            self._skip(outcome, result, scale_lowered)
 
         return result
 
@@ -153,11 +153,11 @@ class Outcomes:
         self._scaler.update(overflowed=not outcome.accepted)
         return self._scaler.value < before
 
-    def _skip(self, result: StepResult, control: StepControl, spike: bool, scale_lowered: bool) -> None:
+    def _skip(self, outcome: Outcome, result: StepResult, scale_lowered: bool) -> None:
         """Log a skipped step, and act on it. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
-        reason = self._log_skip(result, control, spike)
+        reason = self._log_skip(outcome, result)
 
         # An overflow that lowers the loss scale of fp16 is how the scaler finds its value, not a failure.
         if scale_lowered:
@@ -167,8 +167,8 @@ class Outcomes:
         # Everything else is a failure. Too many in a row end the run, whatever the policy.
         self.failures_in_a_row += 1
         most = self._config.nonfinite.max_in_a_row
-        key = "spike" if spike else "nonfinite"
-        policy = self._config.spike.policy if spike else self._config.nonfinite.policy
+        key = "spike" if outcome.finite else "nonfinite"
+        policy = getattr(self._config, key).policy
         if policy == "stop" or self.failures_in_a_row >= most:
             in_a_row = f"{self.failures_in_a_row} such step{'s' * (self.failures_in_a_row > 1)} in a row"
             raise UserError(
@@ -176,17 +176,16 @@ class Outcomes:
                 "",
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
-        if policy == "rewind":
-            self.spoiled = SpoiledStep(result, control.batches.span)
 
-    def _log_skip(self, result: StepResult, control: StepControl, spike: bool) -> str | None:
+        if policy == "rewind":
+            self.spoiled = SpoiledStep(result, outcome.control.batches.span)
+
+    def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Return the reason, with the samples to blame."""
         if self._log_event is None:
             return result.skip_reason
 
-        # The host waits for the losses here. A skipped step is rare, and worth it.
-        losses = [float(total) for total, _ in control.losses]
-        own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
+        own_lines = _blame(outcome, self._runtime.world.rank)
         blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
@@ -207,6 +206,7 @@ class Outcomes:
         else:
             cause = f"{self.skipped} were skipped for the reasons above"
             fix = "look at the samples that are named above, and at the loss of an untrained model"
+
         if self.skipped and empty:
             cause += f"; {empty} had weight 0"
         raise UserError(
@@ -257,23 +257,24 @@ class SpikeDetector:
             self.recent.append(loss)
 
 
-def blame(batches: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
-    """Describe the micro-batches of this rank that may have spoiled a step.
+def _blame(outcome: Outcome, rank: int) -> list[str]:
+    """Describe the micro-batches of this rank that may have spoiled a step."""
+    # The host waits for the losses here. A skipped step is rare, and worth it.
+    control = outcome.control
+    pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
 
-    Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
-    """
     # A spike is a matter of the global mean, which every micro-batch contributes to: name the largest contribution.
-    pairs = zip(batches, losses, strict=True)
-    if spike:
+    if outcome.finite:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:
         worst = [(batch, loss) for batch, loss in pairs if not math.isfinite(loss)]
     return [f"rank {rank}, micro-batch {batch.index}: loss {loss:.4g}{_name_samples(batch)}" for batch, loss in worst]
 
 
-def _name_samples(batch: TrainedBatch) -> str:
+def _name_samples(batch: MicroBatch) -> str:
     if len(batch.ids) == 0:
         return ""
+
     names = ", ".join(str(int(i)) for i in batch.ids[:MAX_NAMED_IDS])
     more = len(batch.ids) - MAX_NAMED_IDS
     return f", samples {names} and {more} more" if more > 0 else f", samples {names}"

@@ -73,7 +73,7 @@ class Run:
     evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
     builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
-    _stop_agreed: bool = field(init=False, default=False)  # what control words have asked for, until it is done
+    _stop_agreed: bool = field(init=False, default=False)  # what control words asked for, until it is done
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
@@ -129,6 +129,7 @@ class Run:
 
         if self.exactness:
             self.exactness.end_step()
+
         # Walking through all modules is too slow for every step.
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
@@ -217,6 +218,7 @@ class Run:
         # After a `break` in the user's loop, no log line shows the last steps yet.
         if self._interval["steps"]:
             self._log(last)
+
         counters = self.stepper.counters
         self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
@@ -252,6 +254,7 @@ class Run:
             report = _write_summary_and_report(self.folder.path, summary)
             if report and self.config.log.progress != "off":
                 print(f"report   {Path(self.folder.shown) / report.name}")
+
         # No rank ends before the folder is complete.
         self.runtime.collectives.final_barrier()
         self.folder.let_go()
@@ -307,7 +310,7 @@ class Run:
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
 
-        # The control word of the same step tells all ranks that some rank has seen a new metric.
+        # The control word of the same step tells all ranks that some rank saw a new metric.
         metrics = stepper.context.metrics
         if metrics.new:
             self.recorder.agree_on_names(metrics.seen)
@@ -328,6 +331,7 @@ class Run:
         self._stop_agreed |= result.stop
         self._preempt_agreed |= result.preempt
         self._save_agreed |= result.save
+
         # All ranks give up the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.give_up()
@@ -354,6 +358,7 @@ class Run:
         metrics: dict[str, float] = {}
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
+
         self.checkpoints.save(
             {
                 "metrics": metrics,

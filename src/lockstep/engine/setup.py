@@ -153,6 +153,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.others["exact"] = exactness
+
         self.model_setup = ModelSetup(
             self.driver,
             wrapped,
@@ -237,7 +238,7 @@ class RunBuilder:
         return self.run
 
     def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
-        """Evaluate the model before the first step, when no batch size has been derived yet."""
+        """Evaluate the model before the first step, when no batch size is derived yet."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
@@ -246,6 +247,7 @@ class RunBuilder:
                 "",
                 "type evaluate.batch=64",
             )
+
         self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
@@ -255,6 +257,7 @@ class RunBuilder:
         # The original error is the one to see: a second one, while cleaning up, is dropped.
         with contextlib.suppress(Exception):
             self._on_failure.close()
+
         with contextlib.suppress(Exception):
             # The error is printed once, by the process that started this one; a launcher prints the first of all ranks.
             self.recorder.hide()
@@ -263,6 +266,7 @@ class RunBuilder:
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.folder.path)
+
         self.folder.let_go()
 
     # ---- parts of setup_run ----
@@ -296,6 +300,7 @@ class RunBuilder:
         source = open_source(data, collate, options)
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
+
         # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
         check_sample_log(config, source)
@@ -316,6 +321,7 @@ class RunBuilder:
             duplicates=driver.placement.duplicates,
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
+
         # A save in flight may be all that is left of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
         checkpoints.check_space()
@@ -336,6 +342,7 @@ class RunBuilder:
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
             write_head(self.folder.path, self.resolved, asdict(plan) | sharding)
+
         start = {
             "task": self.name,
             "world": self.runtime.world.size,
@@ -358,6 +365,7 @@ def open_run(
     config = resolved.config
     # Before any other collective, in which ranks with different settings might wait for each other.
     check_same_config(config, runtime)
+
     precision = choose(config, runtime.device)
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
@@ -411,6 +419,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
     attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
     if attach is None:
         return None
+
     placement = driver.placement
     if not placement.runs_whole_model:
         raise UserError(
@@ -418,6 +427,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             "each rank holds a part of the model",
             "type strategy=ddp or strategy=fsdp",
         )
+
     return attach(
         SourceContext(
             model=driver.model,

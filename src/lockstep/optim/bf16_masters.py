@@ -21,7 +21,7 @@ from lockstep.runtime.layout import by_mesh, like, local, shard_of
 from lockstep.runtime.seeds import derive
 
 AT_ONCE = 2**24  # elements that are updated at once
-COMPENSATION = "compensation"  # what rounding has cut off, in the optimizer's state and in a checkpoint
+COMPENSATION = "compensation"  # what rounding cut off, in the optimizer's state and in a checkpoint
 LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
 
 
@@ -90,7 +90,11 @@ class MasterWeights:
         # Some optimizers, such as Adagrad, have set up their state already, in the parameter's bfloat16.
         state = optimizer.state.pop(parameter, None)
         if state:
-            optimizer.state[stand_in] = {key: _widened(value, parameter) for key, value in state.items()}
+            optimizer.state[stand_in] = {
+                key: value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
+                for key, value in state.items()
+            }
+
         return stand_in
 
     def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
@@ -162,10 +166,6 @@ class MasterWeights:
         stand_in.grad = None
         if not self.persistent:
             _free(wide)
-
-
-def _widened(value: Any, parameter: Tensor) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
 def _free(tensor: Tensor) -> None:
