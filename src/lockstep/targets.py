@@ -22,11 +22,9 @@ CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")
 def recipes() -> dict[str, str]:
     """Return the name of every recipe with the first line of its description."""
     # The source is parsed: importing a recipe would import torch.
-    descriptions = {}
-    for package in sorted(RECIPES.glob("*/__init__.py")):
-        text = ast.get_docstring(ast.parse(package.read_text())) or ""
-        descriptions[package.parent.name] = text.partition("\n")[0]
-    return descriptions
+    packages = sorted(RECIPES.glob("*/__init__.py"))
+    texts = {package.parent.name: ast.get_docstring(ast.parse(package.read_text())) or "" for package in packages}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
 
 
 def is_script(target: str) -> bool:

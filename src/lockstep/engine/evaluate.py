@@ -124,9 +124,8 @@ class Evaluator:
         count = math.ceil(length / batch)
         own_batches = deal(count, placement.data_rank, placement.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
-        repeated: list[range] = []
-        if placement.collective_forwards:
-            repeated = [range(min(batch, length))] * (math.ceil(count / placement.data_size) - len(ranges))
+        most = math.ceil(count / placement.data_size) if placement.collective_forwards else len(ranges)
+        repeated = [range(min(batch, length))] * (most - len(ranges))
 
         # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
         results = []

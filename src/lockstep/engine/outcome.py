@@ -33,7 +33,7 @@ MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step that was reduced, and what decides about it: the same on every rank."""
+    """A step that was reduced, and the numbers that decide about it, which are the same on every rank."""
 
     control: StepControl
     reduced: Reduced
@@ -66,6 +66,7 @@ class Outcome:
         bad = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
         if not bad:
             return "the gradient norm overflowed, though every parameter's own gradient is finite"
+
         first = self.reduced.names[bad[0]]
         return f"no finite gradient for {len(bad)} of {len(self.reduced.names)} parameters, first {first!r}"
 
@@ -73,9 +74,11 @@ class Outcome:
 def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
     """Return the opposite of `Outcome.accepted` as a tensor () on the device."""
     rejected = ~torch.isfinite(grad_norm)
+
     # Without a limit the control word need not be decoded, which would cost kernels.
     if loss_limit == math.inf:
         return rejected
+
     return rejected | (reduced.codec.mean_loss(reduced.packed) > loss_limit)
 
 
@@ -92,21 +95,25 @@ class Outcomes:
     def __init__(
         self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: Callable[..., None] | None
     ):
+        self._config = config
+        self._scaler = scaler
+        self._runtime = runtime
+        self._log_event = log_event
         self.spikes = SpikeDetector(config.spike)
+
+        # What the outcomes so far amount to.
         self.skipped = 0
         self.skipped_since_log = 0
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
         self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
-        self._config = config
-        self._scaler = scaler
-        self._runtime = runtime
-        self._log_event = log_event
 
     def conclude(self, outcome: Outcome) -> StepResult:
         """Check that the ranks agree, count the step, act if it was skipped, and return its result."""
-        word, step, ranks = outcome.word, outcome.control.step, self._runtime.world.size
+        word = outcome.word
+        step = outcome.control.step
+        ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these two checks do not prevent it, they only end the run.
         if word.step != ranks * (step % STEP_MODULUS):
@@ -126,11 +133,14 @@ class Outcomes:
             preempt=word.preempt > 0,
             save_failed=word.save_failed > 0,
         )
+
+        # Nothing is wrong with a step of weight 0, but many in a row are worth a warning.
         if result.weight == 0:
             self.empty_in_a_row += 1
             if self.empty_in_a_row == MANY_EMPTY and self._log_event:
                 reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
                 self._log_event("warning", step=step, reason=reason)
+
             return result
 
         self.empty_in_a_row = 0

@@ -390,12 +390,11 @@ def _wrap_optimizers(
 ) -> Optimizers:
     """Put the task's optimizers, or those that `optimizer` names, under the object that steps them."""
     optimizers = build_optimizers(config, own_optimizers)
+
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
     only_state = config.sharing.shards_optimizer and not config.sharing.shards_parameters
-    if only_state and not runtime.world.alone:
-        stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
-    else:
-        stepped = Optimizers(optimizers, model)
+    sharded = only_state and not runtime.world.alone
+    stepped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:

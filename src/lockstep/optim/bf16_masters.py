@@ -108,8 +108,8 @@ class MasterWeights:
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
         """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
-        parameters = self._parameters
-        learning = [s for s in group["params"] if id(s) in parameters and parameters[id(s)].grad is not None]
+        known = [stand_in for stand_in in group["params"] if id(stand_in) in self._parameters]
+        learning = [stand_in for stand_in in known if self._parameters[id(stand_in)].grad is not None]
 
         for stand_ins in by_mesh(learning):
             part: list[Tensor] = []
@@ -121,6 +121,7 @@ class MasterWeights:
                     part, size = [], 0
                 part.append(stand_in)
                 size += stand_in.numel()
+
             yield group, part
 
     def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
