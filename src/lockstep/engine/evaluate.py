@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
@@ -23,12 +22,10 @@ from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, terms
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
-from lockstep.task import Loss
 
-LossFn = Callable[[nn.Module, Any], Loss]
 Row = dict[str, list[float]]  # of one batch: name -> [sum, weight]
 
 

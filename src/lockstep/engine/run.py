@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
-
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
@@ -34,10 +32,10 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
 
@@ -174,7 +172,7 @@ class Run:
     def evaluate(
         self,
         data: Any,
-        loss_fn: Callable[[nn.Module, Any], Loss],
+        loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
     ) -> Evaluation:
@@ -251,14 +249,23 @@ class Run:
         self.recorder.close()
 
         if self.runtime.is_main:
-            report = _write_summary_and_report(self.folder.path, summary)
-            if report and self.config.log.progress != "off":
-                print(f"report   {Path(self.folder.shown) / report.name}")
+            self._write_report(summary)
 
         # No rank ends before the folder is complete.
         self.runtime.collectives.final_barrier()
         self.folder.let_go()
         return summary
+
+    def _write_report(self, summary: dict[str, Any]) -> None:
+        # The weights are saved, so a failure only prints a message.
+        try:
+            write_summary(self.folder.path, summary)
+            report = write_report(self.folder.path)
+        except OSError as error:
+            print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+        else:
+            if self.config.log.progress != "off":
+                print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_loaders(self) -> None:
         # A source of the user's own need not have anything to close.
@@ -367,13 +374,3 @@ class Run:
                 "seconds": time.time() - self.started,
             }
         )
-
-
-def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | None:
-    """Write both, and return the path of the report. The weights are saved, so a failure only prints a message."""
-    try:
-        write_summary(run_dir, summary)
-        return write_report(run_dir)
-    except OSError as error:
-        print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
-        return None

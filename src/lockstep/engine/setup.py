@@ -39,7 +39,7 @@ from lockstep.engine.checks import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
-from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
+from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
 from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
@@ -55,7 +55,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime

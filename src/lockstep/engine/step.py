@@ -28,10 +28,10 @@ from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
-from lockstep.parallel.driver import Driver, Reduced
+from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.task import Loss, StepBatches, StepResult
+from lockstep.task import StepBatches, StepResult
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Stepper:
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
         self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
-    def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
+    def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run the whole transaction. Return the newest result known (on a GPU, the previous step's)."""
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
