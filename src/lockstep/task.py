@@ -97,7 +97,6 @@ class BatchSource(Protocol):
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next step."""
-        ...
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Mark `batches` as used. `result` is the newest one known (on a GPU, the previous step's)."""

@@ -103,6 +103,7 @@ class Run:
         # From here on a checkpoint would resume after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
+
         if self.sample_log:
             # A step that is repeated after a restart has several lines; that of the last attempt counts.
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
