@@ -110,8 +110,7 @@ def train(
     run_dir = _agree_on_run_dir(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
-    spec = {"target": target, "layers": layers, "again": again(run_dir)}
-    return _launch(spec, run_dir, processes, nodes, join).code
+    return _launch({"target": target, "layers": layers, "again": again(run_dir)}, run_dir, processes, nodes, join).code
 
 
 def run_target(target: str, layers: list[Layer]) -> None:
@@ -349,9 +348,9 @@ def _launch(
         return ending
 
     # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
-    cause = f"rank {culprit.rank}: {culprit.message}"
+    message = f"rank {culprit.rank}: {culprit.message}"
     with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # the disk may be full
-        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": cause})
+        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
     return ending

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Kept for the command that resumes a run.
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
 
-    # argparse takes no positional arguments after an option, so we judge what it has left over.
+    # argparse takes no positional arguments after an option, so we judge what it left over.
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of a pipe has closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
+        # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -54,7 +54,7 @@ class ConfigError(UserError):
 
 
 class RanksFailed(UserError):
-    """Ranks that `lockstep.fit` has started failed. Their launcher has already shown the reason."""
+    """Ranks that `lockstep.fit` started failed. Their launcher already showed the reason."""
 
 
 class SmallerMicroBatch(Exception):
@@ -62,7 +62,7 @@ class SmallerMicroBatch(Exception):
 
 
 class Preempted(SystemExit):
-    """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C) and has saved its state. Uncaught, it sets the exit code."""
+    """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C) and saved its state. Uncaught, it sets the exit code."""
 
     CODE = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may run the command again
     INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C

@@ -6,7 +6,6 @@ new one says only how it differs.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,11 +19,6 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
-from lockstep.runtime.context import Runtime
-
-
-def _fits_everywhere(config: RunConfig, device: torch.device) -> None:
-    """Refuse nothing: the precision works with any configuration on any device."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,8 @@ class Precision:
     compute_text: str = ""
     # Describes the optimizer of parameters that are stored in bfloat16.
     optimizer_text: str = "float32"
-    # Raises a UserError where this precision cannot work.
-    check: Callable[[RunConfig, torch.device], None] = _fits_everywhere
+    # Raises a UserError where this precision cannot work. None: it works everywhere.
+    check: Callable[[RunConfig, torch.device], None] | None = None
 
     # `choose` sets these two.
     name: str = ""
@@ -96,8 +90,10 @@ def choose(config: RunConfig, device: torch.device) -> Precision:
     elif name == "auto":
         name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
 
-    PRECISIONS[name].check(config, device)
-    return replace(PRECISIONS[name], name=name, device_type=device.type)
+    precision = PRECISIONS[name]
+    if precision.check:
+        precision.check(config, device)
+    return replace(precision, name=name, device_type=device.type)
 
 
 # ---- where a precision cannot work ----
@@ -232,8 +228,8 @@ def store(module: nn.Module, precision: str) -> None:
 
 def check_storage(model: nn.Module) -> None:
     """Refuse trainable weights below float32: they would lose small updates silently."""
-    half = (torch.bfloat16, torch.float16)
-    low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in half]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    low = [name for name, p in trainable if p.dtype in (torch.bfloat16, torch.float16)]
     if low:
         raise UserError(
             f"{len(low)} trainable parameters are stored in half precision, first {low[0]!r}; they must be in float32",
@@ -279,17 +275,20 @@ class DynamicScaler:
         # Steps since the last overflow or growth.
         self.clean_steps = 0
         self.overflows_left = self.config.hysteresis
-        # The typical weight of a step: we scale sums, and `value` is meant for means.
+        # The typical weight of a step, once it is known: we scale sums, and `value` is meant for means.
         self.reference_weight: float | None = None
         # (scale, overflowed) of recent steps
         self.history: deque[tuple[float, bool]] = deque(maxlen=100)
 
+    @property
+    def factor_on_sums(self) -> float:
+        """The factor that the gradient of a micro-batch's loss sum starts with."""
+        return self.value / (self.reference_weight or 1.0)
+
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, shape (), times the scale."""
         return loss * self.value
 
     def unscale(self, grads: list[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
         torch._foreach_mul_(grads, 1.0 / self.value)
 
     def update(self, overflowed: bool) -> None:
@@ -315,7 +314,6 @@ class DynamicScaler:
             self.overflows_left = config.hysteresis
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
         return {
             "version": self.VERSION,
             "scale": self.value,
@@ -338,45 +336,3 @@ class DynamicScaler:
         self.overflows_left = int(state["overflows_left"])
         self.reference_weight = state["unit_weight"]
         self.history = deque(((float(s), bool(o)) for s, o in state["history"]), maxlen=100)
-
-
-class LossScale:
-    """The factor that a backward of fp16 starts with, on which all ranks agree. Other precisions have none."""
-
-    def __init__(self, scaler: DynamicScaler, runtime: Runtime):
-        self.scaler = scaler
-        self.runtime = runtime
-
-    @property
-    def value(self) -> float:
-        """The factor on the sum of a micro-batch's losses."""
-        return self.scaler.value / (self.scaler.reference_weight or 1.0)
-
-    @property
-    def logarithm(self) -> float:
-        """The number in the control word that the ranks compare."""
-        return math.log2(self.scaler.value)
-
-    @property
-    def needs_reference_weight(self) -> bool:
-        """Whether `find_reference_weight` must be called: before the first micro-batch no weight is known."""
-        return self.scaler.reference_weight is None
-
-    def find_reference_weight(self, weight: Any, samples: int, global_batch: int, silent: bool) -> None:
-        """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
-
-        We backpropagate sums, while loss scales are meant for means: the fp16 scale is divided by this weight. It
-        comes from the first micro-batches of all ranks that are not `silent`, and is equal on all of them.
-        """
-        # Padding and stages without a loss would distort the mean: they add nothing.
-        counts = [0.0, 0.0] if silent else [float(weight), float(samples)]
-        sums = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
-        total, seen = self.runtime.collectives.sum_(sums).tolist()
-
-        per_step = total / max(1.0, seen) * global_batch
-        self.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
-
-    def check_equal(self, logarithms: float, ranks: int) -> None:
-        """Raise if the ranks' scales differ. `logarithms` is their sum over all ranks."""
-        if abs(logarithms / ranks - self.logarithm) > 1e-3:
-            raise RuntimeError(f"the ranks' loss scales differ: it is {self.scaler.value} on this rank")

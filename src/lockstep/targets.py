@@ -22,11 +22,9 @@ CONTRACT = ("model", "data", "loss", "optimizer", "defaults", "presets", "unit")
 def recipes() -> dict[str, str]:
     """Return the name of every recipe with the first line of its description."""
     # The source is parsed: importing a recipe would import torch.
-    descriptions = {}
-    for package in sorted(RECIPES.glob("*/__init__.py")):
-        text = ast.get_docstring(ast.parse(package.read_text())) or ""
-        descriptions[package.parent.name] = text.partition("\n")[0]
-    return descriptions
+    packages = sorted(RECIPES.glob("*/__init__.py"))
+    texts = {package.parent.name: ast.get_docstring(ast.parse(package.read_text())) or "" for package in packages}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
 
 
 def is_script(target: str) -> bool:
@@ -77,7 +75,7 @@ def _check_file(target: str, file: Path) -> None:
 def _check_script(target: str) -> None:
     """Refuse a script that would do nothing: most often a file with a task, typed without its class."""
     source = Path(target).read_text()
-    # Crude, but it never refuses a script that trains, however the script has imported the two functions.
+    # Crude, but it never refuses a script that trains, however it imported the two functions.
     if "start(" not in source and "fit(" not in source:
         tasks = [f"{target}:{name}" for name in _task_names(source)]
         raise UserError(

@@ -76,6 +76,7 @@ class StepResult:
     applied: bool  # False: neither the optimizer nor the schedule advanced
     weight: float  # of all ranks together
     grad_norm: float  # of the weighted mean's gradient, before clipping
+    skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
 
     # What the ranks agreed on, through the step's control word.
     stop: bool = False  # some rank requested a stop
@@ -83,7 +84,6 @@ class StepResult:
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
     save_failed: bool = False  # some rank could not write its file of the checkpoint
-    skip_reason: str | None = None  # why the step was not applied
 
 
 @runtime_checkable
@@ -97,7 +97,6 @@ class BatchSource(Protocol):
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next step."""
-        ...
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Mark `batches` as used. `result` is the newest one known (on a GPU, the previous step's)."""

@@ -82,7 +82,7 @@ class Control:
     def record(self, loss: Loss) -> float:
         return self._scale
 
-    def word(self) -> ControlWord:
+    def before_reduce(self) -> ControlWord:
         return self._word
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:

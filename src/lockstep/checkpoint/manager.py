@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +350,7 @@ class CheckpointManager:
         values = {
             "state": state,
             "config": _as_typed(self.config),
-            "plan": self.plan.as_dict(),
+            "plan": asdict(self.plan),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
             **loop_state,

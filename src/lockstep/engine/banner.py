@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
+from lockstep.launch.job import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
@@ -70,7 +71,7 @@ def describe_run(
         # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
         "strategy": _strategy(model, config, mesh, runtime.world),
         "remat": _remat(model, config) if config.remat != "none" else None,
-        "mesh": None if mesh.plain else f"{mesh}; {_count(mesh.data_size, 'group')} of ranks with samples of their own",
+        "mesh": None if mesh.plain else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
         "dropout": _dropout(model, config, mesh),
         # Settings that change what a step costs. What is off is not mentioned.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
@@ -82,7 +83,7 @@ def describe_run(
 
 
 def _world(runtime: Runtime) -> str:
-    threads = _count(runtime.threads, "CPU thread")
+    threads = plural(runtime.threads, "CPU thread")
     if runtime.world.alone:
         return f"1 process on {runtime.device}, {threads}"
     return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
@@ -111,8 +112,9 @@ def _parameters(model: nn.Module) -> str:
 
 def _batch(plan: Plan) -> str:
     return (
-        f"global {plan.global_batch} ({plan.reasons['global_batch']}) = {_count(plan.micro_batches, 'micro-batch')} "
-        f"of {plan.micro_batch} ({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
+        f"global {plan.global_batch} ({plan.reasons['global_batch']}) = "
+        f"{plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} "
+        f"({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
     )
 
 
@@ -161,7 +163,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
-    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {_count(resumed.ranks, 'rank')}"
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {plural(resumed.ranks, 'rank')}"
     # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
@@ -236,13 +238,7 @@ def _remat(model: nn.Module, config: RunConfig) -> str:
 def _count_blocks(blocks: list[nn.Module]) -> str:
     """`4 blocks of Layer, 2 of Encoder`"""
     (first, number), *rest = Counter(class_name(block) for block in blocks).items()
-    return ", ".join([f"{_count(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)])
-
-
-def _count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`, `2 micro-batches`"""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+    return ", ".join([f"{plural(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)])
 
 
 # ---- after the last step ----

@@ -82,6 +82,7 @@ def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> 
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
             "type strategy=ddp, without mesh.pp",
         )
+
     if config.load_balance == "auto" and not alone:
         raise UserError(
             "the task has before_batch(), which cannot be used with load_balance=auto",
@@ -109,11 +110,13 @@ def check_plain(model: Any) -> None:
         raise UserError(
             f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
         )
+
     for name, module in model.named_modules():
         settings = [setting for wrapper, setting in WRAPPERS.items() if isinstance(module, wrapper)]
         # torch.compile(model) puts the model into a module of a private class.
         if hasattr(module, "_orig_mod"):
             settings.append("compile=true")
+
         if settings:
             raise UserError(
                 f"{repr(name) if name else 'the model'} is already wrapped in {type(module).__name__}",
@@ -131,6 +134,7 @@ def check_supported(model: nn.Module) -> None:
                 "",
                 "leave sparse=True out: its gradient is then dense",
             )
+
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise UserError(
@@ -144,6 +148,7 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
     if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
+
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
     if plan.micro_batches % plan.world or short:
         raise UserError(
@@ -157,6 +162,7 @@ def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
     if plan.micro_batches // plan.world >= 2:
         return
+
     # Two micro-batches for each pipeline, if the batch has that many samples.
     smaller = plan.global_batch // (2 * plan.world)
     fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
@@ -184,6 +190,7 @@ class TrainableGuard:
         """Check in every step that no parameter was frozen or unfrozen."""
         if [p.requires_grad for p in self.named.values()] == self.trainable:
             return
+
         # Only now look for the one that changed: the comparison above is all that every step pays.
         for (name, p), before in zip(self.named.items(), self.trainable, strict=True):
             if p.requires_grad != before:
@@ -214,9 +221,12 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
     named = {name: p for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))}
     if runtime.world.alone or not named:
         return
-    # The one host synchronisation of this check.
-    checksums = torch.stack([_checksum(p) for p in named.values()]).tolist()
-    first, *others = runtime.collectives.gather_json(checksums)
+
+    # The sum of a parameter's bits as integers: any single change shows, unlike in a norm.
+    checksums = [
+        p.detach().contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for p in named.values()
+    ]
+    first, *others = runtime.collectives.gather_json(torch.stack(checksums).tolist())  # the host waits once
     for rank, other in enumerate(others, start=1):
         for name, expected, actual in zip(named, first, other, strict=True):
             if expected != actual:
@@ -226,11 +236,6 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
                 )
-
-
-def _checksum(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the sum of the parameter's bits as integers, shape (): any single change shows, unlike in a norm."""
-    return parameter.detach().contiguous().view(INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
 
 
 # ---- the data ----
@@ -258,6 +263,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     for rank, (_, _, error_args) in enumerate(gathered):
         if error_args:
             raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
+
     assert batches is not None
 
     digests: dict[int, str | None] = {}  # by data rank

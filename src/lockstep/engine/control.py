@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,11 @@ from lockstep.config import RunConfig
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
-from lockstep.precision import LossScale, Precision
+from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
-
-
-class TrainedBatch(NamedTuple):
-    """Which samples a micro-batch held. Its loss is at the same place in `StepControl.losses`."""
-
-    index: int
-    epoch: int
-    ids: Any
 
 
 @dataclass
@@ -49,7 +41,7 @@ class MetricNames:
 
     seen: set[str] = field(default_factory=set)  # on this rank
     known: set[str] = field(default_factory=set)  # on all ranks
-    new: bool = False  # some rank has seen one that is not known yet
+    new: bool = False  # some rank saw one that is not known yet
 
 
 @dataclass
@@ -59,11 +51,11 @@ class StepContext:
     config: RunConfig
     runtime: Runtime
     precision: Precision
-    loss_scale: LossScale | None  # with fp16
+    scaler: DynamicScaler | None  # with fp16
     global_batch: int
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
-    before_reduce: Callable[[], None] | None  # measures this rank's own work, for load balancing
+    mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
     requests: Requests = field(default_factory=Requests)
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
@@ -78,8 +70,9 @@ class StepControl:
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
 
-        # Samples, losses and metrics of the micro-batches so far, detached from the graph, and still on the device.
-        self.trained: list[TrainedBatch] = []
+        # The micro-batches so far, without their data; their losses, in the same order, and their metrics. Both are
+        # detached from the graph, and still on the device.
+        self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
 
@@ -96,8 +89,8 @@ class StepControl:
     @property
     def needs_reference_weight(self) -> bool:
         """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
-        scale = self._context.loss_scale
-        return scale is not None and scale.needs_reference_weight
+        scaler = self._context.scaler
+        return scaler is not None and scaler.reference_weight is None
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
@@ -114,7 +107,7 @@ class StepControl:
         assert micro is not None
         _check_loss(loss)
         if self.needs_reference_weight:
-            self.find_reference_weight(loss.weight)
+            self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
 
@@ -125,30 +118,43 @@ class StepControl:
         # Padding only keeps this rank in step with the others: it weighs nothing, and its gradient is 0.
         if micro.padding:
             return 0.0
+
         if context.reports_loss:
             self._add(loss, micro)
-        return context.loss_scale.value if context.loss_scale else 1.0
+        return context.scaler.factor_on_sums if context.scaler else 1.0
 
-    def find_reference_weight(self, weight: Any) -> None:
-        """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
-        context, micro = self._context, self.micro
-        assert micro is not None
-        assert context.loss_scale is not None
+    def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
+        """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
+
+        We backpropagate sums, while loss scales are meant for means: the scale of fp16 is divided by this weight. It
+        comes from the first micro-batches of all ranks, and is equal on all of them.
+        """
+        context = self._context
+        assert context.scaler is not None
+
+        # Padding and stages without a loss would distort the mean: they add nothing. With `exact`, only the first
+        # micro-batch of the step counts, wherever it runs.
         silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        context.loss_scale.find_reference_weight(weight, micro.samples, context.global_batch, silent)
+        counts = [0.0, 0.0] if silent else [float(weight), float(micro.samples)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
+        total, samples = context.runtime.collectives.sum_(sums).tolist()
 
-    def word(self) -> ControlWord:
-        """Return this rank's control word. The weights of all its micro-batches are known now."""
+        per_step = total / max(1.0, samples) * context.global_batch
+        context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
+
+    def before_reduce(self) -> ControlWord:
+        """End this rank's own work, and return its control word. The weights of all its micro-batches are known now."""
         context = self._context
         context.runtime.heartbeat.beat("exchange")
-        if context.before_reduce is not None:
-            context.before_reduce()
+        if context.mark_time is not None:
+            context.mark_time()
+
         return ControlWord(
             weight=self._weight,
             stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
             step=self.step % STEP_MODULUS,
-            scale=context.loss_scale.logarithm if context.loss_scale else 0.0,
+            scale=math.log2(context.scaler.value) if context.scaler else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
             save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),
@@ -161,6 +167,7 @@ class StepControl:
         constants = self._context.constants
         if (value, dtype) not in constants:
             constants[value, dtype] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
+
         return constants[value, dtype]
 
     def seed(self, stream: str, *keys: int) -> None:
@@ -177,7 +184,7 @@ class StepControl:
             check_weight(float(loss.weight))
 
         # Losses are only collected: adding them up would be one more kernel per micro-batch.
-        self.trained.append(TrainedBatch(micro.index, micro.epoch, micro.ids))
+        self.trained.append(MicroBatch(None, micro.index, micro.samples, micro.epoch, micro.ids))
         self.losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
@@ -204,6 +211,7 @@ def _check_loss(loss: Loss) -> None:
             "",
             "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
         )
+
     if loss.total.dim() != 0 or not loss.total.requires_grad:
         raise UserError(
             f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
@@ -211,6 +219,7 @@ def _check_loss(loss: Loss) -> None:
             "",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
+
     # Reading a weight on the GPU would make the host wait for it.
     if not (_on_gpu(loss.weight) or 0 <= float(loss.weight) < math.inf):
         raise UserError(

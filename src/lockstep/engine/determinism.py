@@ -65,13 +65,14 @@ class Exactness:
         self._first_buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
     def begin(self, source: BatchSource, plan: Plan, settings: list[Change]) -> str:
-        """Check the source, and return a line for the banner. `settings` are those that a resumed run has changed."""
+        """Check the source, and return a line for the banner. `settings` are those that a resumed run changed."""
         if not isinstance(source, MapSource):
             raise UserError(
                 f"exact=true cannot be used with data from a {type(source).__name__}",
                 "which samples make up a micro-batch would depend on the number of ranks",
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
+
         # They are cloned only now, since resuming may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
@@ -85,9 +86,9 @@ class Exactness:
         return text
 
     def end_step(self) -> None:
-        """Check after the first step of this process that no buffer has changed.
+        """Check after the first step of this process that no buffer changed.
 
-        Buffers that a forward changes (running statistics, counters) depend on the samples that a rank has seen.
+        Buffers that a forward changes (running statistics, counters) depend on the samples that a rank saw.
         Rank 0's are saved and evaluated, so they would carry the number of ranks into the result.
         """
         for name, before in self._first_buffers.items():
@@ -109,21 +110,24 @@ class Exactness:
                 "kernels add in another order with another number of threads",
                 f"type threads={state['threads']}",
             )
+
         self._changes = [Change(key, state[key], now) for key, now in self.platform.items() if state[key] != now]
 
 
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     """Check the task's `changing_buffers`: buffers of the model, and with `exact` there must be none."""
     known = [name for name, _ in model.named_buffers()]
-    problem = "is a string, not a tuple of names" if isinstance(names, str) else None
+    changing = [] if isinstance(names, str) else list(names)
+
     # Declaring such a buffer lets the task be refused before the first step rather than after it.
-    for name in () if problem else names:
+    for name in changing:
         if name in known:
             raise _changing_buffer(f"the buffer {name!r} changes in training", "the task's changing_buffers says so")
-        problem = f"names {name!r}, which is no buffer of the model"
-    if problem:
+
+    if changing or isinstance(names, str):
+        misspelt = f"names {changing[-1]!r}, which is no buffer of the model" if changing else ""
         raise UserError(
-            f"changing_buffers={names!r} in the task {problem}",
+            f"changing_buffers={names!r} in the task {misspelt or 'is a string, not a tuple of names'}",
             "",
             f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
         )
@@ -159,6 +163,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
+
     first, *others = runtime.collectives.gather_json(own)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
@@ -168,6 +173,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
                     "",
                     "run on machines of one kind, with one version of torch; or type exact=false",
                 )
+
     return own
 
 
@@ -180,6 +186,7 @@ def _step_unfused(optimizers: Optimizers) -> bool:
     fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
         group["fused"] = False
+
     # Only fused kernels divide the gradients and skip the step by themselves.
     optimizers.divides_gradients = False
     optimizers.skips_by_itself = False

@@ -47,10 +47,12 @@ def explained(builder: RunBuilder) -> Iterator[None]:
         # torch has no exception for the memory of the host.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise _explain_out_of_memory(error, builder) from error
+
         # torch raises this where a plain tensor meets a parameter that is sharded.
         driver = builder.driver
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
             raise _explain_sharded_parameters(error, builder) from error
+
         raise
 
 
@@ -103,6 +105,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         smaller = _note_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
+
         blocks = find_blocks(driver.model, config.blocks)
         advice = options(held, config, world.size, run.plan.micro_batch, len(blocks), on_host)
 
@@ -145,6 +148,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     )
     if device.type != "cuda":
         return held
+
     # At the peak, everything else was activations, or buffers that come and go with them.
     peak = torch.cuda.max_memory_allocated(device)
     return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
@@ -161,6 +165,7 @@ def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
             "these ranks were started by another one",
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
         )
+
     path = run_dir / NOTE
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None
@@ -198,7 +203,7 @@ class Shortage:
         free = _size(rf"of which ({SIZE}) is free", message)
         allowed = _size(rf"({SIZE}) allowed", message)
         taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
-        # A limit (gpu_memory) counts only what PyTorch itself has allocated.
+        # A limit (gpu_memory) counts only what PyTorch itself allocated.
         if free is not None and allowed is not None and taken is not None:
             free = max(0, min(free, allowed - taken))
         return cls(message, _size(rf"allocate ({SIZE})", message), free, allowed)
@@ -221,6 +226,7 @@ def _size(pattern: str, message: str) -> int | None:
     match = re.search(pattern, message)
     if match is None:
         return None
+
     number, unit = match[1].split()
     # `MiB`, `B` and `bytes` leave `M`, nothing and nothing.
     prefix = unit.removesuffix("bytes").removesuffix("B").removesuffix("i")

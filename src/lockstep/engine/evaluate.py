@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
@@ -23,12 +22,10 @@ from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, terms
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
-from lockstep.task import Loss
 
-LossFn = Callable[[nn.Module, Any], Loss]
 Row = dict[str, list[float]]  # of one batch: name -> [sum, weight]
 
 
@@ -52,6 +49,7 @@ def check_data(data: Any) -> None:
             "every sample counts once, on any number of ranks",
             "return a list of its samples, list(stream), or None for no evaluation at all",
         )
+
     if len(data) == 0:
         raise UserError("the dataset to evaluate on has no samples", "", "return None for no evaluation at all")
 
@@ -102,9 +100,9 @@ class Evaluator:
         gathered = self.runtime.collectives.gather_json([rows, samples, preempted])
         if any(preempted for _, _, preempted in gathered):
             return None
+
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step)
-
         self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
@@ -123,9 +121,8 @@ class Evaluator:
         count = math.ceil(length / batch)
         own_batches = deal(count, placement.data_rank, placement.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
-        repeated: list[range] = []
-        if placement.collective_forwards:
-            repeated = [range(min(batch, length))] * (math.ceil(count / placement.data_size) - len(ranges))
+        most = math.ceil(count / placement.data_size) if placement.collective_forwards else len(ranges)
+        repeated = [range(min(batch, length))] * (most - len(ranges))
 
         # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
         results = []
@@ -140,9 +137,10 @@ class Evaluator:
             if loss is not None:
                 results.append(list(terms(loss)))
 
-        # Another rank has gone through the same batches, and reports them.
+        # Another rank went through the same batches, and reports them.
         if not placement.reports_loss:
             return [], 0
+
         # Read back only now: one host synchronisation instead of one per batch.
         rows = [_on_host(result) for result in results[: len(ranges)]]
         return rows, sum(map(len, ranges))
@@ -154,12 +152,12 @@ def _on_host(result: list[Term]) -> Row:
 
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means: dict[str, float] = {}
-    weights: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):
         # fsum rounds once, so the order of the rows does not matter. A metric may be missing in some batches.
         total = math.fsum(row[name][0] for row in rows if name in row)
         weight = math.fsum(row[name][1] for row in rows if name in row)
         means[name] = total / weight if weight else math.nan
-        weights[name] = weight
+
+    loss_weight = math.fsum(row["loss"][1] for row in rows if "loss" in row)
     loss = means.pop("loss", math.nan)
-    return Evaluation(step, loss, means, samples, weights.get("loss", 0.0))
+    return Evaluation(step, loss, means, samples, loss_weight)

@@ -44,12 +44,14 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
     """Return the plan, changed to fit `load_balance`, or refuse it."""
     if speeds == "none":
         return plan
+
     if not isinstance(speeds, str) and len(speeds) != plan.world:
         raise UserError(
             f"load_balance={list(speeds)} has {len(speeds)} numbers for {plan.world} rank{'s' * (plan.world > 1)}",
             "",
             "give one number for each rank, or type load_balance=auto",
         )
+
     if plan.world > 1 and plan.micro_batches <= plan.world:
         # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
         smaller = max(1, plan.global_batch // (4 * plan.world))
@@ -59,6 +61,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
             "one for each, and none to move",
             f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
+
     # With `auto` the first steps are dealt evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
@@ -136,6 +139,8 @@ class LoadBalancer:
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
         better = apportion(self._micro_batches, speeds)
+
+        # A small gain may be noise.
         now_s = step_seconds(self.dealt, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
@@ -143,6 +148,7 @@ class LoadBalancer:
 
         # No rank's workers have read as far as this position.
         self._source.deal_by(speeds, max(position for _, position in gathered))
+
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))
         self._log(
@@ -166,7 +172,7 @@ def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
 def seconds_each(paces: Sequence[Pace]) -> list[float]:
     """Return the seconds of one micro-batch, by rank.
 
-    A rank with one micro-batch a step has measured its forward only; the others know how much longer the whole takes.
+    A rank with one micro-batch a step measured only its forward; the others know how much longer the whole takes.
     """
     # 1e-9: no division by zero, should a clock not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]

@@ -11,22 +11,75 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
-from lockstep.engine.control import StepControl, TrainedBatch
+from lockstep.engine.control import StepControl
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
-from lockstep.precision import LossScale
+from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
-from lockstep.task import StepResult
+from lockstep.task import MicroBatch, StepResult
 
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
 MIN_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that was reduced, and the numbers that decide about it, which are the same on every rank."""
+
+    control: StepControl
+    reduced: Reduced
+    loss_limit: float  # a mean loss above it is a spike
+    word: ControlWord  # summed over all ranks
+    grad_norm: float  # of the weighted mean's gradient; nan if the weight is 0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.grad_norm)
+
+    @property
+    def mean_loss(self) -> float:
+        """The loss that is watched for spikes; 0 where none is."""
+        return float(self.word.loss) / float(self.word.weight) if self.word.weight else 0.0
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the step may be applied. `rejected_on_device` states the same rule."""
+        return self.finite and not (self.mean_loss > self.loss_limit)
+
+    def skip_reason(self) -> str | None:
+        """Return why the step is skipped. One of weight 0 is not applied either, but nothing is wrong with it."""
+        if self.accepted or not self.word.weight:
+            return None
+        if self.finite:
+            return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
+
+        # The host waits for the norms here. A skipped step is rare, and worth it.
+        bad = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
+        if not bad:
+            return "the gradient norm overflowed, though every parameter's own gradient is finite"
+
+        first = self.reduced.names[bad[0]]
+        return f"no finite gradient for {len(bad)} of {len(self.reduced.names)} parameters, first {first!r}"
+
+
+def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
+    """Return the opposite of `Outcome.accepted` as a tensor () on the device."""
+    rejected = ~torch.isfinite(grad_norm)
+
+    # Without a limit the control word need not be decoded, which would cost kernels.
+    if loss_limit == math.inf:
+        return rejected
+
+    return rejected | (reduced.codec.mean_loss(reduced.packed) > loss_limit)
 
 
 class SpoiledStep(NamedTuple):
@@ -37,91 +90,84 @@ class SpoiledStep(NamedTuple):
 
 
 class Outcomes:
-    """Decides whether a step is applied, and what follows if not. All ranks see the same numbers and decide alike."""
+    """Counts outcomes, and acts on a skipped step. All ranks see the same numbers, and act alike."""
 
     def __init__(
-        self, config: RunConfig, scale: LossScale | None, runtime: Runtime, log_event: Callable[..., None] | None = None
+        self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: Callable[..., None] | None
     ):
+        self._config = config
+        self._scaler = scaler
+        self._runtime = runtime
+        self._log_event = log_event
         self.spikes = SpikeDetector(config.spike)
+
+        # What the outcomes so far amount to.
         self.skipped = 0
         self.skipped_since_log = 0
         self.failures_in_a_row = 0
         self.empty_in_a_row = 0  # steps of weight 0
         self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
-        self._config = config
-        self._loss_scale = scale
-        self._runtime = runtime
-        self._log_event = log_event
 
-    def accept(self, word: ControlWord, grad_norm: float, limit: float) -> bool:
-        """Return whether the step may be applied: its gradient is finite, and its loss is not above `limit`."""
-        return math.isfinite(grad_norm) and not (self.spikes.on and _mean_loss(word) > limit)
-
-    def reject_on_device(self, reduced: Reduced, grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
-        """Return the opposite of `accept` as a tensor () on the device. `accept` must later decide the same."""
-        rejected = ~torch.isfinite(grad_norm)
-        if limit < math.inf:
-            rejected = rejected | (reduced.codec.mean_loss(reduced.packed) > limit)
-        return rejected
-
-    def conclude(
-        self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
-    ) -> StepResult:
+    def conclude(self, outcome: Outcome) -> StepResult:
         """Check that the ranks agree, count the step, act if it was skipped, and return its result."""
-        step = control.step
+        word = outcome.word
+        step = outcome.control.step
         ranks = self._runtime.world.size
-        # An accepted step has been applied by now: these two checks do not prevent it, they only end the run.
+
+        # An accepted step is applied by now: these two checks do not prevent it, they only end the run.
         if word.step != ranks * (step % STEP_MODULUS):
             raise RuntimeError(f"the ranks are out of step: their step numbers add up to {word.step}, here {step}")
-        if self._loss_scale:
-            self._loss_scale.check_equal(word.scale, ranks)
+        if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
+            raise RuntimeError(f"the ranks' loss scales differ: it is {self._scaler.value} on this rank")
 
-        # A step of weight 0 is not applied either, but nothing is wrong with it.
-        finite = math.isfinite(grad_norm)
-        skip_reason = None
-        if word.weight and not applied:
-            spike = f"a loss spike: {_mean_loss(word):.4g}, above {limit:.4g}"
-            skip_reason = spike if finite else _gradient_problem(reduced)
         result = StepResult(
             step=step,
-            applied=applied,
+            applied=outcome.accepted,
             weight=float(word.weight),
-            grad_norm=grad_norm,
+            grad_norm=outcome.grad_norm,
+            skip_reason=outcome.skip_reason(),
             stop=word.stop > 0,
             exhausted=word.exhausted == ranks,
             save=word.save > 0,
             preempt=word.preempt > 0,
             save_failed=word.save_failed > 0,
-            skip_reason=skip_reason,
         )
+
+        # Nothing is wrong with a step of weight 0, but many in a row are worth a warning.
         if result.weight == 0:
             self.empty_in_a_row += 1
             if self.empty_in_a_row == MANY_EMPTY and self._log_event:
                 reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
                 self._log_event("warning", step=step, reason=reason)
+
             return result
 
-        # A loss spike says nothing about the loss scale; an overflow does.
-        scale_lowered = False
-        if self._loss_scale and (applied or not finite):
-            before = self._loss_scale.value
-            self._loss_scale.scaler.update(overflowed=not applied)
-            scale_lowered = self._loss_scale.value < before
-
         self.empty_in_a_row = 0
-        if applied:
+        scale_lowered = self._update_scale(outcome)
+        if result.applied:
             self.failures_in_a_row = 0
-            self.spikes.add(_mean_loss(word))
+            self.spikes.add(outcome.mean_loss)
         else:
-            self._skip(result, control, spike=finite, scale_lowered=scale_lowered)
+            self._skip(outcome, result, scale_lowered)
+
         return result
 
-    def _skip(self, result: StepResult, control: StepControl, spike: bool, scale_lowered: bool) -> None:
+    def _update_scale(self, outcome: Outcome) -> bool:
+        """Adapt the loss scale of fp16. Return whether it was lowered."""
+        # A loss spike says nothing about the loss scale; an overflow does.
+        if self._scaler is None or (outcome.finite and not outcome.accepted):
+            return False
+
+        before = self._scaler.value
+        self._scaler.update(overflowed=not outcome.accepted)
+        return self._scaler.value < before
+
+    def _skip(self, outcome: Outcome, result: StepResult, scale_lowered: bool) -> None:
         """Log a skipped step, and act on it. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
-        reason = self._log_skip(result, control, spike)
+        reason = self._log_skip(outcome, result)
 
         # An overflow that lowers the loss scale of fp16 is how the scaler finds its value, not a failure.
         if scale_lowered:
@@ -131,8 +177,8 @@ class Outcomes:
         # Everything else is a failure. Too many in a row end the run, whatever the policy.
         self.failures_in_a_row += 1
         most = self._config.nonfinite.max_in_a_row
-        key = "spike" if spike else "nonfinite"
-        policy = self._config.spike.policy if spike else self._config.nonfinite.policy
+        key = "spike" if outcome.finite else "nonfinite"
+        policy = getattr(self._config, key).policy
         if policy == "stop" or self.failures_in_a_row >= most:
             in_a_row = f"{self.failures_in_a_row} such step{'s' * (self.failures_in_a_row > 1)} in a row"
             raise UserError(
@@ -140,19 +186,18 @@ class Outcomes:
                 "",
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
-        if policy == "rewind":
-            self.spoiled = SpoiledStep(result, control.batches.span)
 
-    def _log_skip(self, result: StepResult, control: StepControl, spike: bool) -> str | None:
-        """Returns the reason, with the samples to blame."""
+        if policy == "rewind":
+            self.spoiled = SpoiledStep(result, outcome.control.batches.span)
+
+    def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
+        """Return the reason, with the samples to blame."""
         if self._log_event is None:
             return result.skip_reason
 
-        # The host waits for the losses here. A skipped step is rare, and worth it.
-        losses = [float(total) for total, _ in control.losses]
-        own_lines = blame(control.trained, losses, self._runtime.world.rank, spike)
+        own_lines = _blame(outcome, self._runtime.world.rank)
         blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
-        scale = {"scale": self._loss_scale.scaler.value} if self._loss_scale else {}
+        scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
 
@@ -171,6 +216,7 @@ class Outcomes:
         else:
             cause = f"{self.skipped} were skipped for the reasons above"
             fix = "look at the samples that are named above, and at the loss of an untrained model"
+
         if self.skipped and empty:
             cause += f"; {empty} had weight 0"
         raise UserError(
@@ -183,7 +229,7 @@ class Outcomes:
         return {
             "skips": {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
-            "scaler": self._loss_scale.scaler.get_state() if self._loss_scale else None,
+            "scaler": self._scaler.get_state() if self._scaler else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,8 +239,8 @@ class Outcomes:
         self.empty_in_a_row = 0
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
-        if self._loss_scale and state["scaler"]:
-            self._loss_scale.scaler.load_state(state["scaler"])
+        if self._scaler and state["scaler"]:
+            self._scaler.load_state(state["scaler"])
 
 
 class SpikeDetector:
@@ -221,34 +267,24 @@ class SpikeDetector:
             self.recent.append(loss)
 
 
-def blame(batches: list[TrainedBatch], losses: list[float], rank: int, spike: bool) -> list[str]:
-    """Describe the micro-batches of this rank that may have spoiled a step.
+def _blame(outcome: Outcome, rank: int) -> list[str]:
+    """Describe the micro-batches of this rank that may have spoiled a step."""
+    # The host waits for the losses here. A skipped step is rare, and worth it.
+    control = outcome.control
+    pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
 
-    Those are the ones whose loss is not finite; for a loss spike, the one with the largest loss.
-    """
     # A spike is a matter of the global mean, which every micro-batch contributes to: name the largest contribution.
-    pairs = zip(batches, losses, strict=True)
-    if spike:
+    if outcome.finite:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:
         worst = [(batch, loss) for batch, loss in pairs if not math.isfinite(loss)]
     return [f"rank {rank}, micro-batch {batch.index}: loss {loss:.4g}{_name_samples(batch)}" for batch, loss in worst]
 
 
-def _name_samples(batch: TrainedBatch) -> str:
+def _name_samples(batch: MicroBatch) -> str:
     if len(batch.ids) == 0:
         return ""
+
     names = ", ".join(str(int(i)) for i in batch.ids[:MAX_NAMED_IDS])
     more = len(batch.ids) - MAX_NAMED_IDS
     return f", samples {names} and {more} more" if more > 0 else f", samples {names}"
-
-
-def _gradient_problem(reduced: Reduced) -> str:
-    bad = (~torch.isfinite(reduced.norms)).nonzero().flatten().tolist()
-    if not bad:
-        return "the gradient norm overflowed, though every parameter's own gradient is finite"
-    return f"no finite gradient for {len(bad)} of {len(reduced.norms)} parameters, first {reduced.names[bad[0]]!r}"
-
-
-def _mean_loss(word: ControlWord) -> float:
-    return float(word.loss) / float(word.weight) if word.weight else 0.0

@@ -54,6 +54,7 @@ class OwnRun:
                     "nothing would update them",
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
+
             return model.to(self.device)
 
         setup = self._builder.setup_model(model, lambda _: list(optimizers))
@@ -64,6 +65,7 @@ class OwnRun:
                 "flight together, and only the last stage knows the loss",
                 "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
             )
+
         # A direct optimizer.step() would apply sums that are not yet divided.
         setup.optimizers.refuse_direct_steps()
         return setup.driver.module, *setup.optimizers.all
@@ -81,10 +83,12 @@ class OwnRun:
                 "",
                 "pass an object with state_dict() and load_state_dict(state)",
             )
+
         if self._run is not None:
             raise UserError(
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
+
         self._builder.parts[name] = part
 
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
@@ -96,6 +100,7 @@ class OwnRun:
                 "the first call goes over all steps of the run, epoch after epoch",
                 "set epochs or steps in lockstep.start(...), and call run.steps once",
             )
+
         self._run = run = self._builder.setup_run(dataset, collate)
 
         # Still True in close() if the user's code leaves the loop with `break`.
@@ -109,6 +114,7 @@ class OwnRun:
                     "",
                     "call step.apply() after the loop over its batches",
                 )
+
             run.maintain()
         self._in_loop = False
 
@@ -154,6 +160,7 @@ class OwnRun:
                 "",
                 "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
+
         run.save_weights()
         run.close()
 
@@ -180,7 +187,7 @@ class OwnStep:
 
         # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        self._driver = cast(BaseDriver, run.driver)  # `setup` has refused a pipeline
+        self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
         self._control = run.stepper.begin(batches)
         self._driver.begin()
 
@@ -208,6 +215,7 @@ class OwnStep:
         """
         if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
+
         # Autocast is on in the loop's body, but must not reach into the backward.
         with full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
-
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
-from lockstep.engine.control import TrainedBatch
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
@@ -35,32 +32,12 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
-
-
-class SampleLog:
-    """Writes which samples this rank trained in each step, one line per step (`log.samples`).
-
-    A step that was repeated after a restart has several lines; that of the last attempt counts.
-    """
-
-    def __init__(self, path: Path, attempt: int):
-        """`attempt` counts the restarts of the run."""
-        path.parent.mkdir(exist_ok=True)
-        self._sink = JsonlSink(path)
-        self._attempt = attempt
-
-    def write(self, step: int, batches: list[TrainedBatch]) -> None:
-        ids = [[batch.epoch, *map(int, batch.ids)] for batch in batches]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
-
-    def close(self) -> None:
-        self._sink.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,7 +61,7 @@ class Run:
     # The data and the step.
     plan: Plan
     source: BatchSource
-    sample_log: SampleLog | None  # with `log.samples`
+    sample_log: JsonlSink | None  # with `log.samples`: which samples this rank trained in each step
     stepper: Stepper
     load_balancer: LoadBalancer | None  # with `load_balance=auto`
 
@@ -94,7 +71,7 @@ class Run:
     evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
     builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
-    _stop_agreed: bool = field(init=False, default=False)  # what control words have asked for, until it is done
+    _stop_agreed: bool = field(init=False, default=False)  # what control words asked for, until it is done
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
@@ -126,8 +103,12 @@ class Run:
         # From here on a checkpoint would resume after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
+
         if self.sample_log:
-            self.sample_log.write(step - 1, self.stepper.control.trained)
+            # A step that is repeated after a restart has several lines; that of the last attempt counts.
+            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
+            record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
+            self.sample_log.write(record)
         self._accept_requests(result)
 
         self._interval["steps"] += 1
@@ -147,6 +128,7 @@ class Run:
 
         if self.exactness:
             self.exactness.end_step()
+
         # Walking through all modules is too slow for every step.
         if step % self.config.checks.every == 0:
             self.guard.check_structure()
@@ -191,7 +173,7 @@ class Run:
     def evaluate(
         self,
         data: Any,
-        loss_fn: Callable[[nn.Module, Any], Loss],
+        loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
     ) -> Evaluation:
@@ -235,6 +217,7 @@ class Run:
         # After a `break` in the user's loop, no log line shows the last steps yet.
         if self._interval["steps"]:
             self._log(last)
+
         counters = self.stepper.counters
         self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
@@ -267,13 +250,23 @@ class Run:
         self.recorder.close()
 
         if self.runtime.is_main:
-            report = _write_summary_and_report(self.folder.path, summary)
-            if report and self.config.log.progress != "off":
-                print(f"report   {Path(self.folder.shown) / report.name}")
+            self._write_report(summary)
+
         # No rank ends before the folder is complete.
         self.runtime.collectives.final_barrier()
         self.folder.let_go()
         return summary
+
+    def _write_report(self, summary: dict[str, Any]) -> None:
+        # The weights are saved, so a failure only prints a message.
+        try:
+            write_summary(self.folder.path, summary)
+            report = write_report(self.folder.path)
+        except OSError as error:
+            print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+        else:
+            if self.config.log.progress != "off":
+                print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_loaders(self) -> None:
         # A source of the user's own need not have anything to close.
@@ -325,7 +318,7 @@ class Run:
         if stepper.scaler:
             facts["scale"] = stepper.scaler.value
 
-        # The control word of the same step tells all ranks that some rank has seen a new metric.
+        # The control word of the same step tells all ranks that some rank saw a new metric.
         metrics = stepper.context.metrics
         if metrics.new:
             self.recorder.agree_on_names(metrics.seen)
@@ -346,6 +339,7 @@ class Run:
         self._stop_agreed |= result.stop
         self._preempt_agreed |= result.preempt
         self._save_agreed |= result.save
+
         # All ranks abandon the save in the same step, since they read it from the same control word.
         if result.save_failed:
             self.checkpoints.abandon_if_failed()
@@ -373,6 +367,7 @@ class Run:
         metrics: dict[str, float] = {}
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
+
         self.checkpoints.save(
             {
                 "metrics": metrics,
@@ -381,13 +376,3 @@ class Run:
                 "seconds": time.time() - self.started,
             }
         )
-
-
-def _write_summary_and_report(run_dir: Path, summary: dict[str, Any]) -> Path | None:
-    """Write both, and return the path of the report. The weights are saved, so a failure only prints a message."""
-    try:
-        write_summary(run_dir, summary)
-        return write_report(run_dir)
-    except OSError as error:
-        print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
-        return None

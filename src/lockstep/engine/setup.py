@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,23 @@ from lockstep.engine.checks import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
-from lockstep.engine.evaluate import Evaluation, Evaluator, LossFn
+from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
-from lockstep.engine.run import Run, SampleLog
+from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
-from lockstep.observe.sinks import read_jsonl
+from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_statistics, check_storage, choose
 from lockstep.runtime.context import Runtime
@@ -153,6 +153,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.parts["exact"] = exactness
+
         self.model_setup = ModelSetup(
             self.driver,
             wrapped,
@@ -175,7 +176,8 @@ class RunBuilder:
         sample_log = None
         if config.log.samples:
             path = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
-            sample_log = SampleLog(path, self.folder.attempt)
+            path.parent.mkdir(exist_ok=True)
+            sample_log = JsonlSink(path)
             self._on_failure.callback(sample_log.close)
 
         # The step. A rank's own time is measured up to the start of its gradient all-reduce.
@@ -190,7 +192,7 @@ class RunBuilder:
             runtime,
             plan.global_batch,
             log_event=recorder.event,
-            before_reduce=load_balancer.mark if load_balancer else None,
+            mark_time=load_balancer.mark if load_balancer else None,
         )
 
         # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
@@ -239,7 +241,7 @@ class RunBuilder:
         return run
 
     def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
-        """Evaluate the model before the first step, when no batch size has been derived yet."""
+        """Evaluate the model before the first step, when no batch size is derived yet."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
@@ -248,6 +250,7 @@ class RunBuilder:
                 "",
                 "type evaluate.batch=64",
             )
+
         self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
@@ -257,6 +260,7 @@ class RunBuilder:
         # The original error is the one to see: a second one, while cleaning up, is dropped.
         with contextlib.suppress(Exception):
             self._on_failure.close()
+
         with contextlib.suppress(Exception):
             # The error is printed once, by the process that started this one; a launcher prints the first of all ranks.
             self.recorder.hide()
@@ -265,6 +269,7 @@ class RunBuilder:
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.folder.path)
+
         self.folder.let_go()
 
     # ---- parts of setup_run ----
@@ -298,6 +303,7 @@ class RunBuilder:
         source = open_source(data, collate, options)
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
+
         # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
         check_sample_log(config, source)
@@ -318,6 +324,7 @@ class RunBuilder:
             duplicates=driver.placement.duplicates,
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
+
         # A save in flight may be all that is left of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
         checkpoints.check_space()
@@ -337,7 +344,8 @@ class RunBuilder:
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
-            write_head(self.folder.path, self.resolved, plan.as_dict() | sharding)
+            write_head(self.folder.path, self.resolved, asdict(plan) | sharding)
+
         start = {
             "task": self.name,
             "world": self.runtime.world.size,
@@ -360,6 +368,7 @@ def open_run(
     config = resolved.config
     # Before any other collective, in which ranks with different settings might wait for each other.
     check_same_config(config, runtime)
+
     precision = choose(config, runtime.device)
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
@@ -384,12 +393,11 @@ def _wrap_optimizers(
 ) -> Optimizers:
     """Put the task's optimizers, or those that `optimizer` names, under the object that steps them."""
     optimizers = build_optimizers(config, own_optimizers)
+
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
     only_state = config.sharing.shards_optimizer and not config.sharing.shards_parameters
-    if only_state and not runtime.world.alone:
-        stepped: Optimizers = ShardedOptimizers(optimizers, model, runtime)
-    else:
-        stepped = Optimizers(optimizers, model)
+    sharded = only_state and not runtime.world.alone
+    stepped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 
     # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
     if precision.rounding:
@@ -413,6 +421,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
     attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
     if attach is None:
         return None
+
     placement = driver.placement
     if not placement.runs_whole_model:
         raise UserError(
@@ -420,6 +429,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             "each rank holds a part of the model",
             "type strategy=ddp or strategy=fsdp",
         )
+
     return attach(
         SourceContext(
             model=driver.model,

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from lockstep.config import RunConfig
 from lockstep.engine.control import StepContext, StepControl
-from lockstep.engine.outcome import Outcomes
+from lockstep.engine.outcome import Outcome, Outcomes, rejected_on_device
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
-from lockstep.parallel.driver import Driver, Reduced
-from lockstep.precision import DynamicScaler, LossScale, Precision
+from lockstep.parallel.driver import Driver, LossFn, Reduced
+from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import ControlWord
-from lockstep.task import Loss, StepBatches, StepResult
+from lockstep.task import StepBatches, StepResult
 
 
 @dataclass
@@ -67,28 +66,30 @@ class Stepper:
         runtime: Runtime,
         global_batch: int,
         log_event: Callable[..., None] | None = None,
-        before_reduce: Callable[[], None] | None = None,
+        mark_time: Callable[[], None] | None = None,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
 
-        `before_reduce` is called before the gradients are reduced, to measure this rank's own work.
+        `mark_time` is called before the gradients are reduced, to measure this rank's own work.
         """
-        scale = LossScale(DynamicScaler(config.scaler), runtime) if precision.needs_scaler else None
-        self.scaler = scale.scaler if scale else None  # with fp16
+        # What a step works with.
         self.driver = driver
         self.learning_rate = learning_rate
-        self.outcomes = Outcomes(config, scale, runtime, log_event)
+        self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
+        self.outcomes = Outcomes(config, self.scaler, runtime, log_event)
         self.context = StepContext(
             config,
             runtime,
             precision,
-            scale,
+            self.scaler,
             global_batch,
             reports_loss=driver.placement.reports_loss,
             word_has_loss=self.outcomes.spikes.on,
-            before_reduce=before_reduce,
+            mark_time=mark_time,
         )
         self.update = Update(optimizers, config.clip, driver.placement.replicated, driver.norms, runtime.device)
+
+        # What a step changes.
         self.counters = Counters()
         self.sums = self._no_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
@@ -96,10 +97,10 @@ class Stepper:
 
         # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
         # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
-        self.reads_outcome_late = runtime.device.type == "cuda" and scale is None and self.update.skips_on_device
+        self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
-    def step(self, batches: StepBatches, loss_fn: Callable[[Any, Any], Loss]) -> StepResult | None:
-        """Run the whole transaction. Returns the newest result known (on a GPU, the previous step's)."""
+    def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
+        """Run the whole transaction. Return the newest result known (on a GPU, the previous step's)."""
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
@@ -113,43 +114,45 @@ class Stepper:
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
         self.context.runtime.heartbeat.beat("update")
+
         # With `exact`, what draws from now on must not depend on this rank's last forward.
         if self.context.config.exact:
             control.seed("update")
+
         self.lr = self.learning_rate.set(self.counters.applied)
         self.counters.step += 1
 
-        norm = torch.linalg.vector_norm(reduced.norms)
-        limit = self.outcomes.spikes.limit()
-        if self.reads_outcome_late:
-            return self._apply_late(control, reduced, norm, limit)
+        apply = self._apply_late if self.reads_outcome_late else self._apply_now
+        return apply(control, reduced, torch.linalg.vector_norm(reduced.norms), self.outcomes.spikes.limit())
 
-        # On a GPU the host waits here for the control word and the norm.
-        word = reduced.codec.unpack(reduced.packed.tolist())
-        grad_norm, factor = math.nan, math.nan
-        if word.weight:
-            grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight))
+    def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor, loss_limit: float) -> StepResult:
+        """Wait for the control word and the norm, then apply the step or skip it."""
+        word = reduced.codec.unpack(reduced.packed.tolist())  # on a GPU the host waits here for the device
 
-        applied = self.outcomes.accept(word, grad_norm, limit)
-        if applied:
+        # There is nothing to learn from weight 0: with a norm of nan the step is not accepted.
+        grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
+        outcome = Outcome(control, reduced, loss_limit, word, grad_norm)
+        if outcome.accepted:
             self.update.step(reduced.parameters, factor, self.counters.step)
             self.counters.applied += 1
-        return self._conclude(control, reduced, word, grad_norm, limit, applied)
 
-    def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, limit: float) -> StepResult | None:
-        """Let the device decide: its optimizer skips the step by itself. Returns the previous step's result."""
+        return self._conclude(outcome)
+
+    def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, loss_limit: float) -> StepResult | None:
+        """Let the device decide: its optimizer skips the step by itself. Return the previous step's result."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
-        skip = self.outcomes.reject_on_device(reduced, grad_norm, limit)
+        skip = rejected_on_device(reduced, grad_norm, loss_limit)
         self.update.step_on_device(factor, skip, self.counters.step)
         self.counters.applied += 1  # assumed; `wait_for_outcome` takes it back if the device skipped
 
         # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
         previous = self.wait_for_outcome()
+
         row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = Pending(control, reduced, limit, row, arrived)
+        self._pending = Pending(control, reduced, loss_limit, row, arrived)
         return previous
 
     def wait_for_outcome(self) -> StepResult | None:
@@ -161,27 +164,28 @@ class Stepper:
         pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
-        applied = self.outcomes.accept(word, grad_norm, pending.loss_limit)
-        if not applied:
+        outcome = Outcome(pending.control, pending.reduced, pending.loss_limit, word, grad_norm)
+        if not outcome.accepted:
             self.counters.applied -= 1
-        return self._conclude(pending.control, pending.reduced, word, grad_norm, pending.loss_limit, applied)
 
-    def _conclude(
-        self, control: StepControl, reduced: Reduced, word: ControlWord, grad_norm: float, limit: float, applied: bool
-    ) -> StepResult:
-        if applied:
-            self.sums.add(control.losses, control.metrics)
-        self.context.metrics.new |= word.new_metrics > 0
-        return self.outcomes.conclude(control, reduced, word, grad_norm, limit, applied)
+        return self._conclude(outcome)
+
+    def _conclude(self, outcome: Outcome) -> StepResult:
+        if outcome.accepted:
+            self.sums.add(outcome.control.losses, outcome.control.metrics)
+        self.context.metrics.new |= outcome.word.new_metrics > 0
+        return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
         """Return the norm of the mean's gradient, and the one factor that gradients are multiplied by.
 
         `norm` and `weight` are numbers, or tensors on the device.
         """
-        # Without a loss scale the weight is not multiplied by 1, which would cost a kernel in every step on a device.
-        scale = self.context.loss_scale
-        to_mean = reduced.factor / (weight if scale is None else weight * scale.value)
+        # Without a scaler the weight is not multiplied by 1, which would cost a kernel in every step on a device.
+        if self.scaler:
+            weight = weight * self.scaler.factor_on_sums
+
+        to_mean = reduced.factor / weight
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 
@@ -192,6 +196,7 @@ class Stepper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters = Counters(**state["counters"])
         self.outcomes.load_state_dict(state)
+
         # Sums and a pending outcome belong to steps that are being undone.
         self.sums = self._no_sums()
         self._pending = None

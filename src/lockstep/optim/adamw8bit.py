@@ -23,7 +23,10 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sig
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments, for plain parameters and for those that FSDP shards by rows."""
+    """AdamW with 8-bit moments, for plain parameters and for those that FSDP shards by rows.
+
+    The arguments are those of torch's AdamW.
+    """
 
     def __init__(
         self,
@@ -33,12 +36,10 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
-        """The arguments are those of torch's AdamW."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
-        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:

@@ -21,7 +21,7 @@ from lockstep.runtime.layout import by_mesh, like, local, shard_of
 from lockstep.runtime.seeds import derive
 
 AT_ONCE = 2**24  # elements that are updated at once
-COMPENSATION = "compensation"  # what rounding has cut off, in the optimizer's state and in a checkpoint
+COMPENSATION = "compensation"  # what rounding cut off, in the optimizer's state and in a checkpoint
 LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
 
 
@@ -90,7 +90,11 @@ class MasterWeights:
         # Some optimizers, such as Adagrad, have set up their state already, in the parameter's bfloat16.
         state = optimizer.state.pop(parameter, None)
         if state:
-            optimizer.state[stand_in] = {key: _widened(value, parameter) for key, value in state.items()}
+            optimizer.state[stand_in] = {
+                key: value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
+                for key, value in state.items()
+            }
+
         return stand_in
 
     def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
@@ -104,8 +108,8 @@ class MasterWeights:
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
         """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
-        parameters = self._parameters
-        learning = [s for s in group["params"] if id(s) in parameters and parameters[id(s)].grad is not None]
+        known = [stand_in for stand_in in group["params"] if id(stand_in) in self._parameters]
+        learning = [stand_in for stand_in in known if self._parameters[id(stand_in)].grad is not None]
 
         for stand_ins in by_mesh(learning):
             part: list[Tensor] = []
@@ -117,6 +121,7 @@ class MasterWeights:
                     part, size = [], 0
                 part.append(stand_in)
                 size += stand_in.numel()
+
             yield group, part
 
     def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
@@ -162,10 +167,6 @@ class MasterWeights:
         stand_in.grad = None
         if not self.persistent:
             _free(wide)
-
-
-def _widened(value: Any, parameter: Tensor) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
 
 
 def _free(tensor: Tensor) -> None:

@@ -6,8 +6,8 @@ built, so that a launcher can check a name before it starts any process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import RunConfig
@@ -15,9 +15,6 @@ from lockstep.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     import torch
-
-# Parameter groups, as every torch optimizer takes them.
-Groups = list[dict[str, Any]]
 
 # The name that stands for the task's own optimizer.
 OWN = "task"
@@ -27,7 +24,7 @@ OWN = "task"
 class OptimizerKind:
     """What a run must know of an optimizer that it can build by name."""
 
-    build: Callable[[Groups], torch.optim.Optimizer]
+    path: str  # of its class, MODULE:CLASS
     # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
     options: tuple[str, ...]
     state_bytes: float  # bytes per element of a large matrix
@@ -36,49 +33,28 @@ class OptimizerKind:
     classes: tuple[str, ...] = ()
     # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
     needs_full_rows: bool = False
-
-
-def _adamw(groups: Groups) -> torch.optim.Optimizer:
-    import torch
-
-    return torch.optim.AdamW(groups, fused=True)
-
-
-def _sgd(groups: Groups) -> torch.optim.Optimizer:
-    import torch
-
-    # Not fused: torch has no fused SGD for DTensors (2.13).
-    return torch.optim.SGD(groups)
-
-
-def _adamw8bit(groups: Groups) -> torch.optim.Optimizer:
-    from lockstep.optim.adamw8bit import AdamW8bit
-
-    return AdamW8bit(groups)
-
-
-def _adafactor(groups: Groups) -> torch.optim.Optimizer:
-    from lockstep.optim.adafactor import Adafactor
-
-    return Adafactor(groups)
+    # What its constructor gets besides the groups.
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(
-        _adamw,
+        "torch.optim:AdamW",
         options=("lr", "betas", "eps", "weight_decay"),
         state_bytes=8,
         about="torch's AdamW, two moments in float32",
         classes=("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
+        arguments={"fused": True},
     ),
     "sgd": OptimizerKind(
-        _sgd,
+        # Not fused: torch has no fused SGD for DTensors (2.13).
+        "torch.optim:SGD",
         options=("lr", "momentum", "dampening", "nesterov", "weight_decay"),
         state_bytes=0,
         about="torch's SGD, momentum only if the task's groups have it",
     ),
     "adamw8bit": OptimizerKind(
-        _adamw8bit,
+        "lockstep.optim.adamw8bit:AdamW8bit",
         options=("lr", "betas", "eps", "weight_decay"),
         # Two moments, and a float32 scale of each for every 256 elements.
         state_bytes=2 + 2 * 4 / 256,
@@ -87,7 +63,7 @@ OPTIMIZERS = {
         needs_full_rows=True,
     ),
     "adafactor": OptimizerKind(
-        _adafactor,
+        "lockstep.optim.adafactor:Adafactor",
         options=("lr", "weight_decay"),
         # One float32 per row and column: negligible per element.
         state_bytes=0,
@@ -145,7 +121,7 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
         if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             keys = ("params", *kind.options)
             groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-            built.append(kind.build(groups))
+            built.append(resolve_name(kind.path)(groups, **kind.arguments))
         else:
             # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
             built.append(optimizer)

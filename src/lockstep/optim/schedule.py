@@ -92,7 +92,7 @@ class LearningRate:
         self.optimizers = optimizers
         self.total_steps = total_steps
 
-        # The rates that the task has given its groups are their peaks, unless `lr.peak` sets another one.
+        # The rates that the task gave its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
         if config.peak is not None and own[0] == 0:
             raise UserError(
@@ -123,6 +123,7 @@ class LearningRate:
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share
+
         return self.peaks[0] * share
 
     def landmarks(self) -> dict[str, float]:

@@ -54,7 +54,7 @@ class Update:
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
     def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
-        """Apply a step that the host has accepted. `number` is the run's step count, including skipped steps."""
+        """Apply a step that the host accepted. `number` is the run's step count, including skipped steps."""
         self._wait()
         if self._fused:
             # The optimizers divide, hence the inverse.
@@ -67,6 +67,7 @@ class Update:
             torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
             if self._clips_elements:
                 clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
+
         self._optimizers.step(number)
 
     def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:

@@ -55,33 +55,30 @@ class Reduced:
 
 
 class Control(Protocol):
-    """One step as a driver sees it (`engine/control.py`): everything that is not about executing the model."""
+    """One step as a driver sees it: everything that is not about executing the model.
+
+    `StepControl` (`engine/control.py`) implements it, and says what each method does.
+    """
 
     batches: StepBatches
     micro: MicroBatch | None
     backwards_done: int
 
     @property
-    def last(self) -> bool:
-        """Whether the micro-batch being computed is this rank's last one of the step."""
+    def last(self) -> bool: ...
 
     def autocast(self) -> AbstractContextManager[Any]: ...
 
-    def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
-        """Start a micro-batch: seed its random stream."""
+    def before_forward(self, micro: MicroBatch, stage: int = 0) -> None: ...
 
-    def record(self, loss: Loss) -> float:
-        """Add the micro-batch's loss and weight to the step's. Returns the initial factor of its gradient."""
+    def record(self, loss: Loss) -> float: ...
 
     @property
-    def needs_reference_weight(self) -> bool:
-        """Whether `find_reference_weight` must be called before the first loss is scaled."""
+    def needs_reference_weight(self) -> bool: ...
 
-    def find_reference_weight(self, weight: Any) -> None:
-        """Find the typical weight of a step, for the loss scale of fp16. Collective: every rank must call it."""
+    def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None: ...
 
-    def word(self) -> ControlWord:
-        """Return this rank's control word, after its last loss."""
+    def before_reduce(self) -> ControlWord: ...
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
@@ -156,7 +153,7 @@ class BaseDriver(Driver):
         initial = control.record(loss)
 
         # After `record`: the word carries the weights of all micro-batches.
-        word = control.word() if control.last else None
+        word = control.before_reduce() if control.last else None
         self._backward(loss.total, control.constant(initial, loss.total.dtype), word)
         control.backwards_done += 1
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.launch.job import plural
 
 # Micro-batches of a step under `exact`, unless micro_batch is set. The number must not depend on the number of ranks,
 # which it limits: eight is a full host.
@@ -27,9 +27,6 @@ class Plan:
     steps_per_epoch: int | None  # None: a stream, whose length is not known
     samples: int | None
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:
@@ -58,7 +55,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
 
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / world)
-    reasons["accumulation"] = f"{micro_batches} micro-batches on {_ranks(world)}"
+    reasons["accumulation"] = f"{micro_batches} micro-batches on {plural(world, 'rank')}"
 
     if config.ddp.static_graph and world > 1 and accumulation > 1:
         raise UserError(
@@ -91,10 +88,6 @@ def smaller_micro_batch(plan: Plan) -> int:
     return half if plan.samples is not None else _largest_divisor(plan.micro_batch, half)
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 def _largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(most, 0, -1) if number % size == 0)
 
@@ -102,7 +95,7 @@ def _largest_divisor(number: int, most: int) -> int:
 def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
     """Return the samples of a step. The two keys exclude each other (config/conflicts.py)."""
     if config.local_batch is not None:
-        return config.local_batch * world, f"local_batch {config.local_batch} x {_ranks(world)}"
+        return config.local_batch * world, f"local_batch {config.local_batch} x {plural(world, 'rank')}"
     if config.global_batch is None:
         raise UserError(
             "neither global_batch nor local_batch is set",

@@ -117,7 +117,7 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 
 def test_an_optimizer_is_one_entry(monkeypatch):
-    kind = OptimizerKind(torch.optim.RMSprop, options=("lr", "momentum"), state_bytes=4, about="torch's RMSprop")
+    kind = OptimizerKind("torch.optim:RMSprop", options=("lr", "momentum"), state_bytes=4, about="torch's RMSprop")
     monkeypatch.setitem(OPTIMIZERS, "rmsprop", kind)
     parameter = nn.Parameter(torch.ones(2))
     task = torch.optim.SGD([{"params": [parameter], "momentum": 0.5}], lr=0.1)

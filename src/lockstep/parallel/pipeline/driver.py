@@ -137,13 +137,12 @@ class PipelineDriver(ShardedDriver):
 
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
-            control.micro = micros[0]
             loss = self._flow.forward(loss_fn, micros[0].data)
-            control.find_reference_weight(0.0 if loss is None else loss.weight)
+            control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._flow.run(micros, loss_fn, control)
         control.backwards_done = batches.count
-        self._reduce(control.word())
+        self._reduce(control.before_reduce())
         return self.reduced()
 
     def reduced(self) -> Reduced:
