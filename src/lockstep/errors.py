@@ -85,3 +85,8 @@ def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
     names = list(known)
     (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
     return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"type {key}={nearest}")
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
+    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"

@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
-from lockstep.launch.job import plural
+from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks

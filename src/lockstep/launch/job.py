@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.runtime.machine import available_cores, visible_gpus
 
 # Modules that every rank needs sooner or later. They are imported once, in the process that all ranks are forked from.
@@ -162,11 +162,6 @@ def divide(ranks: int, counts: dict[int, Count]) -> dict[int, int]:
         shares[min(room, key=lambda number: shares[number])] += 1
 
     return shares
-
-
-def plural(count: int, one: str, many: str = "") -> str:
-    """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
-    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
 # ---- the command line ----

@@ -26,8 +26,9 @@ from enum import Enum
 from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
+from lockstep.errors import plural
 from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Exit, Failure, root_cause
-from lockstep.launch.job import Cluster, Job, Node, plural
+from lockstep.launch.job import Cluster, Job, Node
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,

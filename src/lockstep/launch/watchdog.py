@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import HangConfig
+from lockstep.errors import plural
 from lockstep.launch import flight_recorder, records
 from lockstep.launch.failure import HANG, Failure
-from lockstep.launch.job import plural
 from lockstep.launch.stacks import Frame, describe, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 

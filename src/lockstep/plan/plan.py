@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
-from lockstep.launch.job import plural
+from lockstep.errors import UserError, plural
 
 # Micro-batches of a step under `exact`, unless micro_batch is set. The number must not depend on the number of ranks,
 # which it limits: eight is a full host.
