@@ -118,5 +118,4 @@ def _has_parameters(module: nn.Module) -> bool:
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Drop modules that lie inside another one: a block inside a block would be gathered, or recomputed, twice."""
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
-    unique = {id(module): module for module in modules if id(module) not in inside}
-    return list(unique.values())
+    return list(dict.fromkeys(module for module in modules if id(module) not in inside))

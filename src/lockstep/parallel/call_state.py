@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,12 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 # ---- snapshots ----
 
 
-class StateSnapshot:
+class StateSnapshot(AbstractContextManager["StateSnapshot"]):
     """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
         """`generator` is that of the model's device. The host's (torch, numpy, random) are always included."""
-        self._generators = [torch.default_generator, generator]
-        self._generator_states = [g.get_state() for g in self._generators]
+        self._generators = [(g, g.get_state()) for g in (torch.default_generator, generator)]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
 
@@ -49,15 +49,12 @@ class StateSnapshot:
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
         self.attributes = AttributeSnapshot(model)
 
-    def __enter__(self) -> StateSnapshot:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:
         """Restore everything. May be called more than once."""
-        for generator, state in zip(self._generators, self._generator_states, strict=True):
+        for generator, state in self._generators:
             generator.set_state(state)
 
         random.setstate(self._python_random)
@@ -83,8 +80,8 @@ class StateSnapshot:
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
         # On a CPU both are the same generator, and drawing from it is fine: the snapshot restores it.
-        host, device = self._generators
-        torch_drawn = host is not device and not torch.equal(host.get_state(), self._generator_states[0])
+        (host, host_state), (device, _) = self._generators
+        torch_drawn = host is not device and not torch.equal(host.get_state(), host_state)
         numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
         numpy_drawn = not all(np.array_equal(now, before) for now, before in numpy_pairs)
         return torch_drawn or numpy_drawn or random.getstate() != self._python_random
@@ -215,7 +212,7 @@ class TrialCall:
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
             # Not backward(): nothing must be left on the parameters.
             gradients = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
-        self.gradients[pattern] = list(gradients)
+            self.gradients[pattern] = list(gradients)
 
     def sources_reached(self) -> list[set[int]]:
         """Return for each differentiable output the indices of the `sources` that its gradient reaches.

@@ -1,7 +1,8 @@
 """The Driver: one way to execute a model, behind one interface. The step does not know which driver it has.
 
-`Driver` is the interface. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
-`ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
+`Driver` is the interface. `BaseDriver` runs one micro-batch after another, and its subclasses sum over ranks: in one
+process (`SingleDriver`) there is nothing to sum, `UnusedParametersDriver` in ddp/driver.py is a small example for
+replicas, and `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -60,12 +61,11 @@ class Control(Protocol):
     batches: StepBatches
     micro: MicroBatch | None
     backwards_done: int
+    autocast: Autocast
 
     @property
     def last(self) -> bool:
         """Whether the micro-batch being computed is this rank's last one of the step."""
-
-    def autocast(self) -> AbstractContextManager[Any]: ...
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Start a micro-batch: seed its random stream."""
@@ -117,17 +117,23 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs micro-batches in turn; a user's loop calls `begin`, `before_forward`, `backward` and `reduced` itself."""
+    """Runs micro-batches in turn, and leaves the sums over ranks to subclasses (`_reduce`).
+
+    A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
+    """
 
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
-    runtime: Runtime
     broadcasts_buffers = False  # before every step
-    names: list[str]  # of the trainable parameters, in the model's order
-    parameters: list[nn.Parameter]
     gradient_factor = 1.0
-    codec: ControlWordCodec
     _word: Tensor  # the reduced control word of the newest step
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        self.model = model
+        self.module: nn.Module = model
+        self.runtime = runtime
+        self.names, self.parameters = trainable(model)
+        self.codec = ControlWordCodec(runtime.device, torch.float64)
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
@@ -196,6 +202,12 @@ class BaseDriver(Driver):
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""
+        torch.autograd.backward(total, grad_output)
+        if word is not None:
+            self._reduce(word)
+
+    def _reduce(self, word: ControlWord) -> None:
+        """Sum gradients and control word over ranks, after the last backward. Sets `_word`."""
         raise NotImplementedError
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
@@ -203,22 +215,9 @@ class BaseDriver(Driver):
 
 
 class SingleDriver(BaseDriver):
-    """Runs the model in one process, where nothing is reduced. Replicated and sharded drivers override `_reduce`."""
-
-    def __init__(self, model: nn.Module, runtime: Runtime):
-        self.model = model
-        self.module = model
-        self.runtime = runtime
-        self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(runtime.device, torch.float64)
-
-    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, grad_output)
-        if word is not None:
-            self._reduce(word)
+    """Runs the model in one process, where there is nothing to sum."""
 
     def _reduce(self, word: ControlWord) -> None:
-        """Sum gradients and control word over ranks, after the last backward."""
         self._word = self.codec.pack(word, times=1.0)
 
 
@@ -226,7 +225,7 @@ class _RanksDiffer(Exception):
     """Ranks that should run the same forwards do not."""
 
 
-class ShardedDriver(SingleDriver):
+class ShardedDriver(BaseDriver):
     """The base of drivers whose ranks hold shards of the parameters. The model is sharded before `__init__` gets it.
 
     Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
@@ -238,20 +237,18 @@ class ShardedDriver(SingleDriver):
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
         # A forward waits for the other ranks. So before each one, all ranks tell the others what they do next.
-        handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
-        try:
-            yield None
-        except _RanksDiffer:
-            # All ranks raise this together, so nobody is left to tell.
-            raise
-        except Exception as error:
-            # Tell the others before they wait for another forward.
-            self._agree(f"{type(error).__name__}: {error}")
-            raise  # all ranks have failed alike
-        else:
+        with self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True):
+            try:
+                yield None
+            except _RanksDiffer:
+                # All ranks raise this together, so nobody is left to tell.
+                raise
+            except Exception as error:
+                # Tell the others before they wait for another forward.
+                self._agree(f"{type(error).__name__}: {error}")
+                raise  # all ranks have failed alike
+
             self._agree("the end")
-        finally:
-            handle.remove()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))

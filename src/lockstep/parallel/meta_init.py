@@ -51,11 +51,8 @@ def _parameters_on_meta() -> Iterator[None]:
             empty[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return empty[parameter]
 
-    handle = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
-    try:
+    with register_module_parameter_registration_hook(to_meta):  # pyrefly: ignore[bad-argument-type]
         yield
-    finally:
-        handle.remove()
 
 
 def _check_strategy(config: RunConfig) -> None:

@@ -52,9 +52,9 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
 
     for block in recomputed(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
-        original = vars(block).get("forward")  # set if something has replaced it before us
-        # A partial, not a closure: in a copy of the model it belongs to the copied block.
-        block.forward = partial(_forward, block, original, config.remat == "selective")
+        # A partial, not a closure: in a copy of the model it belongs to the copied block. The block has a `forward` of
+        # its own if something replaced it before us.
+        block.forward = partial(_forward, block, vars(block).get("forward"), config.remat == "selective")
 
 
 def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:

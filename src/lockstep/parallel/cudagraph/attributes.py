@@ -41,22 +41,14 @@ class AttributeWatch:
 
         self._sizes = sizes
 
-        # Grouped by the kind of value; other kinds are not watched.
-        self._plain: list[Slot] = []
-        self._tensors: list[Slot] = []
-        self._callables: list[Slot] = []
-        for module in self._modules:
-            for name, value in own_attributes(module).items():
-                slot = (vars(module), name)
-                if type(value) in PLAIN_TYPES:
-                    self._plain.append(slot)
-                elif type(value) is Tensor:
-                    self._tensors.append(slot)
-                elif callable(value):
-                    self._callables.append(slot)
+        # Grouped by the kind of value; other kinds are not watched. Neither plain values nor tensors are callable.
+        slots = [(vars(m), name, value) for m in self._modules for name, value in own_attributes(m).items()]
+        self._plain: list[Slot] = [(held, name) for held, name, value in slots if type(value) in PLAIN_TYPES]
+        self._tensors: list[Slot] = [(held, name) for held, name, value in slots if type(value) is Tensor]
+        self._callables: list[Slot] = [(held, name) for held, name, value in slots if callable(value)]
 
-            # Submodules are also called.
-            self._callables += [(module._modules, name) for name in module._modules]
+        # Submodules are also called.
+        self._callables += [(m._modules, name) for m in self._modules for name in m._modules]
 
     def settings(self) -> Hashable:
         """Return the plain values (a temperature, a probability) as a key."""

@@ -73,8 +73,7 @@ def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: Lo
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
         # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
-        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
-        CallChain.of(model).install("graph", link)
+        CallChain.of(model).install("graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log))
 
 
 def has_captures(model: nn.Module) -> bool:
@@ -430,8 +429,8 @@ class _BackwardWatch:
         """Called by autograd when the backward has finished."""
         variant = self._variant
         if self._timed:
-            seconds = time.perf_counter() - self._begin_s
-            variant.backwards.append(Timing(seconds, self._begin, self._device.record_event()))
+            host_s = time.perf_counter() - self._begin_s
+            variant.backwards.append(Timing(host_s, self._begin, self._device.record_event()))
 
         # The call returns other outputs than before.
         if variant.patterns and len(variant.patterns[0]) != len(self._arrived):

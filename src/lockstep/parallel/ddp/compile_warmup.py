@@ -32,8 +32,7 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
     """
     replicated = config.sharing.local_forward and not config.uses_axis("tp")
     if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
-        link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
-        CallChain.of(model).install("warmup", link)
+        CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timedelta(seconds=config.hang.first)))
 
 
 class CompileWarmup(Link):

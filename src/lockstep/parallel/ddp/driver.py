@@ -15,7 +15,7 @@ from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.ddp.powersgd import STATE_NAME, PowerSGDHook
-from lockstep.parallel.driver import BaseDriver, Control, SingleDriver, broadcast_model, trainable
+from lockstep.parallel.driver import BaseDriver, Control, broadcast_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -103,9 +103,7 @@ class DDPDriver(BaseDriver):
     word_dtype: torch.dtype | None = None  # of the control word; None: that of the last parameter, at least float32
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
-        self.model = model
-        self.runtime = runtime
-        self.names, self.parameters = trainable(model)
+        super().__init__(model, runtime)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
 
         # bfloat16 has too few bits for the integers of a control word.
@@ -130,7 +128,7 @@ class DDPDriver(BaseDriver):
             # torch would also broadcast in evaluations, where the ranks may run different numbers of forwards.
             **{BUFFERS_OPTION: False},
         )
-        self.module: nn.Module = self._replica
+        self.module = self._replica
 
         group = self._replica.process_group
         assert group is not None
@@ -216,7 +214,7 @@ class DDPDriver(BaseDriver):
             check_reached([name for name, p in pairs if id(p) not in self._reached])
 
 
-class UnusedParametersDriver(SingleDriver):
+class UnusedParametersDriver(BaseDriver):
     """Replicas that reduce all gradients at once, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while backward runs. But it works with any graph: parameters

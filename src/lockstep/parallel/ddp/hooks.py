@@ -84,6 +84,12 @@ class Hook:
     def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         return started(dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Iterator[None]:
+        """Reduce `tensor` over all ranks, in place. Yields once, while the collective runs."""
+        work = self.start_reduce(tensor, op)
+        yield
+        work.wait()
+
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word, if it is in this bucket."""
         # Compared by identity: tensors compare by elements.
@@ -119,15 +125,11 @@ class HalfHook(Hook):
         if self.dtype == torch.float16:
             # inf on any rank must show in the maximum; NaN would be lost in it.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
-            agreed = self.start_reduce(largest, dist.ReduceOp.MAX)
-            yield
-            agreed.wait()
+            yield from self.reduce(largest, dist.ReduceOp.MAX)
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
 
         small = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
-        works.append(self.start_reduce(small))
-        yield
-
+        yield from self.reduce(small)
         for work in works:
             work.wait()
 
@@ -141,9 +143,7 @@ class WideHook(Hook):
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
-        work = self.start_reduce(wide)
-        yield
-        work.wait()
+        yield from self.reduce(wide)
         bucket.buffer.copy_(wide)
 
 

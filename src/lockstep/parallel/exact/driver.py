@@ -110,11 +110,10 @@ class OrderedFSDPDriver(FSDPDriver):
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)
-        self._reductions: list[_OrderedReduceScatter] = []
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._reductions.append(_OrderedReduceScatter())
-                module.set_custom_reduce_scatter(self._reductions[-1])
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reductions = [_OrderedReduceScatter() for _ in sharded]
+        for module, reduction in zip(sharded, self._reductions, strict=True):
+            module.set_custom_reduce_scatter(reduction)
 
     def begin(self) -> None:
         super().begin()

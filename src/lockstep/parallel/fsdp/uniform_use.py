@@ -16,7 +16,8 @@ shows what torch does without this module, and fails when torch no longer needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -68,8 +69,8 @@ class UniformUse:
             if group is not None:
                 # All ranks visit the modules in the same order, so a number means the same group everywhere.
                 number = len(self.groups)
-                module.set_custom_all_gather(_ComparedGather(self, number))
-                self._compare_before_reducing(group, number)
+                module.set_custom_all_gather(_ComparedGather(partial(self.compare, GATHER, number)))
+                group.post_backward = partial(self._post_backward, group, number, group.post_backward)
                 self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
                 self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
 
@@ -98,30 +99,24 @@ class UniformUse:
 
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
-    def _compare_before_reducing(self, group: Any, number: int) -> None:
+    def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
         # torch's private hook reduces the gradients that this rank has, whatever the others have.
-        original = group.post_backward
+        has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
 
-        def post_backward(*unused: Any) -> None:
-            has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
-
-            # Without a gradient torch reduces nothing.
-            if any(has_gradient):
-                self.compare(REDUCE, number, has_gradient)
-            original(*unused)
-
-        group.post_backward = post_backward
+        # Without a gradient torch reduces nothing.
+        if any(has_gradient):
+            self.compare(REDUCE, number, has_gradient)
+        original(*unused)
 
 
 class _ComparedGather(DefaultAllGather):
-    def __init__(self, uniform: UniformUse, number: int):
-        self._uniform = uniform
-        self._number = number
+    def __init__(self, compare: Callable[[], None]):
+        self._compare = compare
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._uniform.compare(GATHER, self._number)
+        self._compare()
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 

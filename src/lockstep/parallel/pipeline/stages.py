@@ -173,11 +173,10 @@ def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> 
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
 
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(device) if name in held else placeholder(buffer, device)
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        module, _, own = name.rpartition(".")
+        buffers = model.get_submodule(module)._buffers
+        buffers[own] = buffer.to(device) if name in held else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
 
 Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
@@ -84,9 +84,7 @@ class BlockInterceptor:
             self.handler = None
 
 
-class _InterceptedCall:
-    inner: Call
-
+class _InterceptedCall(Link):
     def __init__(self, interceptor: BlockInterceptor, number: int):
         self._interceptor = interceptor
         self._number = number

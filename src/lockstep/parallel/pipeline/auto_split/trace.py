@@ -187,8 +187,9 @@ def _dry_run(
         # NaN in the output: a tensor of another stage has come in through a path that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
-            why = f"what comes after {block} depends on more than what that block returns; or on NaN"
-            raise _cannot_split(model, why)
+            raise _cannot_split(
+                model, f"what comes after {block} depends on more than what that block returns; or on NaN"
+            )
 
 
 def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], Any]:
