@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -31,8 +30,8 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
     # A list of one module repeats nothing, and a list of several classes is a sequence of different steps.
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [members for members in lists if len(members) > 1 and len(set(map(_user_class, members))) == 1]
-    members = chain.from_iterable(repeated)
-    return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
+    modules = [module for members in repeated for module in members]
+    return _outermost([module for module in modules if _has_forward(module) and _has_parameters(module)])
 
 
 def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:

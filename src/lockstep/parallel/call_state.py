@@ -47,7 +47,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
         unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
-        self.attributes = AttributeSnapshot(model)
+        self._attributes = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -71,7 +71,8 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
             for buffer, value in self._values:
                 buffer.copy_(value)
 
-        self.attributes.restore()
+        for module, before in self._attributes:
+            _restore_attributes(module, before)
 
     def buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
@@ -95,40 +96,33 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
             if module._buffers.get(name) is not buffers.get(name)
         ]
 
-
-class AttributeSnapshot:
-    """All attributes of a model's modules, with the contents of lists and dicts one level deep."""
-
-    def __init__(self, model: nn.Module):
-        self._before = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
-
-    def changed(self) -> list[str]:
+    def changed_attributes(self) -> list[str]:
         """Return `Class.name` of attributes that are new, are different objects, or hold different objects."""
         return [
             f"{type(module).__name__}.{name}"
-            for module, before in self._before
+            for module, before in self._attributes
             for name, value in own_attributes(module).items()
             if name not in before or not _unchanged(value, *before[name])
         ]
-
-    def restore(self) -> None:
-        for module, before in self._before:
-            for name in own_attributes(module).keys() - before.keys():
-                del vars(module)[name]
-
-            # Values that were replaced or changed in place become the same objects again, with the same contents.
-            for name, (value, contents) in before.items():
-                vars(module)[name] = value
-                if type(value) is list:
-                    value[:] = contents
-                elif contents is not None:
-                    value.clear()
-                    value.update(contents)
 
 
 def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return each value with a shallow copy of it if it is a list or dict, else with None."""
     return {name: (v, copy.copy(v) if type(v) in (list, dict) else None) for name, v in attributes.items()}
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+    for name in own_attributes(module).keys() - before.keys():
+        del vars(module)[name]
+
+    # Values that were replaced or changed in place become the same objects again, with the same contents.
+    for name, (value, contents) in before.items():
+        vars(module)[name] = value
+        if type(value) is list:
+            value[:] = contents
+        elif contents is not None:
+            value.clear()
+            value.update(contents)
 
 
 def _unchanged(now: Any, before: Any, contents: Any) -> bool:

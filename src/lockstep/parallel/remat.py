@@ -67,9 +67,11 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
         raise UserError("remat=every-1 is not an interval: it would recompute all blocks", "", "type remat=full")
 
     if every > len(blocks):
-        noun = "block" if len(blocks) == 1 else "blocks"
-        fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
-        raise UserError(f"remat={remat} needs at least {every} blocks", f"the model has {len(blocks)} {noun}", fix)
+        raise UserError(
+            f"remat={remat} needs at least {every} blocks",
+            f"the model has {len(blocks)} block{'s' * (len(blocks) != 1)}",
+            f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full",
+        )
 
     return blocks[::every]
 

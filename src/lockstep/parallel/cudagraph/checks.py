@@ -72,7 +72,7 @@ def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
         return "it draws random numbers on the host"
     if replaced := before.replaced_buffers():
         return f"it replaces the buffer {replaced[0]} instead of changing it in place"
-    if changed := before.attributes.changed():
+    if changed := before.changed_attributes():
         return f"it sets {changed[0]}, which a replay would not"
 
     return None

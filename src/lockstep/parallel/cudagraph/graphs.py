@@ -156,8 +156,11 @@ class GraphedCall(Link):
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue as error:
-            call = "calls with other arguments than tensors and plain values"
-            self._log_refusal(call, f"among them {error}", torch.is_grad_enabled())
+            self._log_refusal(
+                "calls with other arguments than tensors and plain values",
+                f"among them {error}",
+                torch.is_grad_enabled(),
+            )
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
@@ -186,8 +189,11 @@ class GraphedCall(Link):
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
-            reason = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
-            self._log_refusal("further calls", reason, torch.is_grad_enabled())
+            self._log_refusal(
+                "further calls",
+                f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)",
+                torch.is_grad_enabled(),
+            )
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
 

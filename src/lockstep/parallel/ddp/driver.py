@@ -191,8 +191,7 @@ class DDPDriver(BaseDriver):
         word = self._word_parameter
         match config.hook:
             case "powersgd":
-                named = dict(zip(self.names, self.parameters, strict=True))
-                return PowerSGDHook(word, group, named, config, seed)
+                return PowerSGDHook(word, group, dict(zip(self.names, self.parameters, strict=True)), config, seed)
             case "fp16":
                 return HalfHook(word, group, torch.float16)
             case "bf16":

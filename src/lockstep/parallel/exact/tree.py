@@ -62,14 +62,12 @@ class TreeSum(Generic[T]):
 
     def finish(self) -> T:
         """Return the sum of everything from micro-batch 0 on, and start empty again."""
-        roots = self.roots
-        self.roots = []
-        assert roots[0][0].start == 0, "the tree begins with micro-batch 0"
+        assert self.roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
-        _, total = roots.pop()
-        # The remaining sums have different sizes; the smallest, which come last, are added first.
-        while roots:
-            total = self.add(roots.pop()[1], total)
+        # The sums that are left have different sizes; the smallest, which come last, are added first.
+        _, total = self.roots.pop()
+        while self.roots:
+            total = self.add(self.roots.pop()[1], total)
 
         return total
 

@@ -182,7 +182,6 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
 
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
-    """Refuse fsdp.offload where it would do nothing."""
     if config.offload and runtime.device.type == "cpu":
         raise UserError(
             "fsdp.offload=true has no effect on a CPU: everything lies in host memory already",

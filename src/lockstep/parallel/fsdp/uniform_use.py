@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class UniformUse:
             if group is not None:
                 # All ranks visit the modules in the same order, so a number means the same group everywhere.
                 number = len(self.groups)
-                module.set_custom_all_gather(_ComparedGather(partial(self.compare, GATHER, number)))
+                module.set_custom_all_gather(_ComparedGather(self, number))
                 group.post_backward = partial(self._post_backward, group, number, group.post_backward)
                 self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
                 self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
@@ -95,7 +94,7 @@ class UniformUse:
         if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
             names = [] if action == END else self.groups[number]
             if action == REDUCE:
-                names = list(compress(names, has_gradient))
+                names = [name for name, has in zip(names, has_gradient, strict=True) if has]
 
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
@@ -110,13 +109,14 @@ class UniformUse:
 
 
 class _ComparedGather(DefaultAllGather):
-    def __init__(self, compare: Callable[[], None]):
-        self._compare = compare
+    def __init__(self, uniform: UniformUse, number: int):
+        self._uniform = uniform
+        self._number = number
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._compare()
+        self._uniform.compare(GATHER, self._number)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 

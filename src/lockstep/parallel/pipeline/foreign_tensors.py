@@ -85,8 +85,7 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
-        self._names = {address: name for name, address in addresses.items() if address}
+        self._names = {_address(tensor): name for name, tensor in tensors.items() if _address(tensor)}
         self.read: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
