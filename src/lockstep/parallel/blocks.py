@@ -63,7 +63,7 @@ def class_name(module: nn.Module) -> str:
 def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     """Return a class to propose for the setting `blocks`; None if the model has no parts.
 
-    It is one with a name close to what the user has `typed`, or else the class of the blocks that we would find, or
+    It is one with a name close to what the user `typed`, or else the class of the blocks that we would find, or
     that of the largest part.
     """
     parts = [module for module in _candidates(model) if _has_parameters(module)]
@@ -81,6 +81,7 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
 
 def _no_such_blocks(word: str, model: nn.Module) -> UserError:
     of_class = [module for module in model.modules() if word in _class_names(module)]
+
     if model in of_class:
         why = "that is the model itself, which is no part of it"
     elif of_class:

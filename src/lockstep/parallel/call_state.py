@@ -83,8 +83,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         # On a CPU both are the same generator, and drawing from it is fine: the snapshot restores it.
         (host, host_state), (device, _) = self._generators
         torch_drawn = host is not device and not torch.equal(host.get_state(), host_state)
-        numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
-        numpy_drawn = not all(np.array_equal(now, before) for now, before in numpy_pairs)
+        numpy_drawn = not all(map(np.array_equal, np.random.get_state(), self._numpy_random))
         return torch_drawn or numpy_drawn or random.getstate() != self._python_random
 
     def replaced_buffers(self) -> list[str]:
@@ -164,7 +163,7 @@ class TrialCall:
         # Gradients are computed for these: the inputs that require one, then all parameters.
         self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
 
-        # A gradient (or None) for each of `sources`, by the pattern of the backward that has computed it.
+        # A gradient (or None) for each of `sources`, by the pattern of the backward that computed it.
         self.gradients: dict[Pattern, list[Tensor | None]] = {}
 
     def forward(self) -> None:

@@ -52,7 +52,7 @@ class Reduced:
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    factor: float  # N where DDP has left means over N ranks, else 1
+    factor: float  # N where DDP leaves means over N ranks, else 1
 
 
 class Control(Protocol):
@@ -141,7 +141,8 @@ class BaseDriver(Driver):
             self.before_forward(micro, control)
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)
-            self.backward(loss, control)
+
+            self.backward(loss, control)  # outside autocast
 
         return self.reduced()
 
@@ -246,7 +247,7 @@ class ShardedDriver(BaseDriver):
             except Exception as error:
                 # Tell the others before they wait for another forward.
                 self._agree(f"{type(error).__name__}: {error}")
-                raise  # all ranks have failed alike
+                raise  # all ranks failed in the same way
 
             self._agree("the end")
 
@@ -265,7 +266,7 @@ class ShardedDriver(BaseDriver):
         self._squared_norms = both[LENGTH:]
 
     def _reduce_gradients(self) -> None:
-        """Complete the sums of the gradients over all ranks, where the backward has not done it."""
+        """Complete the sums of the gradients over all ranks, where the backward does not."""
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared_norms.sqrt()

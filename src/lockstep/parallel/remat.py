@@ -61,7 +61,7 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if not remat.startswith("every-"):
         return blocks
 
-    # config/ has checked the form of the word.
+    # config/ checked the form of the word.
     every = int(remat.removeprefix("every-"))
     if every == 1:
         raise UserError("remat=every-1 is not an interval: it would recompute all blocks", "", "type remat=full")
@@ -106,8 +106,7 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     # Operations get their arguments by position or by name.
-    names = [argument.name for argument in op._schema.arguments]
-    named_args = dict(zip(names, args, strict=False)) | kwargs
+    named_args = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
     return CheckpointPolicy.PREFER_RECOMPUTE if named_args.get("dropout_p") else CheckpointPolicy.MUST_SAVE
 
 

@@ -136,6 +136,7 @@ class GraphedCall(Link):
         self.device = device
         self.required = required
         self.log = log
+
         self.variants: dict[Hashable, Variant] = {}
         self._logged: set[tuple[str, str]] = set()
         self._inspect_model()
@@ -180,6 +181,7 @@ class GraphedCall(Link):
             return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
+
         return self.inner(*args, **kwargs)
 
     # ---- variants ----
@@ -328,7 +330,9 @@ class GraphedCall(Link):
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
-        self._inspect_model()  # this also drops references to submodules that were replaced
+
+        # This also drops references to submodules that were replaced.
+        self._inspect_model()
         if variant.moves > MAX_MOVES:
             self._refuse(variant, f"{what}, again and again")
         else:

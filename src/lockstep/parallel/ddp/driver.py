@@ -138,7 +138,7 @@ class DDPDriver(BaseDriver):
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
 
-        # The parameters that backward has reached. Gradients that are views of buckets show it themselves.
+        # The parameters that the last backward reached. Gradients that are views of buckets show it themselves.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -226,7 +226,7 @@ class UnusedParametersDriver(BaseDriver):
         broadcast_model(model, runtime.collectives)
 
     def _reduce(self, word: ControlWord) -> None:
-        # The first sum carries the control word and says which parameters any rank has used.
+        # The first sum carries the control word, and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
         packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
         self.runtime.collectives.sum_(packed)

@@ -6,7 +6,7 @@ powersgd      thin matrices (powersgd.py)
 DDP hands over one bucket after another while backward runs, in the same order on all ranks. An exchange may need
 several collectives, each of which depends on the one before. If the second were started in a callback of the first,
 the ranks would start them in different orders, and gloo would wait forever. So an exchange is a generator that yields
-after each collective it has started, and is advanced once when the next bucket comes: the order is the same on all
+after each collective it starts, and is advanced once when the next bucket comes: the order is the same on all
 ranks, and the network is busy while backward continues.
 
 Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
@@ -50,7 +50,7 @@ class Hook:
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         """Leave the mean over ranks in the bucket's buffer.
 
-        Yields whenever a collective has been started, and is advanced when the next bucket comes.
+        Yields after starting a collective, and is advanced when the next bucket comes.
         """
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class Hook:
         """Called before every backward, with the loss scale (0 for padding), and in the last one of a step the word."""
 
     def finish(self) -> None:
-        """Called when all buckets of a step have been exchanged."""
+        """Called after the last bucket of a step was exchanged."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))

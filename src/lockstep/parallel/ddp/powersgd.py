@@ -89,7 +89,7 @@ class PowerSGDHook(Hook):
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
         """Start to sum one unit of the mean gradient: global weight x loss scale.
 
-        The exchange needs the weight before the control word has arrived, so it is sent separately.
+        The exchange needs the weight before the control word arrives, so it is sent separately.
         """
         if not (self.feedback and self.compresses):
             return
@@ -156,7 +156,7 @@ class PowerSGDHook(Hook):
 
         The error is what the basis leaves out of this rank's own gradient. It is often measured against the mean of all
         ranks instead, and the sum over ranks would be the same. But then each error would also accumulate how far its
-        rank has been from that mean in every step, which only grows.
+        rank was from that mean in every step, which only grows.
         """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
@@ -226,6 +226,7 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
     """Whether two thin matrices have fewer elements than the gradient itself."""
     if parameter.dim() < 2:
         return False
+
     n, m = _as_matrix(parameter).shape
     return rank * (n + m) < n * m
 

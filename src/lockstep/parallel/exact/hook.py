@@ -133,7 +133,7 @@ class OrderedHook(Hook):
             sends = [(dist.isend, chunk.own, rank) for rank in self.others]
             chunk.works[:] = self._start(receives + sends)
 
-        # All terms have been added: the next bucket may use the memory.
+        # All terms are added: the next bucket may use the memory.
         self._free_buffers.append(received)
         yield
 
@@ -216,7 +216,7 @@ class OrderedHook(Hook):
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()
             torch._foreach_add_(list(views.values()), [gradients[key] for key in views])
-            subtree = subtree.joined(left)
+            subtree = Subtree(left.start, left.level + 1)
 
         return [_laid_out(bucket.buffer, views, gradients) for _, gradients in earlier] + [bucket.buffer]
 

@@ -38,10 +38,6 @@ class Subtree(NamedTuple):
             and (left.start >> left.level) % 2 == 0
         )
 
-    def joined(self, left: Subtree) -> Subtree:
-        """Return the subtree whose halves are `left` and this."""
-        return Subtree(left.start, left.level + 1)
-
 
 class TreeSum(Generic[T]):
     """Adds values, pushed in order, along the tree. `add(left, right)` may change and return `left`."""
@@ -56,8 +52,9 @@ class TreeSum(Generic[T]):
         while self.roots and subtree.completes(self.roots[-1][0]):
             # The left one first: add() may keep its memory.
             left, before = self.roots.pop()
-            subtree = subtree.joined(left)
+            subtree = Subtree(left.start, left.level + 1)
             value = self.add(before, value)
+
         self.roots.append((subtree, value))
 
     def finish(self) -> T:

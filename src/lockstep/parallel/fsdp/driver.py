@@ -38,7 +38,7 @@ class FSDPDriver(ShardedDriver):
     """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
-        """Shard `model` along dp; with `axes`, tensor parallelism has sharded its layers along tp before."""
+        """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         self._keeps_gathered = config.sharing.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
@@ -67,7 +67,7 @@ class FSDPDriver(ShardedDriver):
         self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(alone)))
 
         if empty:
-            self.sync_buffers()  # each rank has made its own
+            self.sync_buffers()  # each rank made its own
 
     def begin(self) -> None:
         super().begin()
@@ -78,6 +78,7 @@ class FSDPDriver(ShardedDriver):
         # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
+
         for module in modules:
             module.set_reshard_after_forward(not stays_gathered, recurse=False)
 
@@ -124,7 +125,7 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
 
-    # What torch has reserved and does not use counts as free; `gpu_memory` may allow less.
+    # What torch reserved and does not use counts as free; `gpu_memory` may allow less.
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)

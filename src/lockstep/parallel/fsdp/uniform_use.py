@@ -2,7 +2,7 @@
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
-parameters that the rank itself has used, and never compares: if only some ranks use a part of the model, gloo aborts,
+parameters that the rank itself used, and never compares: if only some ranks use a part of the model, gloo aborts,
 and nccl waits forever or adds gradients of different parameters. So before each of these collectives the ranks compare
 what they are about to do: over gloo always; over nccl, where the host must wait for the answer, in the first steps.
 
@@ -31,7 +31,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3  # the steps that are compared over nccl
-END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
+END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it finished the step's last backward
 VERBS = ("is done", "is about to use", "has a gradient for")
 
 

@@ -103,7 +103,7 @@ class PipelineDriver(ShardedDriver):
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
         self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        # A tensor that no stage has used is on all ranks, like one that all stages use.
+        # A tensor that no stage used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.placement = replace(
             self.placement,
@@ -211,7 +211,7 @@ class PipelineDriver(ShardedDriver):
         if self._uniform_use:
             self._uniform_use.compare(END)
 
-        # The first sum: the control word, and which parameters any rank has used.
+        # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
         packed = self.codec.pack(word, times=1.0)
         marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
@@ -235,14 +235,14 @@ class PipelineDriver(ShardedDriver):
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
 
-        `used` says for each parameter whether any rank has used it; if none has, it keeps no gradient.
+        `used` says for each parameter whether any rank used it; if none did, it keeps no gradient.
         """
         trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in trained:
             redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-        # FSDP has summed over the replicas already.
+        # FSDP already summed over the replicas.
         if not self._sharded:
             sum_gradients(trained, self._replicas)
 

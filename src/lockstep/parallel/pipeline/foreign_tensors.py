@@ -40,7 +40,7 @@ class ForeignTensors:
         self._read: set[str] = set()
 
     def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
-        """Return whether the loss has read a placeholder, in this micro-batch or in an earlier one.
+        """Return whether the loss read a placeholder, in this micro-batch or in an earlier one.
 
         `again` computes the loss once more, from a copy of the model's `output`.
         """
@@ -54,6 +54,7 @@ class ForeignTensors:
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
                 again(copy)
+
             self._read = recorder.read
 
         return bool(self._read)
@@ -96,6 +97,7 @@ class _ReadRecorder(TorchDispatchMode):
         if not is_view:
             addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.read |= {name for address, name in self._names.items() if address in addresses}
+
         return result
 
 
