@@ -211,6 +211,13 @@ class BaseDriver(Driver):
         """Sum gradients and control word over ranks, after the last backward. Sets `_word`."""
         raise NotImplementedError
 
+    def _sum_with_word(self, word: ControlWord, numbers: Tensor) -> Tensor:
+        """Return the sums of `numbers` over all ranks. The control word travels in the same collective."""
+        packed = self.codec.pack(word, times=1.0)
+        sums = self.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
+        self._word = sums[:LENGTH]
+        return sums[LENGTH:]
+
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self.norms(grads))  # of gradients as reduced: the same bits on every rank
 
@@ -257,13 +264,8 @@ class ShardedDriver(BaseDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         self._reduce_gradients()
-
-        # The control word and the squared norms of the gradients travel in one sum.
-        packed = self.codec.pack(word, times=1.0)
         squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
-        both = self.runtime.collectives.sum_(torch.cat([packed, squared.to(packed.device)]))
-        self._word = both[:LENGTH]
-        self._squared_norms = both[LENGTH:]
+        self._squared_norms = self._sum_with_word(word, squared)
 
     def _reduce_gradients(self) -> None:
         """Complete the sums of the gradients over all ranks, where the backward does not."""

@@ -324,7 +324,7 @@ class GraphedCall(Link):
 
     def _addresses(self) -> list[int]:
         # Comprehensions, since this runs in every replay.
-        named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
+        named = [t for m in self._modules for tensors in (m._parameters, m._buffers) for t in tensors.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:

@@ -228,12 +228,10 @@ class UnusedParametersDriver(BaseDriver):
     def _reduce(self, word: ControlWord) -> None:
         # The first sum carries the control word, and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
-        self.runtime.collectives.sum_(packed)
-        self._word = packed[:LENGTH]
+        users = self._sum_with_word(word, used).tolist()
 
         # A parameter that no rank uses gets no gradient, so that the optimizer leaves it alone, as in a single process.
-        live = [p for p, users in zip(self.parameters, packed[LENGTH:].tolist(), strict=True) if users > 0]
+        live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
 
         # One sum for each dtype, in the same order on all ranks (a set would not keep it).
         for dtype in dict.fromkeys(p.dtype for p in live):

@@ -44,17 +44,17 @@ class FSDPDriver(ShardedDriver):
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
-        alone = without_shared(blocks, model)
+        unshared = without_shared(blocks, model)
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
         empty = any(p.is_meta for p in model.parameters())
         if empty:
-            fill(model, alone, shard, config.seed, runtime)
+            fill(model, unshared, shard, config.seed, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
-            for block in alone:
+            for block in unshared:
                 shard(block)
 
         # What lies outside the blocks.
@@ -64,7 +64,7 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
-        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(alone)))
+        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
@@ -153,10 +153,10 @@ def _keep_in_place() -> None:
     """
 
 
-def describe_blocks(count: int, alone: int) -> dict[str, str]:
-    """Return a banner line unless all `count` blocks are gathered `alone`."""
+def describe_blocks(count: int, unshared: int) -> dict[str, str]:
+    """Return a banner line unless all `count` blocks are `unshared`."""
     how = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - alone} of {count} blocks {how}"} if alone < count else {}
+    return {"fsdp": f"{count - unshared} of {count} blocks {how}"} if unshared < count else {}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:

@@ -34,7 +34,7 @@ from lockstep.parallel.tensor.plans import choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepBatches
@@ -213,12 +213,8 @@ class PipelineDriver(ShardedDriver):
 
         # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        packed = self.codec.pack(word, times=1.0)
         marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        summed = self.runtime.collectives.sum_(torch.cat([packed, marks.to(packed.device)]))
-        self._word = summed[:LENGTH]
-
-        used_anywhere = [count > 0 for count in summed[LENGTH:].tolist()]
+        used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
         self._foreign.check(used_anywhere[len(used) :])
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
@@ -249,8 +245,7 @@ class PipelineDriver(ShardedDriver):
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
 
-        if not self._tp.world.alone:
-            agree_on_plain(trained, self._tp)
+        agree_on_plain(trained, self._tp)
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""

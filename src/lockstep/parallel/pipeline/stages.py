@@ -208,17 +208,17 @@ def shard_stages(
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
-    counts = [0, 0]  # blocks, and those that are gathered alone
+    counts = [0, 0]  # blocks, and those that share no parameter
 
     for stage in stages:
         # By all names, so that `_tie_again` finds what sharding replaced.
         originals = dict(model.named_parameters(remove_duplicate=False))
         blocks = stage.own_blocks(model, config.blocks)
-        alone = without_shared(blocks, stage)
+        unshared = without_shared(blocks, stage)
         counts[0] += len(blocks)
-        counts[1] += len(alone)
+        counts[1] += len(unshared)
 
-        for block in alone:
+        for block in unshared:
             shard(block)
 
         # Placeholders of other stages have no memory to shard.
@@ -227,7 +227,7 @@ def shard_stages(
         _tie_again(model, originals)
 
     of_ranks = axes.along("pp").gather_json(counts)
-    return describe_blocks(sum(count for count, _ in of_ranks), sum(alone for _, alone in of_ranks))
+    return describe_blocks(sum(count for count, _ in of_ranks), sum(unshared for _, unshared in of_ranks))
 
 
 def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:

@@ -143,7 +143,7 @@ def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
     Each rank computes these by itself. On a GPU some kernels add in any order, and replicas that differ in the last bit
     would drift apart.
     """
-    if tp.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+    if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
 
 
