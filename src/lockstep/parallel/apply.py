@@ -96,7 +96,7 @@ def _drive(
     compiled: bool,
     data: Callable[[], Any] | None,
 ) -> Driver:
-    # The configuration has refused what exact mode does not support: other meshes, and unused parameters.
+    # config/conflicts.py refuses what exact mode does not support: other meshes, and unused parameters.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver
         return single(model, runtime)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -31,8 +30,8 @@ def find_blocks(model: nn.Module, named: Sequence[str] | None = None) -> list[nn
     # A list of one module repeats nothing, and a list of several classes is a sequence of different steps.
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [members for members in lists if len(members) > 1 and len(set(map(_user_class, members))) == 1]
-    members = chain.from_iterable(repeated)
-    return _outermost([module for module in members if _has_forward(module) and _has_parameters(module)])
+    modules = [module for members in repeated for module in members]
+    return _outermost([module for module in modules if _has_forward(module) and _has_parameters(module)])
 
 
 def without_shared(blocks: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
@@ -64,7 +63,7 @@ def class_name(module: nn.Module) -> str:
 def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     """Return a class to propose for the setting `blocks`; None if the model has no parts.
 
-    It is one with a name close to what the user has `typed`, or else the class of the blocks that we would find, or
+    It is one with a name close to what the user `typed`, or else the class of the blocks that we would find, or
     that of the largest part.
     """
     parts = [module for module in _candidates(model) if _has_parameters(module)]
@@ -82,6 +81,7 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
 
 def _no_such_blocks(word: str, model: nn.Module) -> UserError:
     of_class = [module for module in model.modules() if word in _class_names(module)]
+
     if model in of_class:
         why = "that is the model itself, which is no part of it"
     elif of_class:
@@ -118,5 +118,4 @@ def _has_parameters(module: nn.Module) -> bool:
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Drop modules that lie inside another one: a block inside a block would be gathered, or recomputed, twice."""
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
-    unique = {id(module): module for module in modules if id(module) not in inside}
-    return list(unique.values())
+    return list(dict.fromkeys(module for module in modules if id(module) not in inside))

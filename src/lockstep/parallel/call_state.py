@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,12 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 # ---- snapshots ----
 
 
-class StateSnapshot:
+class StateSnapshot(AbstractContextManager["StateSnapshot"]):
     """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
         """`generator` is that of the model's device. The host's (torch, numpy, random) are always included."""
-        self._generators = [torch.default_generator, generator]
-        self._generator_states = [g.get_state() for g in self._generators]
+        self._generators = [(g, g.get_state()) for g in (torch.default_generator, generator)]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
 
@@ -47,17 +47,14 @@ class StateSnapshot:
         self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
         unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
-        self.attributes = AttributeSnapshot(model)
-
-    def __enter__(self) -> StateSnapshot:
-        return self
+        self._attributes = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
     def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:
         """Restore everything. May be called more than once."""
-        for generator, state in zip(self._generators, self._generator_states, strict=True):
+        for generator, state in self._generators:
             generator.set_state(state)
 
         random.setstate(self._python_random)
@@ -74,7 +71,8 @@ class StateSnapshot:
             for buffer, value in self._values:
                 buffer.copy_(value)
 
-        self.attributes.restore()
+        for module, before in self._attributes:
+            _restore_attributes(module, before)
 
     def buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
@@ -83,10 +81,9 @@ class StateSnapshot:
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
         # On a CPU both are the same generator, and drawing from it is fine: the snapshot restores it.
-        host, device = self._generators
-        torch_drawn = host is not device and not torch.equal(host.get_state(), self._generator_states[0])
-        numpy_pairs = zip(np.random.get_state(), self._numpy_random, strict=True)
-        numpy_drawn = not all(np.array_equal(now, before) for now, before in numpy_pairs)
+        (host, host_state), (device, _) = self._generators
+        torch_drawn = host is not device and not torch.equal(host.get_state(), host_state)
+        numpy_drawn = not all(map(np.array_equal, np.random.get_state(), self._numpy_random))
         return torch_drawn or numpy_drawn or random.getstate() != self._python_random
 
     def replaced_buffers(self) -> list[str]:
@@ -98,40 +95,33 @@ class StateSnapshot:
             if module._buffers.get(name) is not buffers.get(name)
         ]
 
-
-class AttributeSnapshot:
-    """All attributes of a model's modules, with the contents of lists and dicts one level deep."""
-
-    def __init__(self, model: nn.Module):
-        self._before = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
-
-    def changed(self) -> list[str]:
+    def changed_attributes(self) -> list[str]:
         """Return `Class.name` of attributes that are new, are different objects, or hold different objects."""
         return [
             f"{type(module).__name__}.{name}"
-            for module, before in self._before
+            for module, before in self._attributes
             for name, value in own_attributes(module).items()
             if name not in before or not _unchanged(value, *before[name])
         ]
-
-    def restore(self) -> None:
-        for module, before in self._before:
-            for name in own_attributes(module).keys() - before.keys():
-                del vars(module)[name]
-
-            # Values that were replaced or changed in place become the same objects again, with the same contents.
-            for name, (value, contents) in before.items():
-                vars(module)[name] = value
-                if type(value) is list:
-                    value[:] = contents
-                elif contents is not None:
-                    value.clear()
-                    value.update(contents)
 
 
 def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return each value with a shallow copy of it if it is a list or dict, else with None."""
     return {name: (v, copy.copy(v) if type(v) in (list, dict) else None) for name, v in attributes.items()}
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+    for name in own_attributes(module).keys() - before.keys():
+        del vars(module)[name]
+
+    # Values that were replaced or changed in place become the same objects again, with the same contents.
+    for name, (value, contents) in before.items():
+        vars(module)[name] = value
+        if type(value) is list:
+            value[:] = contents
+        elif contents is not None:
+            value.clear()
+            value.update(contents)
 
 
 def _unchanged(now: Any, before: Any, contents: Any) -> bool:
@@ -173,7 +163,7 @@ class TrialCall:
         # Gradients are computed for these: the inputs that require one, then all parameters.
         self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
 
-        # A gradient (or None) for each of `sources`, by the pattern of the backward that has computed it.
+        # A gradient (or None) for each of `sources`, by the pattern of the backward that computed it.
         self.gradients: dict[Pattern, list[Tensor | None]] = {}
 
     def forward(self) -> None:
@@ -215,7 +205,7 @@ class TrialCall:
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
             # Not backward(): nothing must be left on the parameters.
             gradients = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
-        self.gradients[pattern] = list(gradients)
+            self.gradients[pattern] = list(gradients)
 
     def sources_reached(self) -> list[set[int]]:
         """Return for each differentiable output the indices of the `sources` that its gradient reaches.

@@ -1,7 +1,8 @@
 """The Driver: one way to execute a model, behind one interface. The step does not know which driver it has.
 
-`Driver` is the interface. `BaseDriver` runs one micro-batch after another, `SingleDriver` in one process, and
-`ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
+`Driver` is the interface. `BaseDriver` runs one micro-batch after another, and its subclasses sum over ranks: in one
+process (`SingleDriver`) there is nothing to sum, `UnusedParametersDriver` in ddp/driver.py is a small example for
+replicas, and `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Reduced:
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    factor: float  # N where DDP has left means over N ranks, else 1
+    factor: float  # N where DDP leaves means over N ranks, else 1
 
 
 class Control(Protocol):
@@ -63,11 +64,10 @@ class Control(Protocol):
     batches: StepBatches
     micro: MicroBatch | None
     backwards_done: int
+    autocast: Autocast
 
     @property
     def last(self) -> bool: ...
-
-    def autocast(self) -> AbstractContextManager[Any]: ...
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None: ...
 
@@ -114,17 +114,23 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs micro-batches in turn; a user's loop calls `begin`, `before_forward`, `backward` and `reduced` itself."""
+    """Runs micro-batches in turn, and leaves the sums over ranks to subclasses (`_reduce`).
+
+    A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
+    """
 
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
-    runtime: Runtime
     broadcasts_buffers = False  # before every step
-    names: list[str]  # of the trainable parameters, in the model's order
-    parameters: list[nn.Parameter]
     gradient_factor = 1.0
-    codec: ControlWordCodec
     _word: Tensor  # the reduced control word of the newest step
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        self.model = model
+        self.module: nn.Module = model
+        self.runtime = runtime
+        self.names, self.parameters = trainable(model)
+        self.codec = ControlWordCodec(runtime.device, torch.float64)
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
@@ -132,7 +138,8 @@ class BaseDriver(Driver):
             self.before_forward(micro, control)
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)
-            self.backward(loss, control)
+
+            self.backward(loss, control)  # outside autocast
 
         return self.reduced()
 
@@ -193,29 +200,29 @@ class BaseDriver(Driver):
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""
+        torch.autograd.backward(total, grad_output)
+        if word is not None:
+            self._reduce(word)
+
+    def _reduce(self, word: ControlWord) -> None:
+        """Sum gradients and control word over ranks, after the last backward. Sets `_word`."""
         raise NotImplementedError
+
+    def _sum_with_word(self, word: ControlWord, numbers: Tensor) -> Tensor:
+        """Return the sums of `numbers` over all ranks. The control word travels in the same collective."""
+        packed = self.codec.pack(word, times=1.0)
+        sums = self.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
+        self._word = sums[:LENGTH]
+        return sums[LENGTH:]
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return torch.stack(self.norms(grads))  # of gradients as reduced: the same bits on every rank
 
 
 class SingleDriver(BaseDriver):
-    """Runs the model in one process, where nothing is reduced. Replicated and sharded drivers override `_reduce`."""
-
-    def __init__(self, model: nn.Module, runtime: Runtime):
-        self.model = model
-        self.module = model
-        self.runtime = runtime
-        self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(runtime.device, torch.float64)
-
-    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        torch.autograd.backward(total, grad_output)
-        if word is not None:
-            self._reduce(word)
+    """Runs the model in one process, where there is nothing to sum."""
 
     def _reduce(self, word: ControlWord) -> None:
-        """Sum gradients and control word over ranks, after the last backward."""
         self._word = self.codec.pack(word, times=1.0)
 
 
@@ -223,7 +230,7 @@ class _RanksDiffer(Exception):
     """Ranks that should run the same forwards do not."""
 
 
-class ShardedDriver(SingleDriver):
+class ShardedDriver(BaseDriver):
     """The base of drivers whose ranks hold shards of the parameters. The model is sharded before `__init__` gets it.
 
     Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
@@ -235,20 +242,18 @@ class ShardedDriver(SingleDriver):
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
         # A forward waits for the other ranks. So before each one, all ranks tell the others what they do next.
-        handle = self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True)
-        try:
-            yield None
-        except _RanksDiffer:
-            # All ranks raise this together, so nobody is left to tell.
-            raise
-        except Exception as error:
-            # Tell the others before they wait for another forward.
-            self._agree(f"{type(error).__name__}: {error}")
-            raise  # all ranks have failed alike
-        else:
+        with self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True):
+            try:
+                yield None
+            except _RanksDiffer:
+                # All ranks raise this together, so nobody is left to tell.
+                raise
+            except Exception as error:
+                # Tell the others before they wait for another forward.
+                self._agree(f"{type(error).__name__}: {error}")
+                raise  # all ranks failed in the same way
+
             self._agree("the end")
-        finally:
-            handle.remove()
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
@@ -256,16 +261,11 @@ class ShardedDriver(SingleDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         self._reduce_gradients()
-
-        # The control word and the squared norms of the gradients travel in one sum.
-        packed = self.codec.pack(word, times=1.0)
         squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
-        both = self.runtime.collectives.sum_(torch.cat([packed, squared.to(packed.device)]))
-        self._word = both[:LENGTH]
-        self._squared_norms = both[LENGTH:]
+        self._squared_norms = self._sum_with_word(word, squared)
 
     def _reduce_gradients(self) -> None:
-        """Complete the sums of the gradients over all ranks, where the backward has not done it."""
+        """Complete the sums of the gradients over all ranks, where the backward does not."""
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared_norms.sqrt()

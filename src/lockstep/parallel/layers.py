@@ -21,8 +21,7 @@ def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
     from torchao.float8 import convert_to_float8_training  # pyrefly: ignore[missing-import]
 
     # By id, since a module may have several names.
-    blocks = find_blocks(model, named)
-    chosen = {id(module) for block in blocks for module in block.modules() if _fits_float8(module)}
+    chosen = {id(module) for block in find_blocks(model, named) for module in block.modules() if _fits_float8(module)}
     if not chosen:
         raise UserError(
             f"precision=fp8 finds no layer to convert in {type(model).__name__}",

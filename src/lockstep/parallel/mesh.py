@@ -103,7 +103,7 @@ def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> Us
 
     # The first axis whose size can be changed so that the mesh fits.
     for axis in [name for name in ("dp", "tp", "pp") if name in asked_sizes]:
-        rest = product // asked_sizes[axis]
+        rest = product // asked_sizes[axis]  # places along the other axes
         fitting = [n for n in range(1, size + 1) if (size % (n * rest) == 0 if filled else n * rest == size)]
         if fitting:
             nearest = min(fitting, key=lambda n: abs(n - asked_sizes[axis]))

@@ -47,15 +47,13 @@ def _parameters_on_meta() -> Iterator[None]:
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta or is_lazy(parameter):
             return None
+
         if parameter not in empty:
             empty[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return empty[parameter]
 
-    handle = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
-    try:
+    with register_module_parameter_registration_hook(to_meta):  # pyrefly: ignore[bad-argument-type]
         yield
-    finally:
-        handle.remove()
 
 
 def _check_strategy(config: RunConfig) -> None:
@@ -136,7 +134,7 @@ class _Filling:
 
         self._done.add(id(module))
 
-        # Children first, as constructors do: a parent's reset may change what they have drawn.
+        # Children first, as constructors do: a parent's reset may change what they drew.
         for child_name, child in module.named_children():
             self.fill(child, f"{name}.{child_name}" if name else child_name)
 
@@ -173,7 +171,7 @@ class _Filling:
         versions = [p._version for p in self._sharded]
         reset()
 
-        # The reset has drawn tied parameters again, as the constructor did; the earlier values count.
+        # The reset drew tied parameters again, as the constructor did; the earlier values count.
         for tensor, value in tied:
             tensor.detach().copy_(value)
 
@@ -187,13 +185,13 @@ class _Filling:
     def _allocate(self, module: nn.Module, name: str) -> tuple[list[tuple[nn.Parameter, Tensor]], list[str]]:
         """Allocate memory for the module's own parameters and buffers.
 
-        Returns the parameters that an earlier module has already set, with their values, and the names of all
+        Returns the parameters that an earlier module already set, with their values, and the names of all
         parameters and buffers that had no memory.
         """
         tied = []
         blank = list(_own_empty(module))
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            # Two modules share the parameter, and the first has set it.
+            # Two modules share the parameter, and the first one set it.
             if record := self._filled.get(id(old)):
                 new = record.full
                 tied.append((new, new.detach().clone()))
@@ -244,6 +242,7 @@ def _blank_like(tensor: Tensor) -> Tensor:
 def _is_blank(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
+
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 

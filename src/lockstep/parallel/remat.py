@@ -52,24 +52,26 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
 
     for block in recomputed(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
-        original = vars(block).get("forward")  # set if something has replaced it before us
-        # A partial, not a closure: in a copy of the model it belongs to the copied block.
-        block.forward = partial(_forward, block, original, config.remat == "selective")
+        # A partial, not a closure: in a copy of the model it belongs to the copied block. The block has a `forward` of
+        # its own if something replaced it before us.
+        block.forward = partial(_forward, block, vars(block).get("forward"), config.remat == "selective")
 
 
 def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if not remat.startswith("every-"):
         return blocks
 
-    # config/ has checked the form of the word.
+    # config/ checked the form of the word.
     every = int(remat.removeprefix("every-"))
     if every == 1:
         raise UserError("remat=every-1 is not an interval: it would recompute all blocks", "", "type remat=full")
 
     if every > len(blocks):
-        noun = "block" if len(blocks) == 1 else "blocks"
-        fix = f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full"
-        raise UserError(f"remat={remat} needs at least {every} blocks", f"the model has {len(blocks)} {noun}", fix)
+        raise UserError(
+            f"remat={remat} needs at least {every} blocks",
+            f"the model has {len(blocks)} block{'s' * (len(blocks) != 1)}",
+            f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full",
+        )
 
     return blocks[::every]
 
@@ -104,8 +106,7 @@ def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     # Operations get their arguments by position or by name.
-    names = [argument.name for argument in op._schema.arguments]
-    named_args = dict(zip(names, args, strict=False)) | kwargs
+    named_args = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
     return CheckpointPolicy.PREFER_RECOMPUTE if named_args.get("dropout_p") else CheckpointPolicy.MUST_SAVE
 
 

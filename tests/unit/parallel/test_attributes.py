@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.parallel.call_state import AttributeSnapshot
+from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 
 
@@ -50,18 +50,18 @@ def test_parts_are_told_apart():
 def test_what_was_changed_is_named_and_put_back():
     model = Keeping()
     seen, by_name = model.seen, model.by_name
-    before = AttributeSnapshot(model)
+    before = StateSnapshot(model)
     model.share = 1 / 4  # another object, the same value
-    assert before.changed() == []
+    assert before.changed_attributes() == []
     model.share, model.new = 0.3, 1
     model.seen.append(3)
     model.by_name["a"] = 2
     model.drop.p = 0.9
-    assert sorted(before.changed()) == [
+    assert sorted(before.changed_attributes()) == [
         "Dropout.p", "Keeping.by_name", "Keeping.new", "Keeping.seen", "Keeping.share",
     ]  # fmt: skip
     before.restore()
-    assert before.changed() == []
+    assert before.changed_attributes() == []
     assert (model.seen is seen, model.by_name is by_name) == (True, True)
     assert (model.share, model.seen, model.by_name, model.drop.p) == (0.25, [1, 2], {"a": 1}, 0.5)
     assert not hasattr(model, "new")

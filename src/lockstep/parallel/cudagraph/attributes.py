@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lockstep.parallel.call_state import PLAIN_TYPES, own_attributes
 
-Slot = tuple[dict[str, Any], str]  # a dict of a module, and a name in it
-
 
 class AttributeWatch:
     """Plain values, tensors and callables that `modules` keep as attributes.
@@ -25,7 +23,7 @@ class AttributeWatch:
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = list(modules)
         # The modules' own dicts. Their sizes are a cheap test of whether a name was added or deleted.
-        self._dicts = [held for m in self._modules for held in (vars(m), m._modules)]
+        self._dicts = [namespace for m in self._modules for namespace in (vars(m), m._modules)]
         self._sizes: list[int] = []
 
         # The last key, and the values that it was made of.
@@ -41,27 +39,19 @@ class AttributeWatch:
 
         self._sizes = sizes
 
-        # Grouped by the kind of value; other kinds are not watched.
-        self._plain: list[Slot] = []
-        self._tensors: list[Slot] = []
-        self._callables: list[Slot] = []
-        for module in self._modules:
-            for name, value in own_attributes(module).items():
-                slot = (vars(module), name)
-                if type(value) in PLAIN_TYPES:
-                    self._plain.append(slot)
-                elif type(value) is Tensor:
-                    self._tensors.append(slot)
-                elif callable(value):
-                    self._callables.append(slot)
+        # Grouped by the kind of value; other kinds are not watched. Neither plain values nor tensors are callable.
+        slots = [(vars(m), name, value) for m in self._modules for name, value in own_attributes(m).items()]
+        self._plain = [(namespace, name) for namespace, name, value in slots if type(value) in PLAIN_TYPES]
+        self._tensors = [(namespace, name) for namespace, name, value in slots if type(value) is Tensor]
 
-            # Submodules are also called.
-            self._callables += [(module._modules, name) for name in module._modules]
+        # Submodules are also called.
+        submodules = [(m._modules, name) for m in self._modules for name in m._modules]
+        self._callables = [(namespace, name) for namespace, name, value in slots if callable(value)] + submodules
 
     def settings(self) -> Hashable:
         """Return the plain values (a temperature, a probability) as a key."""
         # `get`: an attribute may have been deleted; None is then a changed value.
-        values = [held.get(name) for held, name in self._plain]
+        values = [namespace.get(name) for namespace, name in self._plain]
 
         # Nearly always nothing has changed, and building the key costs more than this comparison.
         if not same_objects(values, self._last_values):
@@ -72,12 +62,12 @@ class AttributeWatch:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are neither parameters nor buffers."""
-        values = [held.get(name) for held, name in self._tensors]
+        values = [namespace.get(name) for namespace, name in self._tensors]
         return [value for value in values if isinstance(value, Tensor)]
 
     def callables(self) -> list[Any]:
         """Return submodules, and functions such as a `forward` that was set on an instance."""
-        return [held.get(name) for held, name in self._callables]
+        return [namespace.get(name) for namespace, name in self._callables]
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:

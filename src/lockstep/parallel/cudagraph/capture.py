@@ -88,8 +88,10 @@ class Capture:
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replay the forward on `tensors`, shaped like the captured inputs, and return copies of the outputs."""
         with torch.no_grad():
+            # torch refuses an empty list.
             if tensors:
                 torch._foreach_copy_(self.trial.inputs, [t.detach() for t in tensors])
+
             self._forward()
             return _copies(self.trial.outputs)
 
@@ -164,4 +166,5 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     fresh = [torch.empty_like(tensor) for tensor in tensors]
     if fresh:
         torch._foreach_copy_(fresh, [tensor.detach() for tensor in tensors])
+
     return fresh

@@ -68,11 +68,13 @@ def _side_effect(trial: TrialCall, before: StateSnapshot) -> str | None:
     """Return what Python did in the call besides returning a value. A replay only launches kernels."""
     if not trial.keeps_arguments:
         return "it puts something else into its arguments (a cache, say), which a replay would not"
+
     if before.used_host_random():
         return "it draws random numbers on the host"
+
     if replaced := before.replaced_buffers():
         return f"it replaces the buffer {replaced[0]} instead of changing it in place"
-    if changed := before.attributes.changed():
+    if changed := before.changed_attributes():
         return f"it sets {changed[0]}, which a replay would not"
 
     return None

@@ -45,6 +45,7 @@ class CudaDevice:
                 # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work()
+
                 graphs.append(graph)
         except BaseException:
             self._recover(pool, before, stream)

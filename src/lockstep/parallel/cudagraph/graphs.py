@@ -73,8 +73,7 @@ def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: Lo
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
         # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
-        link = GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log)
-        CallChain.of(model).install("graph", link)
+        CallChain.of(model).install("graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log))
 
 
 def has_captures(model: nn.Module) -> bool:
@@ -137,6 +136,7 @@ class GraphedCall(Link):
         self.device = device
         self.required = required
         self.log = log
+
         self.variants: dict[Hashable, Variant] = {}
         self._logged: set[tuple[str, str]] = set()
         self._inspect_model()
@@ -157,8 +157,11 @@ class GraphedCall(Link):
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue as error:
-            call = "calls with other arguments than tensors and plain values"
-            self._log_refusal(call, f"among them {error}", torch.is_grad_enabled())
+            self._log_refusal(
+                "calls with other arguments than tensors and plain values",
+                f"among them {error}",
+                torch.is_grad_enabled(),
+            )
             return self.inner(*args, **kwargs)
 
         variant = self._find_variant(tensors, spec)
@@ -178,6 +181,7 @@ class GraphedCall(Link):
             return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
+
         return self.inner(*args, **kwargs)
 
     # ---- variants ----
@@ -187,8 +191,11 @@ class GraphedCall(Link):
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
-            reason = f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)"
-            self._log_refusal("further calls", reason, torch.is_grad_enabled())
+            self._log_refusal(
+                "further calls",
+                f"the model was called in {MAX_VARIANTS} different ways already (shapes, arguments, attributes)",
+                torch.is_grad_enabled(),
+            )
         elif variant is None:
             variant = self.variants[key] = self._new_variant(tensors)
 
@@ -317,13 +324,15 @@ class GraphedCall(Link):
 
     def _addresses(self) -> list[int]:
         # Comprehensions, since this runs in every replay.
-        named = [t for m in self._modules for held in (m._parameters, m._buffers) for t in held.values()]
+        named = [t for m in self._modules for tensors in (m._parameters, m._buffers) for t in tensors.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
     def _moved(self, variant: Variant, what: str) -> None:
         """Capture again, unless this has happened too often: a capture must pay for itself."""
         variant.moves += 1
-        self._inspect_model()  # this also drops references to submodules that were replaced
+
+        # This also drops references to submodules that were replaced.
+        self._inspect_model()
         if variant.moves > MAX_MOVES:
             self._refuse(variant, f"{what}, again and again")
         else:
@@ -430,8 +439,8 @@ class _BackwardWatch:
         """Called by autograd when the backward has finished."""
         variant = self._variant
         if self._timed:
-            seconds = time.perf_counter() - self._begin_s
-            variant.backwards.append(Timing(seconds, self._begin, self._device.record_event()))
+            host_s = time.perf_counter() - self._begin_s
+            variant.backwards.append(Timing(host_s, self._begin, self._device.record_event()))
 
         # The call returns other outputs than before.
         if variant.patterns and len(variant.patterns[0]) != len(self._arrived):

@@ -30,10 +30,9 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
     Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
     """
-    replicated = config.sharing.local_forward and not config.uses_axis("tp")
-    if replicated and not config.ddp.sync_batchnorm and not runtime.world.alone:
-        link = CompileWarmup(model, runtime, timedelta(seconds=config.hang.first))
-        CallChain.of(model).install("warmup", link)
+    collective = not config.sharing.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
+    if not collective and not runtime.world.alone:
+        CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timedelta(seconds=config.hang.first)))
 
 
 class CompileWarmup(Link):

@@ -15,7 +15,7 @@ from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
 from lockstep.parallel.ddp.powersgd import STATE_NAME, PowerSGDHook
-from lockstep.parallel.driver import BaseDriver, Control, SingleDriver, broadcast_model, trainable
+from lockstep.parallel.driver import BaseDriver, Control, broadcast_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -103,9 +103,7 @@ class DDPDriver(BaseDriver):
     word_dtype: torch.dtype | None = None  # of the control word; None: that of the last parameter, at least float32
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
-        self.model = model
-        self.runtime = runtime
-        self.names, self.parameters = trainable(model)
+        super().__init__(model, runtime)
         self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
 
         # bfloat16 has too few bits for the integers of a control word.
@@ -130,7 +128,7 @@ class DDPDriver(BaseDriver):
             # torch would also broadcast in evaluations, where the ranks may run different numbers of forwards.
             **{BUFFERS_OPTION: False},
         )
-        self.module: nn.Module = self._replica
+        self.module = self._replica
 
         group = self._replica.process_group
         assert group is not None
@@ -140,7 +138,7 @@ class DDPDriver(BaseDriver):
         if isinstance(self.hook, PowerSGDHook):
             self.extra_state = {STATE_NAME: self.hook}
 
-        # The parameters that backward has reached. Gradients that are views of buckets show it themselves.
+        # The parameters that the last backward reached. Gradients that are views of buckets show it themselves.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -193,8 +191,7 @@ class DDPDriver(BaseDriver):
         word = self._word_parameter
         match config.hook:
             case "powersgd":
-                named = dict(zip(self.names, self.parameters, strict=True))
-                return PowerSGDHook(word, group, named, config, seed)
+                return PowerSGDHook(word, group, dict(zip(self.names, self.parameters, strict=True)), config, seed)
             case "fp16":
                 return HalfHook(word, group, torch.float16)
             case "bf16":
@@ -216,7 +213,7 @@ class DDPDriver(BaseDriver):
             check_reached([name for name, p in pairs if id(p) not in self._reached])
 
 
-class UnusedParametersDriver(SingleDriver):
+class UnusedParametersDriver(BaseDriver):
     """Replicas that reduce all gradients at once, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while backward runs. But it works with any graph: parameters
@@ -229,14 +226,12 @@ class UnusedParametersDriver(SingleDriver):
         broadcast_model(model, runtime.collectives)
 
     def _reduce(self, word: ControlWord) -> None:
-        # The first sum carries the control word and says which parameters any rank has used.
+        # The first sum carries the control word, and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        packed = torch.cat([self.codec.pack(word, times=1.0), used.to(self.runtime.device)])
-        self.runtime.collectives.sum_(packed)
-        self._word = packed[:LENGTH]
+        users = self._sum_with_word(word, used).tolist()
 
         # A parameter that no rank uses gets no gradient, so that the optimizer leaves it alone, as in a single process.
-        live = [p for p, users in zip(self.parameters, packed[LENGTH:].tolist(), strict=True) if users > 0]
+        live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
 
         # One sum for each dtype, in the same order on all ranks (a set would not keep it).
         for dtype in dict.fromkeys(p.dtype for p in live):

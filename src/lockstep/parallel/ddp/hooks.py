@@ -6,7 +6,7 @@ powersgd      thin matrices (powersgd.py)
 DDP hands over one bucket after another while backward runs, in the same order on all ranks. An exchange may need
 several collectives, each of which depends on the one before. If the second were started in a callback of the first,
 the ranks would start them in different orders, and gloo would wait forever. So an exchange is a generator that yields
-after each collective it has started, and is advanced once when the next bucket comes: the order is the same on all
+after each collective it starts, and is advanced once when the next bucket comes: the order is the same on all
 ranks, and the network is busy while backward continues.
 
 Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
@@ -16,7 +16,7 @@ and always travels as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class Hook:
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         """Leave the mean over ranks in the bucket's buffer.
 
-        Yields whenever a collective has been started, and is advanced when the next bucket comes.
+        Yields after starting a collective, and is advanced when the next bucket comes.
         """
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class Hook:
         """Called before every backward, with the loss scale (0 for padding), and in the last one of a step the word."""
 
     def finish(self) -> None:
-        """Called when all buckets of a step have been exchanged."""
+        """Called after the last bucket of a step was exchanged."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))
@@ -82,7 +82,14 @@ class Hook:
         done.set_result(bucket.buffer)
 
     def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        return started(dist.all_reduce(tensor, op, group=self.group, async_op=True))
+        # torch returns None to ranks outside the group, where no hook runs.
+        return cast(dist.Work, dist.all_reduce(tensor, op, group=self.group, async_op=True))
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Iterator[None]:
+        """Reduce `tensor` over all ranks, in place. Yields once, while the collective runs."""
+        work = self.start_reduce(tensor, op)
+        yield
+        work.wait()
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word, if it is in this bucket."""
@@ -119,15 +126,11 @@ class HalfHook(Hook):
         if self.dtype == torch.float16:
             # inf on any rank must show in the maximum; NaN would be lost in it.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
-            agreed = self.start_reduce(largest, dist.ReduceOp.MAX)
-            yield
-            agreed.wait()
+            yield from self.reduce(largest, dist.ReduceOp.MAX)
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
 
         small = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
-        works.append(self.start_reduce(small))
-        yield
-
+        yield from self.reduce(small)
         for work in works:
             work.wait()
 
@@ -141,9 +144,7 @@ class WideHook(Hook):
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
-        work = self.start_reduce(wide)
-        yield
-        work.wait()
+        yield from self.reduce(wide)
         bucket.buffer.copy_(wide)
 
 
@@ -174,9 +175,3 @@ def about(config: DDPConfig) -> str:
 
     bits = {"fp16": 11, "bf16": 8}[config.hook]
     return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"
-
-
-def started(work: dist.Work | None) -> dist.Work:
-    """Narrow the type of an asynchronous collective; torch returns None to ranks outside the group."""
-    assert work is not None, "this rank is not in the group"
-    return work

@@ -66,12 +66,11 @@ class PowerSGDHook(Hook):
         self.names = {id(p): name for name, p in named.items()}
 
         # Vectors and small matrices are not among them, and are sent as they are.
-        self.matrices: dict[str, Matrix] = {}
-
-        for number, (name, p) in enumerate(named.items()):
-            if is_worthwhile(p, config.powersgd_rank):
-                matrix_seed = derive(seed, "powersgd", number)
-                self.matrices[name] = _fresh(p, config.powersgd_rank, matrix_seed, self.feedback)
+        self.matrices = {
+            name: _fresh(p, config.powersgd_rank, derive(seed, "powersgd", number), self.feedback)
+            for number, (name, p) in enumerate(named.items())
+            if is_worthwhile(p, config.powersgd_rank)
+        }
 
         # One unit of the mean gradient in this step's sums; its all-reduce runs during the backward.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
@@ -90,7 +89,7 @@ class PowerSGDHook(Hook):
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
         """Start to sum one unit of the mean gradient: global weight x loss scale.
 
-        The exchange needs the weight before the control word has arrived, so it is sent separately.
+        The exchange needs the weight before the control word arrives, so it is sent separately.
         """
         if not (self.feedback and self.compresses):
             return
@@ -106,23 +105,14 @@ class PowerSGDHook(Hook):
         self.steps += 1
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        compressed: list[tuple[Matrix, Tensor]] = []
-        full: list[Tensor] = []
-
-        # The control word has no matrix, and is in `full`.
-        for parameter, gradient in bucket.gradients:
-            matrix = self.matrices.get(self.names.get(id(parameter), ""))
-            if matrix:
-                compressed.append((matrix, gradient))
-            else:
-                full.append(gradient)
+        # The control word has no name and no matrix, and is in `full`.
+        pairs = [(self.matrices.get(self.names.get(id(p), "")), gradient) for p, gradient in bucket.gradients]
+        compressed = [(matrix, gradient) for matrix, gradient in pairs if matrix is not None]
+        full = [gradient for matrix, gradient in pairs if matrix is None]
 
         # A bucket without matrices, or before powersgd_start: an ordinary all-reduce.
         if not self.compresses or not compressed:
-            bucket.buffer.div_(self.ranks)
-            work = self.start_reduce(bucket.buffer)
-            yield
-            work.wait()
+            yield from self.reduce(bucket.buffer.div_(self.ranks))
             return
 
         # P = M Q, in one collective with everything that is sent in full, such as the control word.
@@ -144,9 +134,8 @@ class PowerSGDHook(Hook):
     def _mean(self, tensors: list[Tensor]) -> Generator[None, None, list[Tensor]]:
         """Return the means over all ranks, in the dtype of the first tensor, with one collective for all."""
         flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors]).div_(self.ranks)
-        work = self.start_reduce(flat)
-        yield
-        work.wait()
+        yield from self.reduce(flat)
+
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -167,7 +156,7 @@ class PowerSGDHook(Hook):
 
         The error is what the basis leaves out of this rank's own gradient. It is often measured against the mean of all
         ranks instead, and the sum over ranks would be the same. But then each error would also accumulate how far its
-        rank has been from that mean in every step, which only grows.
+        rank was from that mean in every step, which only grows.
         """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
@@ -237,6 +226,7 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
     """Whether two thin matrices have fewer elements than the gradient itself."""
     if parameter.dim() < 2:
         return False
+
     n, m = _as_matrix(parameter).shape
     return rank * (n + m) < n * m
 
@@ -244,8 +234,7 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
 def _fresh(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
     """Return a matrix with a random Q, the same on all ranks, and no error yet."""
     gradient = _as_matrix(parameter)  # shaped like the gradient, and of its dtype
-    generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(gradient.shape[1], rank, generator=generator, dtype=gradient.dtype)
+    random = torch.randn(gradient.shape[1], rank, generator=torch.Generator().manual_seed(seed), dtype=gradient.dtype)
     query = torch.linalg.qr(random).Q.contiguous().to(parameter.device)
     return Matrix(query, gradient.new_zeros(gradient.shape) if feedback else None)
 

@@ -110,21 +110,25 @@ class OrderedFSDPDriver(FSDPDriver):
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)
-        self._reductions: list[_OrderedReduceScatter] = []
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._reductions.append(_OrderedReduceScatter())
-                module.set_custom_reduce_scatter(self._reductions[-1])
+
+        # One for each group of parameters, since each has a tree of its own.
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reductions = [_OrderedReduceScatter() for _ in sharded]
+        for module, reduction in zip(sharded, self._reductions, strict=True):
+            module.set_custom_reduce_scatter(reduction)
 
     def begin(self) -> None:
         super().begin()
         self._round = -1
+
+        # An abandoned step may have left sums behind.
         for reduction in self._reductions:
             reduction.tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         self._round += 1
+
         for reduction in self._reductions:
             reduction.expected = self._round, _micro_batches(control), control.last
 
@@ -138,7 +142,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def _reduce(self, word: ControlWord) -> None:
         self._uniform_use.compare(END)
 
-        # Only the last backward finishes a tree: what is left belongs to a module that it has not reached.
+        # Only the last backward finishes a tree: what is left belongs to a module that it did not reach.
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",

@@ -9,14 +9,14 @@ With one root on every rank, each rank sends and receives 2(N-1)/N of the gradie
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.shard import deal
-from lockstep.parallel.ddp.hooks import Bucket, Hook, started
+from lockstep.parallel.ddp.hooks import Bucket, Hook
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 
 CHUNK = 2**20  # elements that are exchanged at once: some are added while others travel
@@ -95,7 +95,7 @@ class OrderedHook(Hook):
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
-            started(dist.all_gather(list(per_rank.unbind()), word.contiguous(), group=self.group, async_op=True))
+            cast(dist.Work, dist.all_gather([*per_rank.unbind()], word.contiguous(), self.group, async_op=True))
             for per_rank, word in zip(gathered, words, strict=True)
         ]
 
@@ -133,7 +133,7 @@ class OrderedHook(Hook):
             sends = [(dist.isend, chunk.own, rank) for rank in self.others]
             chunk.works[:] = self._start(receives + sends)
 
-        # All terms have been added: the next bucket may use the memory.
+        # All terms are added: the next bucket may use the memory.
         self._free_buffers.append(received)
         yield
 
@@ -216,7 +216,7 @@ class OrderedHook(Hook):
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()
             torch._foreach_add_(list(views.values()), [gradients[key] for key in views])
-            subtree = subtree.joined(left)
+            subtree = Subtree(left.start, left.level + 1)
 
         return [_laid_out(bucket.buffer, views, gradients) for _, gradients in earlier] + [bucket.buffer]
 

@@ -38,10 +38,6 @@ class Subtree(NamedTuple):
             and (left.start >> left.level) % 2 == 0
         )
 
-    def joined(self, left: Subtree) -> Subtree:
-        """Return the subtree whose halves are `left` and this."""
-        return Subtree(left.start, left.level + 1)
-
 
 class TreeSum(Generic[T]):
     """Adds values, pushed in order, along the tree. `add(left, right)` may change and return `left`."""
@@ -56,20 +52,19 @@ class TreeSum(Generic[T]):
         while self.roots and subtree.completes(self.roots[-1][0]):
             # The left one first: add() may keep its memory.
             left, before = self.roots.pop()
-            subtree = subtree.joined(left)
+            subtree = Subtree(left.start, left.level + 1)
             value = self.add(before, value)
+
         self.roots.append((subtree, value))
 
     def finish(self) -> T:
         """Return the sum of everything from micro-batch 0 on, and start empty again."""
-        roots = self.roots
-        self.roots = []
-        assert roots[0][0].start == 0, "the tree begins with micro-batch 0"
+        assert self.roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
-        _, total = roots.pop()
-        # The remaining sums have different sizes; the smallest, which come last, are added first.
-        while roots:
-            total = self.add(roots.pop()[1], total)
+        # The sums that are left have different sizes; the smallest, which come last, are added first.
+        _, total = self.roots.pop()
+        while self.roots:
+            total = self.add(self.roots.pop()[1], total)
 
         return total
 

@@ -38,23 +38,23 @@ class FSDPDriver(ShardedDriver):
     """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
-        """Shard `model` along dp; with `axes`, tensor parallelism has sharded its layers along tp before."""
+        """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         self._keeps_gathered = config.sharing.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
-        alone = without_shared(blocks, model)
+        unshared = without_shared(blocks, model)
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
         empty = any(p.is_meta for p in model.parameters())
         if empty:
-            fill(model, alone, shard, config.seed, runtime)
+            fill(model, unshared, shard, config.seed, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
-            for block in alone:
+            for block in unshared:
                 shard(block)
 
         # What lies outside the blocks.
@@ -64,10 +64,10 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
-        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(alone)))
+        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(unshared)))
 
         if empty:
-            self.sync_buffers()  # each rank has made its own
+            self.sync_buffers()  # each rank made its own
 
     def begin(self) -> None:
         super().begin()
@@ -78,6 +78,7 @@ class FSDPDriver(ShardedDriver):
         # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
+
         for module in modules:
             module.set_reshard_after_forward(not stays_gathered, recurse=False)
 
@@ -124,7 +125,7 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
 
-    # What torch has reserved and does not use counts as free; `gpu_memory` may allow less.
+    # What torch reserved and does not use counts as free; `gpu_memory` may allow less.
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
@@ -152,10 +153,10 @@ def _keep_in_place() -> None:
     """
 
 
-def describe_blocks(count: int, alone: int) -> dict[str, str]:
-    """Return a banner line unless all `count` blocks are gathered `alone`."""
+def describe_blocks(count: int, unshared: int) -> dict[str, str]:
+    """Return a banner line unless all `count` blocks are `unshared`."""
     how = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - alone} of {count} blocks {how}"} if alone < count else {}
+    return {"fsdp": f"{count - unshared} of {count} blocks {how}"} if unshared < count else {}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -182,7 +183,6 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
 
 
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
-    """Refuse fsdp.offload where it would do nothing."""
     if config.offload and runtime.device.type == "cpu":
         raise UserError(
             "fsdp.offload=true has no effect on a CPU: everything lies in host memory already",

@@ -2,7 +2,7 @@
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
-parameters that the rank itself has used, and never compares: if only some ranks use a part of the model, gloo aborts,
+parameters that the rank itself used, and never compares: if only some ranks use a part of the model, gloo aborts,
 and nccl waits forever or adds gradients of different parameters. So before each of these collectives the ranks compare
 what they are about to do: over gloo always; over nccl, where the host must wait for the answer, in the first steps.
 
@@ -16,8 +16,8 @@ shows what torch does without this module, and fails when torch no longer needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3  # the steps that are compared over nccl
-END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it has finished the step's last backward
+END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it finished the step's last backward
 VERBS = ("is done", "is about to use", "has a gradient for")
 
 
@@ -64,12 +64,13 @@ class UniformUse:
         modules = nn.ModuleList(stages or [model]).modules()
         for module in [module for module in modules if isinstance(module, FSDPModule)]:
             group = module._get_fsdp_state()._fsdp_param_group
+
             # A module that holds no parameters of its own has no group.
             if group is not None:
                 # All ranks visit the modules in the same order, so a number means the same group everywhere.
                 number = len(self.groups)
                 module.set_custom_all_gather(_ComparedGather(self, number))
-                self._compare_before_reducing(group, number)
+                group.post_backward = partial(self._post_backward, group, number, group.post_backward)
                 self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
                 self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
 
@@ -94,23 +95,18 @@ class UniformUse:
         if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
             names = [] if action == END else self.groups[number]
             if action == REDUCE:
-                names = list(compress(names, has_gradient))
+                names = [name for name, has in zip(names, has_gradient, strict=True) if has]
 
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
-    def _compare_before_reducing(self, group: Any, number: int) -> None:
+    def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
         # torch's private hook reduces the gradients that this rank has, whatever the others have.
-        original = group.post_backward
+        has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
 
-        def post_backward(*unused: Any) -> None:
-            has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
-
-            # Without a gradient torch reduces nothing.
-            if any(has_gradient):
-                self.compare(REDUCE, number, has_gradient)
-            original(*unused)
-
-        group.post_backward = post_backward
+        # Without a gradient torch reduces nothing.
+        if any(has_gradient):
+            self.compare(REDUCE, number, has_gradient)
+        original(*unused)
 
 
 class _ComparedGather(DefaultAllGather):

@@ -74,7 +74,6 @@ def make_stages(
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:
-    """Return what the task passes to the model for two of its samples."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise UserError(
             f"{type(model).__name__} cannot be split into stages between its blocks without two samples to look at",

@@ -34,7 +34,7 @@ from lockstep.parallel.tensor.plans import choose_plan
 from lockstep.precision import choose
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepBatches
@@ -103,7 +103,7 @@ class PipelineDriver(ShardedDriver):
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
         self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        # A tensor that no stage has used is on all ranks, like one that all stages use.
+        # A tensor that no stage used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.placement = replace(
             self.placement,
@@ -210,14 +210,10 @@ class PipelineDriver(ShardedDriver):
         if self._uniform_use:
             self._uniform_use.compare(END)
 
-        # The first sum: the control word, and which parameters any rank has used.
+        # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        packed = self.codec.pack(word, times=1.0)
         marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        summed = self.runtime.collectives.sum_(torch.cat([packed, marks.to(packed.device)]))
-        self._word = summed[:LENGTH]
-
-        used_anywhere = [count > 0 for count in summed[LENGTH:].tolist()]
+        used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
         self._foreign.check(used_anywhere[len(used) :])
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
@@ -234,22 +230,21 @@ class PipelineDriver(ShardedDriver):
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
 
-        `used` says for each parameter whether any rank has used it; if none has, it keeps no gradient.
+        `used` says for each parameter whether any rank used it; if none did, it keeps no gradient.
         """
         trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
         for p in trained:
             redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-        # FSDP has summed over the replicas already.
+        # FSDP already summed over the replicas.
         if not self._sharded:
             sum_gradients(trained, self._replicas)
 
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
 
-        if not self._tp.world.alone:
-            agree_on_plain(trained, self._tp)
+        agree_on_plain(trained, self._tp)
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""

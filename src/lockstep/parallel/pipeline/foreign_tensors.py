@@ -40,7 +40,7 @@ class ForeignTensors:
         self._read: set[str] = set()
 
     def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
-        """Return whether the loss has read a placeholder, in this micro-batch or in an earlier one.
+        """Return whether the loss read a placeholder, in this micro-batch or in an earlier one.
 
         `again` computes the loss once more, from a copy of the model's `output`.
         """
@@ -54,6 +54,7 @@ class ForeignTensors:
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
                 again(copy)
+
             self._read = recorder.read
 
         return bool(self._read)
@@ -85,8 +86,7 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        addresses = {name: _address(tensor) for name, tensor in tensors.items()}
-        self._names = {address: name for name, address in addresses.items() if address}
+        self._names = {_address(tensor): name for name, tensor in tensors.items() if _address(tensor)}
         self.read: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,6 +97,7 @@ class _ReadRecorder(TorchDispatchMode):
         if not is_view:
             addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.read |= {name for address, name in self._names.items() if address in addresses}
+
         return result
 
 

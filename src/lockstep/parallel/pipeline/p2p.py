@@ -44,7 +44,6 @@ def sendable(output: Any, number: int) -> list[Tensor]:
 
 
 def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) -> None:
-    """Send `tensors` to rank `to` of the group."""
     if len(tensors) > MAX_TENSORS or any(t.dim() > MAX_DIMS or t.dtype not in DTYPES for t in tensors):
         raise UserError(
             f"a stage passes {len(tensors)} tensors to the next stage that cannot be sent",
@@ -64,7 +63,6 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) ->
 
 
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:
-    """Receive what rank `source` of the group sends."""
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
     # On a GPU the host waits here: once per new shape, and for the batches of an evaluation.

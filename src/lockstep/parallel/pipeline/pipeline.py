@@ -48,7 +48,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 
 
 class _ModelCalled(BaseException):
-    """The task has called the model with (args, kwargs).
+    """The task called the model with (args, kwargs).
 
     It is not an Exception, so that no `except` in the task catches it.
     """
@@ -125,7 +125,7 @@ class Pipeline:
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
 
-        # model.train() does not reach modules that stages(model) has wrapped around parts of the model.
+        # model.train() does not reach modules that stages(model) wrapped around parts of the model.
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
@@ -213,6 +213,7 @@ class Pipeline:
 
         for buffer, before in buffers:
             buffer.copy_(before)
+
         return output, stage_inputs
 
     def _prepare(self, shape: Any, count: int) -> _PreparedSchedule:
@@ -221,6 +222,7 @@ class Pipeline:
             # The oldest one goes: usually only a few shapes recur.
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
+
             self._prepared[key] = _PreparedSchedule(self, self._stage_inputs[shape], count)
 
         return self._prepared[key]
@@ -242,7 +244,7 @@ class _ScheduledStage(nn.Module):
         self._behind = (pipeline, stage)  # in a tuple, so that they do not become submodules
 
         # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
-        # FSDP has accumulated, so such a stage stays hidden from torch.
+        # FSDP accumulated, so such a stage stays hidden from torch.
         if pipeline.shard_group is None:
             self.stage = stage
 
@@ -266,6 +268,7 @@ class _ScheduledStage(nn.Module):
         loss = loss_of(output)
         start = self._control.record(loss)  # may replace loss.total, by an injected fault
         total = loss.total * start
+
         if pipeline.foreign.are_read(loss, output, again=loss_of):
             # An error will be raised at the end of the step; until then the backward must still work, and reach every
             # tensor of the output.
@@ -283,6 +286,8 @@ class _PreparedSchedule:
         # The last stage returns the loss, a single number.
         loss = torch.empty((), device="meta", requires_grad=True)
         self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.local_stages.items()]
+
+        # Given the shapes, torch need not run the stages to learn them.
         self.stages = [
             PipelineStage(
                 module,
@@ -295,6 +300,7 @@ class _PreparedSchedule:
             )
             for module in self.modules
         ]
+
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
     def run(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
@@ -323,11 +329,11 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
 
     return kind(
-        stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,  # those two take one stage, the others a list
+        # These two take one stage, the others a list.
+        stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,
         count,
-        loss_fn=lambda output, _: (
-            output.clone()
-        ),  # torch detaches the stage's output in place, and still needs the loss
+        # A copy: torch detaches the stage's output in place, and still needs the loss.
+        loss_fn=lambda output, _: output.clone(),
         scale_grads=False,
     )
 

@@ -53,10 +53,14 @@ class SequentialStage(Stage):
     def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
         args, kwargs = arguments if received is None else (received, {})
         value: Any = None
+
         for layer in self.layers:
             value = layer(*args, **kwargs)
-            args = value if isinstance(value, tuple) else (value,)  # a tuple becomes several arguments
+
+            # A tuple becomes several arguments of the next layer.
+            args = value if isinstance(value, tuple) else (value,)
             kwargs = {}
+
         return value
 
 
@@ -66,13 +70,15 @@ class SequentialStage(Stage):
 def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn.Module] | None:
     """Return the modules between which the model may be split.
 
-    These are what the task has `listed`, or else the layers of an nn.Sequential. None: there is no such list, and only
+    These are what the task `listed`, or else the layers of an nn.Sequential. None: there is no such list, and only
     the model's forward knows what runs after what.
     """
     layers = list(listed) if listed is not None else _flatten_sequential(model)
     wrong = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
     if wrong:
         raise UserError(f"stages(model) must return a list of modules; it has a {wrong[0]} in it", "", WHAT_TO_WRITE)
+
+    # The model itself is no nn.Sequential.
     if listed is None and layers == [model]:
         return None
 
@@ -112,6 +118,7 @@ def split_layers(layers: Sequence[nn.Module], count: int) -> list[list[nn.Module
     """Return `count` runs of consecutive layers. The run with the most parameters has as few as possible."""
     if len(layers) < count:
         raise too_few_splits(count, len(layers))
+
     ends = balance([sum(p.numel() for p in layer.parameters()) for layer in layers], count)
     return [list(layers[start:end]) for start, end in pairwise([0, *ends])]
 
@@ -140,6 +147,7 @@ def balance(sizes: Sequence[int], count: int) -> list[int]:
                 for start, (largest, ends) in best.items()
                 if start < end
             )
+
         best = longer
 
     _, ends = best[len(sizes)]
@@ -155,6 +163,7 @@ def stages_by_tensor(model: nn.Module, used: Sequence[Sequence[Tensor]]) -> dict
     by_name = {}
     for name, tensor in named_tensors(model):
         by_name[name] = tuple(number for number, stage_ids in enumerate(ids) if id(tensor) in stage_ids)
+
     return by_name
 
 
@@ -173,11 +182,10 @@ def keep_only(model: nn.Module, held: Collection[str], device: torch.device) -> 
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device) if name in held else placeholder(parameter, device)
 
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(device) if name in held else placeholder(buffer, device)
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        module, _, own = name.rpartition(".")
+        buffers = model.get_submodule(module)._buffers
+        buffers[own] = buffer.to(device) if name in held else placeholder(buffer, device)
 
 
 def placeholder(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,17 +208,17 @@ def shard_stages(
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
-    counts = [0, 0]  # blocks, and those that are gathered alone
+    counts = [0, 0]  # blocks, and those that share no parameter
 
     for stage in stages:
-        # By all names, so that `_tie_again` finds what sharding has replaced.
+        # By all names, so that `_tie_again` finds what sharding replaced.
         originals = dict(model.named_parameters(remove_duplicate=False))
         blocks = stage.own_blocks(model, config.blocks)
-        alone = without_shared(blocks, stage)
+        unshared = without_shared(blocks, stage)
         counts[0] += len(blocks)
-        counts[1] += len(alone)
+        counts[1] += len(unshared)
 
-        for block in alone:
+        for block in unshared:
             shard(block)
 
         # Placeholders of other stages have no memory to shard.
@@ -219,7 +227,7 @@ def shard_stages(
         _tie_again(model, originals)
 
     of_ranks = axes.along("pp").gather_json(counts)
-    return describe_blocks(sum(count for count, _ in of_ranks), sum(alone for _, alone in of_ranks))
+    return describe_blocks(sum(count for count, _ in of_ranks), sum(unshared for _, unshared in of_ranks))
 
 
 def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
@@ -229,6 +237,8 @@ def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:
     """
     current = dict(model.named_parameters(remove_duplicate=False))
     replaced = {id(p): current[name] for name, p in originals.items() if current[name] is not p}
+
+    # What still is the original, but was replaced under another name, belongs to another stage.
     for name, original in originals.items():
         if current[name] is original and id(original) in replaced:
             module, _, own = name.rpartition(".")

@@ -100,7 +100,7 @@ def explain_mixtures(model: nn.Module) -> None:
 
 
 def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> None:
-    """Sum gradients over `replicas`. A parameter that no rank has used keeps none, as in a single process."""
+    """Sum gradients over `replicas`. A parameter that no rank used keeps none, as in a single process."""
     if replicas.world.alone or not parameters:
         return
 
@@ -108,7 +108,7 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     users = replicas.sum_(used.to(replicas.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
 
-    # Zeros where this rank has not used a parameter that another one has.
+    # Zeros where another rank used a parameter, and this one did not.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
@@ -143,12 +143,13 @@ def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
     Each rank computes these by itself. On a GPU some kernels add in any order, and replicas that differ in the last bit
     would drift apart.
     """
-    if tp.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+    if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])
 
 
 def is_sharded_along_tp(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
+
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return any(axis == "tp" and placement != Replicate() for axis, placement in axes)

@@ -95,6 +95,7 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
         for child, style in _recognised_children(children):
             # If several entries match a layer, the first one decides.
             plan.setdefault(f"{name}.{child}" if name else child, style)
+
     return plan
 
 
@@ -103,6 +104,7 @@ def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]
         if closing in children and children.issuperset(opening):
             for child in opening:
                 yield child, "colwise"
+
             yield closing, "rowwise"
 
     for fused, closings in FUSED:
@@ -137,6 +139,7 @@ def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, Laye
 
     if not plan:
         raise UserError("tensor_plan(model) is empty", "", "name some layers, or type strategy=fsdp without mesh.tp")
+
     return plan
 
 
@@ -158,6 +161,8 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
     named = list(model.named_parameters(remove_duplicate=False))
     for name, style in plan.items():
         layer = model.get_submodule(name)
+
+        # torch replaces the parameter in this layer only.
         for full_name, parameter in layer.named_parameters(prefix=name):
             tied = [other_name for other_name, p in named if p is parameter and other_name != full_name]
             if tied:
@@ -184,6 +189,7 @@ def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int
         if isinstance(style, str) and isinstance(layer, nn.Linear):
             sizes[name] = layer.in_features if style == "rowwise" else layer.out_features
 
+    # The first one that does not divide is named; what to type instead must suit all of them.
     for name, size in sizes.items():
         if size % ways:
             side = "input" if plan[name] == "rowwise" else "output"

@@ -3,8 +3,7 @@
 All ranks of a pipeline have the same samples, so each can call the forward with them. The calls of blocks are
 intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others return NaN. The
 stage leaves the forward after its own last block. Up to there it computes what lies between blocks itself (masks,
-positions, a condition). Where it lacks the weights, the result is NaN; trace.py has made sure that nothing depends on
-that.
+positions, a condition). Where it lacks the weights, the result is NaN; trace.py made sure that nothing depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
-from lockstep.parallel.call_chain import Call, CallChain
+from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
 
 Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
@@ -41,6 +40,7 @@ def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_receive
         # The output at the same position is the likeliest to have the same sizes.
         twin = number if number < len(received) else 0
         sizes = list(tensor.shape)
+
         for dim, (size, traced) in enumerate(zip(sizes, traced_received[twin].shape, strict=False)):
             if size == traced:
                 sizes[dim] = received[twin].shape[dim]
@@ -84,9 +84,7 @@ class BlockInterceptor:
             self.handler = None
 
 
-class _InterceptedCall:
-    inner: Call
-
+class _InterceptedCall(Link):
     def __init__(self, interceptor: BlockInterceptor, number: int):
         self._interceptor = interceptor
         self._number = number
@@ -123,9 +121,11 @@ class ForwardStage(Stage):
         self.first = first
         self.last = last
         self._interceptor = interceptor
-        self._blocks = interceptor.blocks[first : last + 1]
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
+
+        # The stage of the last block also runs what follows the blocks, and returns what the model returns.
+        self._blocks = interceptor.blocks[first : last + 1]
         self._ends_model = last == len(interceptor.blocks) - 1
 
     def own_blocks(self, model: nn.Module, named: Sequence[str] | None) -> list[nn.Module]:
@@ -143,8 +143,8 @@ class ForwardStage(Stage):
             CallChain.of(block).compile()  # inside the interception
 
     def forward(self, arguments: ModelInput, received: Sequence[Tensor] | None) -> Any:
-        self._received_used = received is None
         args, kwargs = arguments
+        self._received_used = received is None  # the first stage receives nothing
         left_early = False
 
         try:
@@ -155,7 +155,7 @@ class ForwardStage(Stage):
             (output,) = leave.args
             left_early = True
 
-        # The forward has skipped the block at the end of the stage, or the one whose output was received.
+        # The forward skipped the block at the end of the stage, or the one whose output was received.
         if left_early == self._ends_model or not self._received_used:
             skipped = self.last if self._received_used else self.first - 1
             raise UserError(
@@ -179,7 +179,7 @@ class ForwardStage(Stage):
             traced_received, _ = self._outputs[self.first - 1]
             return _nan_output(self._outputs[number], received, traced_received)
 
-        # The last block before this stage: its output has been received.
+        # The last block before this stage: its output was received.
         self._received_used = True
         # Cloned, since the model may write into it.
         return unflatten([tensor.clone() for tensor in received], self._outputs[number][1])
@@ -204,5 +204,7 @@ class ForwardStage(Stage):
             module, _, own = name.rpartition(".")
             buffers = self.model.get_submodule(module)._buffers
             original = self.model.get_buffer(name)
+
+            # Registered first, so that an error while copying restores it as well.
             stack.callback(buffers.__setitem__, own, original)
             buffers[own] = original.clone()

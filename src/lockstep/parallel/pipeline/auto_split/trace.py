@@ -157,7 +157,7 @@ class _Trace:
     def tensors_used(self, start: int, stop: int) -> list[Tensor]:
         """Return the tensors that a stage with the segments from `start` to before `stop` needs.
 
-        One that no segment has used is needed by all stages: the next batch may use it.
+        One that no segment used is needed by all stages: the next batch may use it.
         """
         used_elsewhere = self._used_by(0, len(self.needs)) - self._used_by(start, stop)
         return [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in used_elsewhere]
@@ -184,11 +184,12 @@ def _dry_run(
         except Exception as error:
             raise _cannot_split(model, f"stage {number}, without what the others have: {_text(error)}") from error
 
-        # NaN in the output: a tensor of another stage has come in through a path that the graph did not show.
+        # NaN in the output: a tensor of another stage came in through a path that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
-            why = f"what comes after {block} depends on more than what that block returns; or on NaN"
-            raise _cannot_split(model, why)
+            raise _cannot_split(
+                model, f"what comes after {block} depends on more than what that block returns; or on NaN"
+            )
 
 
 def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], Any]:
