@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from lockstep.runtime import context
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import configured
+from ranks.support import ALL_PAIRS, configured
 from ranks.test_strategies import BASE, STRATEGIES, Ragged
 
 WORDS = 20
@@ -82,8 +83,11 @@ def written(
         uniform_use._ComparedGather.__call__, driver._free_memory = original, memory  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("roomy", [9, 1, 0])
-@pytest.mark.parametrize("name", ["fsdp", "fsdp-grads", "hsdp"])
+ROOM = [("fsdp", 9), ("fsdp", 1), ("fsdp-grads", 0), ("hsdp", 0)]
+EVERY_ROOM = list(itertools.product(("fsdp", "fsdp-grads", "hsdp"), (9, 1, 0)))
+
+
+@pytest.mark.parametrize(("name", "roomy"), EVERY_ROOM if ALL_PAIRS else ROOM)
 def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, roomy: int) -> None:
     world = 4 if name == "hsdp" else 2
     keeps = name == "fsdp-grads"
@@ -97,8 +101,11 @@ def test_a_text_gathers_the_model_once_if_there_is_room(pool: Pool, name: str, r
         assert told == [*(["warning"] if not keeps and roomy < 9 else []), "sample", "end"]
 
 
-@pytest.mark.parametrize("fails", [(0, 0), (1, 3)])
-@pytest.mark.parametrize("name", ["fsdp", "tp"])
+FAILURES = [("fsdp", (0, 0)), ("tp", (1, 3))]
+EVERY_FAILURE = list(itertools.product(("fsdp", "tp"), ((0, 0), (1, 3))))
+
+
+@pytest.mark.parametrize(("name", "fails"), EVERY_FAILURE if ALL_PAIRS else FAILURES)
 def test_an_error_of_one_rank_ends_it_for_all(pool: Pool, name: str, fails: tuple[int, int]) -> None:
     """The others would wait for its forward, and the launcher would start the whole run again."""
     for found in pool.run(written, STRATEGIES[name], 9, fails, world=2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import assert_user_errors, configured, train_by_hand
+from ranks.support import ALL_PAIRS, assert_user_errors, configured, train_by_hand
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 8, 4, 11, 22
 
@@ -205,9 +206,9 @@ CASES = [
     ("fused qkv", FSDP_TP, 4),
     ("a mask", DDP_TP, 4),
     ("always used", FSDP_TP, 2),  # dp = 1
-    ("uneven parts", FSDP_TP, 4),
     ("uneven parts", FSDP_TP | {"strategy": "fsdp-grads"}, 4),
 ]
+CASES += [("uneven parts", FSDP_TP, 4)] if ALL_PAIRS else []
 
 
 def by_step(used: list[bool]) -> list[bool]:
@@ -233,12 +234,18 @@ def test_cut_layers_train_the_same_model(
         assert line["metrics"] == pytest.approx(reference["metrics"], rel=1e-4)
 
 
-@pytest.mark.parametrize("clip", [{"clip.norm": None, "clip.adaptive": 0.01}, {"clip.norm": None, "clip.value": 0.01}])
-def test_other_ways_of_clipping(pool: Pool, single: Callable[..., dict[str, Any]], clip: dict[str, Any]) -> None:
+CLIPS = [(DDP_TP, "clip.adaptive"), (FSDP_TP, "clip.value")]
+EVERY_CLIP = list(itertools.product((DDP_TP, FSDP_TP), ("clip.adaptive", "clip.value")))
+
+
+@pytest.mark.parametrize(("values", "way"), EVERY_CLIP if ALL_PAIRS else CLIPS)
+def test_other_ways_of_clipping(
+    pool: Pool, single: Callable[..., dict[str, Any]], values: dict[str, Any], way: str
+) -> None:
+    clip = {"clip.norm": None, way: 0.01}
     expected = single("always used", **clip)
-    for values in (DDP_TP, FSDP_TP):
-        for found in pool.run(train, MODELS["always used"](), values | clip, world=4):
-            assert_same(found, expected)
+    for found in pool.run(train, MODELS["always used"](), values | clip, world=4):
+        assert_same(found, expected)
 
 
 def test_a_loop_of_the_users_own(pool: Pool, single: Callable[..., dict[str, Any]]) -> None:
@@ -246,13 +253,18 @@ def test_a_loop_of_the_users_own(pool: Pool, single: Callable[..., dict[str, Any
         assert_same(found, single("q k v o"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_fewer_bits(pool: Pool, single: Callable[..., dict[str, Any]], precision: str) -> None:
+BITS = [(DDP_TP, "fp16"), (FSDP_TP, "bf16")]
+EVERY_BITS = list(itertools.product((DDP_TP, FSDP_TP), ("fp16", "bf16")))
+
+
+@pytest.mark.parametrize(("values", "precision"), EVERY_BITS if ALL_PAIRS else BITS)
+def test_in_fewer_bits(
+    pool: Pool, single: Callable[..., dict[str, Any]], values: dict[str, Any], precision: str
+) -> None:
     expected = single("always used", precision=precision)
-    for values in (DDP_TP, FSDP_TP):
-        for found in pool.run(train, MODELS["always used"](), values | {"precision": precision}, world=4):
-            assert found["summary"]["applied"] == expected["summary"]["applied"]
-            assert found["summary"]["eval_loss"] == pytest.approx(expected["summary"]["eval_loss"], rel=1e-3)
+    for found in pool.run(train, MODELS["always used"](), values | {"precision": precision}, world=4):
+        assert found["summary"]["applied"] == expected["summary"]["applied"]
+        assert found["summary"]["eval_loss"] == pytest.approx(expected["summary"]["eval_loss"], rel=1e-3)
 
 
 def test_every_rank_holds_its_part_only(pool: Pool) -> None:
