@@ -218,10 +218,12 @@ def from_json(value: Any) -> Any:
     match value:
         case list():
             return [from_json(item) for item in value]
+
         case dict() if _is_marked(value):
             [(key, item)] = value.items()
             if key.startswith("$$"):
                 return {key[1:]: from_json(item)}
+
             require(
                 key == "$float" and isinstance(item, str) and item in _FLOATS,
                 f"{key} = {str(item)[:40]!r} stands for no number",

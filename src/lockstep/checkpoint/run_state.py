@@ -117,6 +117,7 @@ class RunState:
         """`capture` without the stepper, whose last outcome may still be coming from the device. Also collective."""
         # `pack` puts the tensors that it meets in here.
         tensors: dict[str, Tensor] = {}
+
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
         aliases = _tied_names(state)
         for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:

@@ -65,14 +65,17 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         case np.ndarray() if value.dtype != object:
             tensors[name] = torch.from_numpy(np.array(value))
             return {"$array": name}
+
         case np.generic():
             return value.item()
         case None | bool() | int() | float() | str():
             return value
+
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
         case tuple():
             return {"$tuple": pack(list(value), name, tensors)}
+
         case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
         case dict():

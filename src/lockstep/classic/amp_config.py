@@ -85,6 +85,7 @@ class AMPConfig:
         if self.static_scale is not None:
             # A scale whose bounds are equal never moves.
             scaler |= dict.fromkeys(("initial", "minimum", "maximum"), self.static_scale)
+
         values = {
             "precision": self.precision,
             "device": self.device,

@@ -323,9 +323,11 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
         switch = settings.get(rule.switch)
         if switch is None or _is_on(rule, switch, settings):
             continue
+
         for option in [settings[name] for name in rule.options if name in settings and _changed(settings[name])]:
             if option.source.startswith(PREPARED) or option.source in written:
                 continue
+
             stronger = strength[option.source] > strength[switch.source]
             # In one file, `ddp.hook: none` next to options of powersgd is intended; `ddp.hook: bf16` is a mistake.
             contradiction = option.source == switch.source and switch.value not in SWITCHED_OFF

@@ -38,6 +38,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else getattr(error, "lineno", None)
         reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
+
         raise UserError(
             f"{named} is not valid",
             f"{reason} in line {line}" if line else reason,
@@ -133,6 +134,7 @@ def from_object(obj: Any) -> dict[str, Any]:
             settings = settings_of(obj.items(), "argument", problems)
             if problems:
                 raise ConfigError(problems)
+
             return nest(settings)
 
     raise UserError(

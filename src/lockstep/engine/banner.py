@@ -254,6 +254,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "loss": run.recorder.last.get("loss"),
         "eval_loss": run.evaluation.loss if run.evaluation else None,
     }
+
     summary = {
         "task": run.name,
         "step": counters.step,

@@ -82,11 +82,12 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             "build a smaller one, or type device=cpu",
         )
 
-    # Captured graphs hold memory of their own, so giving them up is the first advice.
     held = _footprint(driver, builder)
     on_host = not isinstance(error, torch.OutOfMemoryError)
     config = builder.config
     world = builder.runtime.world
+
+    # Captured graphs hold memory of their own, so the first advice is to do without them.
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
     advice: list[Option] = []
 

@@ -89,12 +89,14 @@ def open_load_balancer(
             "every rank reads its own samples of a stream, or of a source of your own",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
+
     if any(isinstance(module, nn.SyncBatchNorm) for module in driver.model.modules()):
         raise UserError(
             "load_balance cannot be used with SyncBatchNorm",
             "it gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for all ranks",
             "use GroupNorm or LayerNorm, or leave load_balance out",
         )
+
     if isinstance(speeds, str):
         return LoadBalancer(plan, source, runtime, log)
     source.deal_by(speeds)

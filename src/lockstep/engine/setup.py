@@ -173,6 +173,7 @@ class RunBuilder:
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
         about_data = _attach_source(source, driver, plan, config, runtime)
+
         sample_log = None
         if config.log.samples:
             path = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
@@ -231,6 +232,7 @@ class RunBuilder:
             evaluator=setup.evaluator,
             evaluation=self.evaluation,
         )
+
         # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
         # the process group was left: DDP's destructor can deadlock with gloo's threads there (pytorch/pytorch#179291).
         run.builder = self
@@ -277,12 +279,14 @@ class RunBuilder:
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
         placement = driver.placement
+
         # Ranks that differ in tp or pp only go through the same samples, so they count as one.
         data_world = World(placement.data_rank, placement.data_size)
 
         # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
+
         plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
         plan = plan_by_speed(plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)

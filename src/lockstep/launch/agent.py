@@ -111,17 +111,20 @@ class Agent:
                 self._start(message, listener)
             case Prepare():
                 self._prepare(message.count)
+
             case Preempt() if current and current.number == message.attempt:
                 self._preempt(current)
             case CollectStacks() if current and current.number == message.attempt:
                 self._events.append(_collect_stacks(current))
             case Kill() if current and current.number == message.attempt:
                 self._kill(current)
+
             case Kill():
                 # An attempt that this node does not know, or closed, has no ranks here.
                 self._events.append(RanksGone(message.attempt))
             case Preempt() | CollectStacks():
                 pass  # of an attempt that is over here
+
             case _:
                 raise ValueError(f"{type(message).__name__} is not an order")
 

@@ -379,6 +379,7 @@ class Hub:
 def claim(join: str) -> socket.socket | None:
     """Bind the rendezvous address. Returns None if it belongs to another node, or to another process of this one."""
     host, port = parse_join(join)
+
     try:
         # Only this address is bound, not all of the machine's. IPv4 nodes can reach the IPv6 address ::.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

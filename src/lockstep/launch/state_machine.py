@@ -451,15 +451,19 @@ class JobStateMachine:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
                 self._say(f"{problem}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
                 self._end(Ending(1, Failure(-1, "", time.time(), NODE, problem)))
+
             case JobPhase.ASK:
                 self._judge_hang(now)
+
             case JobPhase.KILL:
                 # Continue without the nodes that could not kill their ranks.
                 for number in sorted(self._unanswered):
                     self.gone(number, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
+
             case _ if self.attempt.all_clean:
                 # Ranks that were asked to save take too long.
                 self._fail(self._overdue(), now)
+
             case _:
                 # A node that is being lost may have caused the exception: wait, and report the node.
                 beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]

@@ -104,6 +104,7 @@ class Recorder:
         seconds = time.perf_counter() - self._since
         on_gpu = self.runtime.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss
+
         facts = {
             "time": time.time(),
             **facts,
@@ -113,6 +114,7 @@ class Recorder:
             "samples": samples,
             "samples_per_s": samples / seconds,
         }
+
         self.start_clock()
 
         # The other ranks were needed for the all-reduce, but have no line to write.

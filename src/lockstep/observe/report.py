@@ -248,6 +248,7 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return (name, value, aside) for the cards of the header, with `-` for unknown values."""
     facts = run.facts
     unit = run.unit
+
     # Without a summary, the last record has the newest numbers.
     known = {**(run.metrics[-1] if run.metrics else {}), **facts}
 
@@ -264,6 +265,7 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
     samples_per_s = rate(mean_rate(run.metrics, "samples"), SAMPLE) if unit != SAMPLE else ""
     counted = "samples" if unit == SAMPLE else "weight"
+
     return [
         ("Final loss", figures(known.get("loss"), 4), ""),
         ("Best eval loss", figures(best.get("loss"), 4), f"step {best['step']}" if "step" in best else ""),

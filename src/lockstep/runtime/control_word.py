@@ -80,6 +80,7 @@ class ControlWordCodec:
             word.save_failed,
             loss,
         )
+
         packed = self._to_device([value * times for value in values])
 
         # Numbers that the GPU is still computing are filled in there.

@@ -59,6 +59,7 @@ class RecordedBuilder(RunBuilder):
         self._task = task
         tied = _tied(model)  # wrapping might untie them
         wrapped = super().setup_model(model, optimizers, task, data)
+
         self._facts = {
             "own_loop": task is None,
             "tied": tied,

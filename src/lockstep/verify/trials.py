@@ -120,6 +120,7 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
         for name in options.strategies or (facts["strategy"],)
         if world % 2 == 0 or not STRATEGIES[name].replica_groups
     ]
+
     return Matrix(
         reference,
         again=replace(reference, again=True),

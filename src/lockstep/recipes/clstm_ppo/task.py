@@ -235,6 +235,7 @@ class ClstmPpo(Task):
         ratio = change.exp()
         gained = days["advantages"]
         gain = torch.minimum(ratio * gained, ratio.clamp(1 - options.clip, 1 + options.clip) * gained)
+
         error = (values.float() - days["targets"]).square()
         spread = entropy(logits.unsqueeze(-2) if per_asset else logits)
 
@@ -248,9 +249,11 @@ class ClstmPpo(Task):
             # Only one of the two losses counts. The other stays in the graph, so that every parameter has a gradient.
             taught = foresight_loss(predicted[0], days["moved"])
             total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
+
         if not batch["teaching"]:
             # Teaching also moves the policy, and must not be cut short by that.
             self.source.note_kl(batch["cohort"], kl, weight)
+
         metrics = {
             "kl": kl,
             "clipped": ((ratio - 1).abs() > options.clip).sum() / assets,

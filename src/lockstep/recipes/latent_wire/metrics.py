@@ -43,6 +43,7 @@ def evaluation_metrics(
         none = from_text(reader, batch, number, most=0).right
         exact = read.answered.right
         wrong_context = controls[number].answered.right
+
         sums = {
             "exact": exact.sum(),
             "first": read.answered.first.sum(),

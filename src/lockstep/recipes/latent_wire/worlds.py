@@ -94,6 +94,7 @@ class FactWorld:
         item = pick(by_item, facts)  # (N, F)
         looks = looks_of(split)[name, item]  # (N, F, looks)
         look = np.take_along_axis(looks, (by_look * looks.shape[-1]).astype(np.int64)[..., None], -1)[..., 0]
+
         said = np.stack(
             [
                 _index(NAMES) + name,
