@@ -90,6 +90,7 @@ def masked(text: str, folder: Path) -> str:
     text = re.sub(r"\n *[\^~]+(?=\n)", "", text)  # not every Python draws these
     text = re.sub(r"\n *\[W\S+ \S+ \w+\.cpp.*", "", text)  # torch's own: no name server answers, say
     text = re.sub(r"\d\d:\d\d:\d\d", "TIME", text)
+    text = re.sub(r"SIGKILL: killed.*", "SIGKILL: killed", text)  # not every kernel tells whether memory was the cause
     text = re.sub(r"(?<=[ (])\d+(\.\d+)? (MB|GB|kB|bytes|s)\b", r"N \2", text)
     text = re.sub(r"(line|collective|its last was) \d+", r"\1 N", text)
     return re.sub(r"(\.py):\d+", r"\1:N", text)

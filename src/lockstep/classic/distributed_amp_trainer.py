@@ -50,6 +50,8 @@ class DistributedAMPTrainer(AMPTrainer):
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
         self.distributed = distributed
+        self.rank = distributed.rank
+        self.world_size = distributed.world_size
         self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
 

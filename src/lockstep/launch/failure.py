@@ -154,7 +154,7 @@ class LocalRank:
     folder: Path
     log: Path | None
     log_began: int = 0  # the log's size when this rank was started
-    oom_kills_before: int = 0
+    oom_kills_before: int | None = None
     pid: int | None = None  # None until the zygote forks it
 
 
@@ -188,10 +188,11 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     after = oom_kills() if code == -signal.SIGKILL else before
 
     match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
-        case "SIGKILL" if after > before:
-            message = f"out of host memory (cgroup oom_kill went from {before} to {after})"
+        case "SIGKILL" if before is not None and after is not None:
+            went = f"cgroup oom_kill went from {before} to {after}"
+            message = f"out of host memory ({went})" if after > before else "killed, but not by the kernel's OOM killer"
         case "SIGKILL":
-            message = "the kernel counted no OOM kill"
+            message = "killed; this machine does not tell whether by the kernel's OOM killer"
         case "SIGBUS":
             # The usual cause: loader processes share batches through /dev/shm, and it is full.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
@@ -209,10 +210,10 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
     return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail))
 
 
-def oom_kills() -> int:
-    """Return how many processes of this control group the kernel killed for memory; 0 where it does not say."""
+def oom_kills() -> int | None:
+    """Return how many processes of this control group the kernel killed for memory; None where it does not say."""
     counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
-    return next((int(count[1]) for count in counts if count), 0)
+    return next((int(count[1]) for count in counts if count), None)
 
 
 def _memory_files() -> list[Path]:

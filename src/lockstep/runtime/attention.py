@@ -61,14 +61,18 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
     # chooses by name begins and ends with nothing compiled in the process. (`auto` is the same in every run on a
     # machine.)
     by_name = config.attention != "auto"
-    tag = f"{torch.compiler.config.cache_key_tag} attention={','.join(names)}"
-    chosen = sdpa_kernel([kernels[name] for name in names], set_priority=True)
+    settings = torch.compiler.config
+    tag = settings.cache_key_tag
 
-    with chosen, torch.compiler.config.patch(cache_key_tag=tag):  # pyrefly: ignore[missing-attribute]
+    with sdpa_kernel([kernels[name] for name in names], set_priority=True):
         _forget_compiled(by_name)
+
+        # Not `settings.patch`, which cannot be left in another asyncio task than it was entered in.
+        settings.cache_key_tag = f"{tag} attention={','.join(names)}"
         try:
             yield
         finally:
+            settings.cache_key_tag = tag
             _forget_compiled(by_name)
 
 

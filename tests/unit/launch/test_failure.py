@@ -16,8 +16,9 @@ WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
 
 
 @pytest.fixture
-def local_rank(tmp_path):
-    return LocalRank(number=1, host="node-a", folder=tmp_path, log=tmp_path / "rank-1.log")
+def local_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(failure, "oom_kills", lambda: 0)
+    return LocalRank(1, "node-a", tmp_path, tmp_path / "rank-1.log", oom_kills_before=0)
 
 
 def recorded(tmp_path, rank: int, error: Exception) -> Failure:
@@ -104,7 +105,7 @@ def test_the_text_names_rank_step_phase_and_cause(local_rank):
     text = examine(local_rank, -signal.SIGKILL, WHEN).failure.text().splitlines()
     assert text[0] == (
         "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: "
-        "the kernel counted no OOM kill"
+        "killed, but not by the kernel's OOM killer"
     )
     assert text[1:] == [f"  line {n}" for n in range(10, 20)]
 
@@ -137,7 +138,9 @@ def test_out_of_memory_is_distinguished_from_a_kill(local_rank, monkeypatch):
     message = examine(local_rank, -signal.SIGKILL, WHEN).failure.message
     assert message == "out of host memory (cgroup oom_kill went from 0 to 1)"
     monkeypatch.setattr(failure, "oom_kills", lambda: 0)
-    assert examine(local_rank, -signal.SIGKILL, WHEN).failure.message == "the kernel counted no OOM kill"
+    assert examine(local_rank, -signal.SIGKILL, WHEN).failure.message == "killed, but not by the kernel's OOM killer"
+    monkeypatch.setattr(failure, "oom_kills", lambda: None)
+    assert "does not tell" in examine(local_rank, -signal.SIGKILL, WHEN).failure.message
 
 
 @pytest.mark.parametrize(
