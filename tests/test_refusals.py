@@ -506,7 +506,7 @@ BATCH = {
         {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
     ),
     "one speed for four ranks": Row(
-        {"load_balance": [1.0]}, "load_balance=[1.0] has 1 numbers for 4 ranks", "", "load_balance=auto"
+        {"load_balance": [1.0]}, "load_balance=[1.0] has 1 number for 4 ranks", "", "load_balance=auto"
     ),
     "nothing to deal": Row(
         {"load_balance": "auto"},

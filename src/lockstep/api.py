@@ -22,11 +22,10 @@ from lockstep import targets
 from lockstep.config import Layer, Resolved, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, RanksFailed, UserError
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, Count, Job, append_event, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
-from lockstep.launch.supervisor import Ending, supervise
+from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
-from lockstep.observe.sinks import JsonlSink
 from lockstep.registries import check_names
 from lockstep.runtime.world import World
 
@@ -214,7 +213,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
         yield str(path)
 
 
-def _raise_unless_done(ending: Ending, run_dir: Path, count: Count) -> None:
+def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Count) -> None:
     """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
         raise RanksFailed(
@@ -330,7 +329,7 @@ def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Ru
 
 def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
-) -> Ending:
+) -> JobEnd:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     # The folder must be ours before a process is started.
     prepare(run_dir)
@@ -349,8 +348,7 @@ def _launch(
 
     # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
     message = f"rank {culprit.rank}: {culprit.message}"
-    with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # the disk may be full
-        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+    append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
     return ending

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import lockstep
 from lockstep import targets
-from lockstep.errors import UserError
+from lockstep.errors import Preempted, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from lockstep.observe.console import point_at_null
+
+        point_at_null(sys.stdout)
         return 0
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
-        return 130
+        return Preempted.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

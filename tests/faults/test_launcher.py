@@ -11,7 +11,7 @@ from launchers import MODULES, Launcher, alive, events, parent_of, pid_of, until
 
 from lockstep.errors import UserError
 from lockstep.launch.job import Count, Job
-from lockstep.launch.supervisor import Ending, supervise
+from lockstep.launch.supervisor import JobEnd, supervise
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def run(tmp_path, monkeypatch):
     """Run a job here and now."""
     monkeypatch.setenv("PYTHONPATH", MODULES)
 
-    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play") -> Ending:
+    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play") -> JobEnd:
         count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
         return supervise(Job(spec, tmp_path, count, entry=entry, preload=()))
@@ -45,7 +45,7 @@ def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     code = f"print(' '.join(os.environ[k] for k in {names}), 'LOCKSTEP_LISTEN_FD' in os.environ)"
-    assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_FOLDER'])))", 3) == Ending(0)
+    assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_FOLDER'])))", 3) == JobEnd(0)
     logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
     assert logs == ["1 3 1 3 0 127.0.0.1 3 False\n", "2 3 2 3 0 127.0.0.1 3 False\n"]
     assert (tmp_path / "0-0").read_text().endswith(" True")
@@ -61,7 +61,7 @@ def test_rank_0_has_the_terminal_and_the_listening_socket(run, capfd):
     else:
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     """
-    assert run(dedent(code)) == Ending(0)
+    assert run(dedent(code)) == JobEnd(0)
     assert "listening True" in capfd.readouterr().out
 
 

@@ -26,6 +26,7 @@ from lockstep.checkpoint.storage import (
     to_delete,
 )
 from lockstep.errors import UserError
+from lockstep.launch.records import replacing
 
 # How many tensors `show` lists.
 _MANY = 200
@@ -134,12 +135,9 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     # An older file is replaced as a whole or not at all.
     target = out if out.suffix == ".safetensors" else out / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with replacing(target, str(os.getpid())) as draft:
         save_file(tensors, draft, metadata={**aliases, "format": "pt"})
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
+
     return target
 
 

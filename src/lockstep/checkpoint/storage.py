@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lockstep.errors import UserError
+from lockstep.launch.records import replacing
 
 # Bytes written at a time.
 CHUNK = 16 << 20
@@ -243,12 +244,8 @@ class FileStore:
 
     def replace(self, key: str, data: bytes) -> None:
         path = self.root / key
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with replacing(path, str(os.getpid())) as draft:
             _write_file(draft, [memoryview(data)])
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
 
         # A file in a staged folder is only a message between ranks, and need not survive a power cut. As soon as it is
         # there, the folder may be committed under another name, so it could not be synced anyway.

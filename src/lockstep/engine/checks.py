@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Placement
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -167,8 +167,8 @@ def check_enough_micro_batches(plan: Plan) -> None:
     smaller = plan.global_batch // (2 * plan.world)
     fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
     raise UserError(
-        f"a step has {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {plan.micro_batch} samples "
-        f"for {plan.world} pipeline{'s' * (plan.world > 1)}; each (mesh.pp) needs at least two",
+        f"a step has {plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
+        f"for {plural(plan.world, 'pipeline')}; each (mesh.pp) needs at least two",
         "",
         f"{fix}: at least one for each stage is best",
     )

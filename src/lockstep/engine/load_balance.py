@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.data.shard import apportion, deal
 from lockstep.data.sources import MapSource
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -47,7 +47,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 
     if not isinstance(speeds, str) and len(speeds) != plan.world:
         raise UserError(
-            f"load_balance={list(speeds)} has {len(speeds)} numbers for {plan.world} rank{'s' * (plan.world > 1)}",
+            f"load_balance={list(speeds)} has {plural(len(speeds), 'number')} for {plural(plan.world, 'rank')}",
             "",
             "give one number for each rank, or type load_balance=auto",
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
 from lockstep.engine.control import StepControl
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import Runtime
@@ -180,7 +180,7 @@ class Outcomes:
         key = "spike" if outcome.finite else "nonfinite"
         policy = getattr(self._config, key).policy
         if policy == "stop" or self.failures_in_a_row >= most:
-            in_a_row = f"{self.failures_in_a_row} such step{'s' * (self.failures_in_a_row > 1)} in a row"
+            in_a_row = f"{plural(self.failures_in_a_row, 'such step')} in a row"
             raise UserError(
                 f"step {result.step}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={most})",
                 "",
@@ -220,7 +220,7 @@ class Outcomes:
         if self.skipped and empty:
             cause += f"; {empty} had weight 0"
         raise UserError(
-            f"none of the {steps} step{'s' * (steps != 1)} was applied: {cause}",
+            f"none of the {plural(steps, 'step')} was applied: {cause}",
             "",
             f"{fix}; the model is as it was before the first step, and model.safetensors is not written",
         )

@@ -254,7 +254,7 @@ class Run:
 
         # No rank ends before the folder is complete.
         self.runtime.collectives.final_barrier()
-        self.folder.let_go()
+        self.folder.release_lock()
         return summary
 
     def _write_report(self, summary: dict[str, Any]) -> None:

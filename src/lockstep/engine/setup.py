@@ -272,7 +272,7 @@ class RunBuilder:
             if self.runtime.is_main:
                 write_report(self.folder.path)
 
-        self.folder.let_go()
+        self.folder.release_lock()
 
     # ---- parts of setup_run ----
 

@@ -1,7 +1,7 @@
 """The agent of one node: it starts the node's ranks, watches them, asks them to save and exit, and kills them.
 
-It decides nothing. The coordinator's messages go in (`do`), and messages for the coordinator come out (`poll`, `beat`).
-Every node has an agent, including the coordinating one.
+It decides nothing. Orders of the coordinator go in (`do`), and messages for it come out (`poll`, `node_beat`). Every
+node has an agent, including the coordinating one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.launch.protocol import (
     ZygoteLost,
 )
 from lockstep.launch.run_dir import not_writable
-from lockstep.launch.zygote import Zygote
+from lockstep.launch.zygote import Zygote, kill_rank
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import available_cores
 
@@ -73,7 +73,7 @@ class LocalAttempt:
     def kill(self) -> None:
         self._lifeline.close()
         for pid in self.pids.values():
-            _kill_rank(pid)
+            kill_rank(pid)
 
     def close(self) -> None:
         self.kill()
@@ -89,7 +89,7 @@ class Agent:
         self._name = name
 
         # The first zygote starts at once: it imports torch while the nodes gather.
-        self._zygote = self._new_zygote(_environment_for(job.nproc.first))
+        self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
 
         # A zygote for another number of ranks, which imports while the present ranks still run.
         self._next_zygote: Zygote | None = None
@@ -147,7 +147,7 @@ class Agent:
         # The user's own variables win over those of the flight recorder.
         shared = flight_recorder.environment(logs) | self._zygote.env
         shared |= {
-            "WORLD_SIZE": str(start.world),
+            "WORLD_SIZE": str(start.world_size),
             "LOCAL_WORLD_SIZE": str(start.count),
             "GROUP_RANK": str(start.group_rank),
             "MASTER_ADDR": start.address,
@@ -159,7 +159,7 @@ class Agent:
         # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
         oom_kills = failure.oom_kills()
         for local in range(start.count):
-            rank = start.base + local
+            rank = start.first_rank + local
 
             # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
@@ -196,10 +196,12 @@ class Agent:
         """Ask the ranks to save and exit. Their loader processes get no signal: ranks need them until the save."""
         current.preempted = True
 
-        # Before the zygote is ready nothing has begun: the ranks count as preempted without ever having run.
+        # Before the zygote is ready no rank exists: they are reported as preempted although they never ran.
         if not self._zygote.ready:
             self._zygote.forget()
-            self._events += [Exited(current.number, rank, failure.Exit(failure.PREEMPTED)) for rank in current.ranks]
+            self._events += [
+                Exited(current.number, rank, failure.RankExit(failure.PREEMPTED)) for rank in current.ranks
+            ]
             current.ranks.clear()
 
         for pid in current.pids.values():
@@ -247,15 +249,15 @@ class Agent:
 
             # Carry out orders that came before the rank existed.
             if current.killed_at is not None:
-                _kill_rank(pid)
+                kill_rank(pid)
             elif current.preempted:
                 _preempt_rank(pid)
         elif rank.pid == pid:
             # The last heartbeat goes first: it may carry settings that no earlier one had.
-            self._events.append(self.beat())
+            self._events.append(self.node_beat())
             del current.ranks[rank.number]
-            end = failure.examine(rank, report["code"], time.time())
-            self._events.append(Exited(current.number, rank.number, end))
+            rank_exit = failure.examine(rank, report["code"], time.time())
+            self._events.append(Exited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died, and kill the ranks that it forked: their exit codes would be lost."""
@@ -274,7 +276,7 @@ class Agent:
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
 
-    def beat(self) -> NodeBeat:
+    def node_beat(self) -> NodeBeat:
         current = self._current
         if current is None:
             return NodeBeat()
@@ -310,14 +312,6 @@ def _environment_for(count: int) -> dict[str, str]:
 def _preempt_rank(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-
-
-def _kill_rank(pid: int) -> None:
-    """Kill a rank and its loader processes, which are in its process group."""
-    # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
-    for kill in (os.killpg, os.kill):
-        with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:

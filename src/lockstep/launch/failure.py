@@ -21,10 +21,11 @@ from lockstep.errors import Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records, stacks
 from lockstep.runtime import heartbeat
 
-# The exit code of a rank that saved and exited on request.
+# The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
+CLEAN = (0, PREEMPTED)
 
-# The only exception that a restart cures: with it `micro_batch=auto` asks for a smaller micro-batch.
+# The one exception a restart fixes: micro_batch=auto raises it to ask for a smaller micro-batch.
 SMALLER = SmallerMicroBatch.__name__
 
 # Kinds of failures that are neither an exception nor a signal.
@@ -110,7 +111,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
 
 
 @dataclass(frozen=True)
-class Exit:
+class RankExit:
     """How a rank ended, with its failure unless it finished or was preempted."""
 
     code: int
@@ -118,7 +119,7 @@ class Exit:
 
     @property
     def clean(self) -> bool:
-        return self.code in (0, PREEMPTED)
+        return self.code in CLEAN
 
     @property
     def is_cause(self) -> bool:
@@ -131,16 +132,16 @@ class Exit:
         return killed or (self.failure is not None and self.failure.kind == EXIT)
 
 
-def root_cause(exits: dict[int, Exit]) -> Failure | None:
+def root_cause(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others: a killed rank's if there is one, or else the earliest.
 
     A killed process leaves no record, and its peers record their complaints within milliseconds: time alone would
     blame one of them.
     """
     # Ranks that certainly did not fail because of another one, or else all that failed.
-    causes = [end for end in exits.values() if end.is_cause]
-    candidates = causes or [end for end in exits.values() if not end.clean]
-    failures = [end.failure for end in candidates if end.failure is not None]
+    causes = [rank_exit for rank_exit in exits.values() if rank_exit.is_cause]
+    candidates = causes or [rank_exit for rank_exit in exits.values() if not rank_exit.clean]
+    failures = [candidate.failure for candidate in candidates if candidate.failure is not None]
 
     return min(failures, key=lambda failure: failure.time, default=None)
 
@@ -158,10 +159,10 @@ class LocalRank:
     pid: int | None = None  # None until the zygote forks it
 
 
-def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
+def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
-    if code in (0, PREEMPTED):
-        return Exit(code)
+    if code in CLEAN:
+        return RankExit(code)
 
     try:
         failure = Failure.read(rank.folder / f"rank-{rank.number}.json")
@@ -176,7 +177,7 @@ def examine(rank: LocalRank, code: int, noticed: float) -> Exit:
     log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
     last_lines = log.splitlines()[-10:]
 
-    return Exit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
+    return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
 def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
@@ -202,8 +203,8 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
         case _:
             message = "killed by this signal"
 
-    # A rank cannot answer to SIGKILL: its file has only what it was doing when an earlier hang was suspected. The crash
-    # was most likely in the main thread; threads of loaders and of torch would only distract.
+    # A rank cannot react to SIGKILL: its stack file can only hold an answer to an earlier hang suspicion. Otherwise the
+    # crash was most likely in the main thread; threads of loaders and of torch would only distract.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))
 

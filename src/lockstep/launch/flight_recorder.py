@@ -22,7 +22,7 @@ from lockstep.launch import records
 REQUEST = "dump-request"
 
 # How often a rank looks for a request, in seconds.
-POLL_S = 0.5
+REQUEST_POLL_S = 0.5
 
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -53,7 +53,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
             answered = request
             records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
 
-        time.sleep(POLL_S)
+        time.sleep(REQUEST_POLL_S)
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
     answers: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + timeout
     while len(answers) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_S / 10)
+        time.sleep(REQUEST_POLL_S / 10)
         for rank in ranks:
             answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:

@@ -36,15 +36,15 @@ FROM_LAUNCHER = "launcher"
 
 @dataclass(frozen=True)
 class Count:
-    """A range for the number of ranks or nodes. The job starts with `start` of them, or else with `most`."""
+    """A range for the number of ranks or nodes. The job starts with `preferred` of them, or else with `most`."""
 
     least: int
     most: int
-    start: int | None = None
+    preferred: int | None = None
 
     @property
-    def first(self) -> int:
-        return self.most if self.start is None else self.start
+    def initial(self) -> int:
+        return self.most if self.preferred is None else self.preferred
 
     def __str__(self) -> str:
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
@@ -67,7 +67,7 @@ class Job:
     preload: tuple[str, ...] = PRELOAD
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         return self.spec.get("again") or "run the same command again with --resume auto"
 
     @property
@@ -115,7 +115,7 @@ class Cluster:
 
     def add(self, node: Node, now: float) -> None:
         self.nodes[node.number] = node
-        self.wanted[node.number] = node.count.first
+        self.wanted[node.number] = node.count.initial
         self._changed = now
 
     def remove(self, number: int, now: float) -> None:
@@ -188,7 +188,7 @@ def parse_nproc(asked: str | int | None) -> Count:
         return count
 
     # A range starts with what the machine has.
-    return replace(count, start=max(count.least, min(count.most, visible_gpus() or available_cores())))
+    return replace(count, preferred=max(count.least, min(count.most, visible_gpus() or available_cores())))
 
 
 def parse_nnodes(asked: str | int | None) -> Count:
@@ -228,8 +228,6 @@ def parse_join(asked: str) -> tuple[str, int]:
 
 
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:
-    line = json.dumps({"time": time.time(), **event}, allow_nan=False)
-
     # A full disk must not end the launcher in the middle of a restart: better to lose the event.
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -237,4 +235,4 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
         # One line, one write: ranks append to the same file, and create it with the same mode.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
-            file.write(f"{line}\n".encode())
+            file.write(json.dumps({"time": time.time(), **event}, allow_nan=False).encode() + b"\n")

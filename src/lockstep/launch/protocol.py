@@ -21,12 +21,12 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.failure import Exit, Failure
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.job import Count, parse_join
 from lockstep.launch.watchdog import RankView
 
 # A node that sends nothing for this long is lost.
-SILENCE_S = 5.0
+LOST_AFTER_S = 5.0
 
 # Seconds between two heartbeats of a node.
 BEAT_S = 1.0
@@ -67,7 +67,7 @@ class Hello(Message):
 @dataclass(frozen=True)
 class Exited(AttemptMessage):
     rank: int
-    end: Exit
+    exit: RankExit
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Start(AttemptMessage):
-    base: int  # the first rank of this node
+    first_rank: int  # of this node
     count: int
-    world: int
+    world_size: int
     group_rank: int  # the node's number in this attempt
     address: str
     port: int
@@ -192,7 +192,7 @@ class Announce(Message):
 
 
 @dataclass(frozen=True)
-class Ending(Message):
+class JobEnd(Message):
     """The job is over: a command, and the message that carries it to the other nodes.
 
     Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
@@ -203,7 +203,7 @@ class Ending(Message):
     restarts: int = 0
 
 
-Command = StartAttempt | Send | LogEvent | Announce | Ending
+Command = StartAttempt | Send | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----
@@ -307,8 +307,8 @@ class Connection:
             self.last_received = now
         elif ended:
             raise ConnectionLost("the connection was closed")
-        elif now - self.last_received > SILENCE_S:
-            raise ConnectionLost(f"no heartbeat for {SILENCE_S:.0f} s")
+        elif now - self.last_received > LOST_AFTER_S:
+            raise ConnectionLost(f"no heartbeat for {LOST_AFTER_S:.0f} s")
 
         return messages
 

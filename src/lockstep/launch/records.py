@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -15,11 +17,24 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
+@contextmanager
+def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
+    """Yield a draft to write to, then rename it to `path`: nobody reads half a file. An error removes the draft.
+
+    Processes that may write the same file at once need different suffixes.
+    """
+    draft = path.with_name(f".{path.name}.{suffix}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write(path: Path, text: str) -> None:
-    """Write under a unique name, since several ranks may write at once, and rename: nobody reads half a file."""
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    staged.write_text(text)
-    os.replace(staged, path)
+    # Several ranks may write at once.
+    with replacing(path, f"{secrets.token_hex(4)}.tmp") as draft:
+        draft.write_text(text)
 
 
 def read(path: Path, start: int = 0, most: int | None = None) -> str:

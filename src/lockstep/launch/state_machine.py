@@ -26,15 +26,15 @@ from enum import Enum
 from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
-from lockstep.errors import plural
-from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Exit, Failure, root_cause
+from lockstep.errors import Preempted, plural
+from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, root_cause
 from lockstep.launch.job import Cluster, Job, Node
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
     Command,
-    Ending,
     Exited,
+    JobEnd,
     Kill,
     LogEvent,
     Message,
@@ -85,7 +85,7 @@ class Settings(Section):
 
 
 class Restarts:
-    """Counts restarts, and decides whether a failure is followed by another one."""
+    """Counts restarts and decides whether a failure is followed by another one."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -107,7 +107,7 @@ class Restarts:
         if failure.kind == HANG and settings.hang.action == "stop":
             return "hang.action is stop"
         if failure.likely_to_repeat and not progress:
-            return "no checkpoint was saved since the last start, so the same error would most likely recur"
+            return "no checkpoint has been saved since the last start, so the same error would most likely recur"
         if settings.restart.per_hour == 0:
             return "restart.per_hour is 0"
         if len(self.recent) >= settings.restart.per_hour:
@@ -151,7 +151,7 @@ class Attempt:
         self.started_from = started_from
 
         # The ranks that have ended so far.
-        self.exits: dict[int, Exit] = {}
+        self.exits: dict[int, RankExit] = {}
         self.watchdog = Watchdog(limits)
 
     @property
@@ -163,11 +163,11 @@ class Attempt:
 
     @property
     def all_clean(self) -> bool:
-        return all(end.clean for end in self.exits.values())
+        return all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
     def any_preempted(self) -> bool:
-        return any(end.code == PREEMPTED for end in self.exits.values())
+        return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
 
 
 # ---- the job ----
@@ -203,7 +203,7 @@ class JobStateMachine:
         # A placeholder without ranks, until the first attempt starts.
         self.attempt = Attempt(-1, {}, None, self.settings.hang)
 
-        # RUN has a deadline only once a rank has failed; until then heartbeats watch it. OVER has none.
+        # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
@@ -217,7 +217,7 @@ class JobStateMachine:
         self._preempt_signal: str | None = None
 
         # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
-        self._planned_ending: Ending | None = None
+        self._planned_end: JobEnd | None = None
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
@@ -260,10 +260,10 @@ class JobStateMachine:
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._say(failure.message)
         if self.cluster.too_few and self.attempt.number >= 0:
-            self._planned_ending = self._planned_ending or Ending(1, failure)
+            self._planned_end = self._planned_end or JobEnd(1, failure)
             if self.job_phase is JobPhase.GATHER:
-                self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.again}")
-                self._end(self._planned_ending)
+                self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.resume_command}")
+                self._end(self._planned_end)
 
         self._continue_if_gone(now)
 
@@ -290,21 +290,21 @@ class JobStateMachine:
         if event.attempt != self.attempt.number or self.job_phase not in ACTIVE:
             return
 
-        end = event.end
-        self.attempt.exits[event.rank] = end
+        rank_exit = event.exit
+        self.attempt.exits[event.rank] = rank_exit
 
-        # Nothing that other ranks may still report can explain this exit.
-        if end.is_cause:
+        # No later report can explain this exit, so decide now.
+        if rank_exit.is_cause:
             self._fail(root_cause(self.attempt.exits), now)
             return
 
-        if not end.clean:
+        if not rank_exit.clean:
             # The cause may be on another rank, and about to show.
             if self.job_phase is JobPhase.ASK:
                 self.job_phase = JobPhase.RUN
 
             self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
-        elif end.code == PREEMPTED:
+        elif rank_exit.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves, and not this launcher.
             if self.job_phase is not JobPhase.PREEMPT:
                 self._preempt_signal = "SIGTERM"
@@ -321,7 +321,7 @@ class JobStateMachine:
         if not self.attempt.all_clean:
             self._fail(root_cause(self.attempt.exits), now)
         elif not self.attempt.any_preempted:
-            self._end(Ending(0))
+            self._end(JobEnd(0))
         elif self._preempt_signal:
             self._end_preempted()
         else:
@@ -333,7 +333,7 @@ class JobStateMachine:
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
 
         if event.hopeless and self.job_phase is not JobPhase.OVER:
-            self._planned_ending = Ending(1, failure)
+            self._planned_end = JobEnd(1, failure)
             self._report(failure, "not restarted: it would end the same way")
             self._kill_ranks(now)
         elif event.attempt == self.attempt.number and self.job_phase in ACTIVE:
@@ -341,7 +341,7 @@ class JobStateMachine:
 
     # ---- heartbeats and hangs ----
 
-    def beat(self, node: int, beat: NodeBeat, now: float) -> None:
+    def beat_received(self, node: int, beat: NodeBeat, now: float) -> None:
         self._last_beat[node] = now
         self.attempt.watchdog.views[node] = beat.views
         if beat.settings:
@@ -357,7 +357,7 @@ class JobStateMachine:
         if warning := self.attempt.watchdog.warning(WARN_S):
             self._say(warning)
 
-        if self.attempt.watchdog.suspect(self.attempt.running, now):
+        if self.attempt.watchdog.look(self.attempt.running, now):
             self._enter(JobPhase.ASK, now + NODES_STACKS_S)
             self._unanswered = self._nodes_of_attempt()
             self._send_all(CollectStacks(self.attempt.number))
@@ -372,7 +372,7 @@ class JobStateMachine:
                 self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
-        # It is no hang if some rank advanced in the meantime, or compiles.
+        # It is no hang if some rank has advanced in the meantime or is compiling.
         self._enter(JobPhase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
@@ -390,7 +390,7 @@ class JobStateMachine:
                 self._end_preempted()
             case JobPhase.RUN | JobPhase.ASK | JobPhase.PREEMPT if at_once:
                 self._say("stopped at once")
-                self._planned_ending = Ending(self._preempted_code)
+                self._planned_end = JobEnd(self._preempted_code)
                 self._kill_ranks(now)
             case JobPhase.RUN | JobPhase.ASK:
                 self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
@@ -426,14 +426,14 @@ class JobStateMachine:
 
     @property
     def _preempted_code(self) -> int:
-        return 130 if self._preempt_signal == "SIGINT" else PREEMPTED
+        return Preempted.INTERRUPTED if self._preempt_signal == "SIGINT" else PREEMPTED
 
     def _end_preempted(self) -> None:
         step = self.committed()
         saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
-        self._say(f"{saved}; to resume: {self.job.again}")
+        self._say(f"{saved}; to resume: {self.job.resume_command}")
         self._log({"event": "preempted", "signal": self._preempt_signal, "step": step})
-        self._end(Ending(self._preempted_code))
+        self._end(JobEnd(self._preempted_code))
 
     # ---- time ----
 
@@ -449,8 +449,8 @@ class JobStateMachine:
         match self.job_phase:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
-                self._say(f"{problem}, and {self.cluster.bounds.least} are needed. To resume: {self.job.again}")
-                self._end(Ending(1, Failure(-1, "", time.time(), NODE, problem)))
+                self._say(f"{problem}; {self.cluster.bounds.least} are needed. To resume: {self.job.resume_command}")
+                self._end(JobEnd(1, Failure(-1, "", time.time(), NODE, problem)))
 
             case JobPhase.ASK:
                 self._judge_hang(now)
@@ -460,12 +460,12 @@ class JobStateMachine:
                 for number in sorted(self._unanswered):
                     self.gone(number, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
 
-            case _ if self.attempt.all_clean:
+            case JobPhase.PREEMPT if self.attempt.all_clean:
                 # Ranks that were asked to save take too long.
                 self._fail(self._overdue(), now)
 
-            case _:
-                # A node that is being lost may have caused the exception: wait, and report the node.
+            case JobPhase.RUN | JobPhase.PREEMPT:
+                # A rank raised. If a node has gone quiet, its loss may be the cause: wait for that report.
                 beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
                 if now - min(beats, default=now) <= QUIET_S:
                     self._fail(root_cause(self.attempt.exits), now)
@@ -482,22 +482,22 @@ class JobStateMachine:
     # ---- failures ----
 
     def _fail(self, failure: Failure | None, now: float) -> None:
-        """Kill all ranks, and decide whether another attempt follows."""
+        """Decide whether another attempt follows, report the failure and kill all ranks."""
         assert failure is not None
         saved = self.committed()
 
         if failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
-            self._planned_ending = Ending(2, failure)
+            self._planned_end = JobEnd(2, failure)
             self._report(failure)
         elif self._preempt_signal and (saved is not None or self.attempt.any_preempted):
-            # A job that was to end anyway, and has something to resume from, did what it was asked to do.
+            # The job was stopping anyway and can be resumed: not a failure.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
             # With nothing saved, rerunning would fail the same way, so no command is suggested.
             how = "start over" if saved is None else "resume"
-            hint = "" if saved is None and failure.likely_to_repeat else f". To {how}: {self.job.again}"
-            self._planned_ending = Ending(1, failure)
+            hint = "" if saved is None and failure.likely_to_repeat else f". To {how}: {self.job.resume_command}"
+            self._planned_end = JobEnd(1, failure)
             self._report(failure, f"not restarted: {reason}{hint}")
         else:
             self._plan_restart(failure, saved, now)
@@ -527,7 +527,7 @@ class JobStateMachine:
     def _report(self, failure: Failure, verdict: str = "") -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            # The failed rank is not among the others; a zygote is no rank.
+            # Don't count the failed rank; a zygote failure has none.
             others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
 
@@ -543,7 +543,7 @@ class JobStateMachine:
         self._log({"event": "failure", "attempt": self.attempt.number, **fields})
 
     def _kill_ranks(self, now: float) -> None:
-        """Have every node kill its ranks. `_planned_ending` says what follows when they are gone."""
+        """Have every node kill its ranks. `_planned_end` says what follows when they are gone."""
         self._enter(JobPhase.KILL, now + NODES_KILL_S)
         self._unanswered = self._nodes_of_attempt()
         self._send_all(Kill(self.attempt.number))
@@ -558,14 +558,14 @@ class JobStateMachine:
         if self.job_phase is not JobPhase.KILL or self._unanswered:
             return
 
-        if self._planned_ending is not None:
-            self._end(self._planned_ending)
+        if self._planned_end is not None:
+            self._end(self._planned_end)
         elif self._preempt_signal:
             self._end_preempted()
         else:
             self._gather(now)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: JobEnd) -> None:
         self._enter(JobPhase.OVER)
         self._commands.append(replace(ending, restarts=self.restarts.total))
 

@@ -29,10 +29,10 @@ from lockstep.launch.protocol import (
     Command,
     Connection,
     ConnectionLost,
-    Ending,
     Exited,
     Hello,
     Hub,
+    JobEnd,
     LogEvent,
     Message,
     NodeBeat,
@@ -51,22 +51,19 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.state_machine import JobStateMachine
-from lockstep.runtime.preemption import signal_handler
+from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
 
 # How long a turn of the loop waits for something to happen.
-POLL_S = 0.05
+TURN_S = 0.05
 
 # The coordinating node's number.
 COORDINATOR = 0
 
 # Upper bound on the rank count that a remote node may announce.
-MOST_RANKS = 4096
-
-# Signals that ask the job to save and exit. Schedulers send the first two, a terminal the third.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MAX_RANKS = 4096
 
 
-def supervise(job: Job) -> Ending:
+def supervise(job: Job) -> JobEnd:
     """Run the job on this node, alone or as one of several, and return how it ended."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
@@ -93,13 +90,13 @@ def supervise(job: Job) -> Ending:
 
 @contextmanager
 def collect_signals() -> Iterator[list[str]]:
-    """Yield a list to which the names of SIGNALS are appended as they come; outside the main thread it stays empty."""
+    """Yield a list that collects the names of the STOP_SIGNALS that come; outside the main thread it stays empty."""
     received: list[str] = []
 
     def note(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
 
-    with signal_handler(note, SIGNALS):
+    with signal_handler(note, STOP_SIGNALS):
         yield received
 
 
@@ -130,9 +127,9 @@ class Coordinator:
         self._machine.joined(Node(COORDINATOR, name, job.nproc), now)
 
         self._next_beat = now
-        self._ending: Ending | None = None  # set by the last command
+        self._ending: JobEnd | None = None  # set by the last command
 
-    def run(self) -> Ending:
+    def run(self) -> JobEnd:
         with closing(self._hub), closing(self._agent):
             while self._ending is None:
                 self._turn()
@@ -140,8 +137,8 @@ class Coordinator:
         return self._ending
 
     def _turn(self) -> None:
-        """Collect what happened, hand it to the state machine, and do what it says."""
-        select.select(self._agent.sockets() + self._hub.sockets(), [], [], POLL_S)
+        """Collect what happened, hand it to the state machine and carry out its commands."""
+        select.select(self._agent.sockets() + self._hub.sockets(), [], [], TURN_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
@@ -156,16 +153,16 @@ class Coordinator:
 
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._beat(now)
+            self._every_second(now)
 
         # Time passing is an event as well. Then carry out all commands issued in this turn.
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
 
-    def _beat(self, now: float) -> None:
-        """Exchange heartbeats, check for hangs, and look for a request of `lockstep resize`; called once a second."""
-        self._handle(COORDINATOR, self._agent.beat(), now)
+    def _every_second(self, now: float) -> None:
+        """Exchange heartbeats, check for hangs, and look for a request of `lockstep resize`."""
+        self._handle(COORDINATOR, self._agent.node_beat(), now)
         self._send_to_nodes(NodeBeat())
         self._machine.check_for_hangs(now)
 
@@ -211,8 +208,8 @@ class Coordinator:
                 f"the job has its {self._job.nnodes.most} nodes already",
                 "start the job with a larger --nnodes",
             )
-        elif not 1 <= count.least <= count.first <= count.most <= MOST_RANKS:
-            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.first}", same)
+        elif not 1 <= count.least <= count.initial <= count.most <= MAX_RANKS:
+            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.initial}", same)
         else:
             answer = Welcome(str(self._job.run_dir), self._job.decided)
 
@@ -232,7 +229,7 @@ class Coordinator:
             case Stacks():
                 self._machine.stacks(number, message, now)
             case NodeBeat():
-                self._machine.beat(number, message, now)
+                self._machine.beat_received(number, message, now)
             case SignalReceived():
                 self._machine.preempt_requested(message.signal, now)
             case _:
@@ -249,7 +246,7 @@ class Coordinator:
             case Announce():
                 say(command.text)
                 self._send_to_nodes(command)
-            case Ending():
+            case JobEnd():
                 self._send_to_nodes(command)
                 self._ending = command
             case _:
@@ -263,19 +260,19 @@ class Coordinator:
         """
         with socket.create_server((self._address, 0), backlog=1024) as listener:
             # Ranks are numbered node by node.
-            base = 0
+            first_rank = 0
             for group_rank, (number, count) in enumerate(command.ranks.items()):
                 start = Start(
                     attempt=command.attempt,
-                    base=base,
+                    first_rank=first_rank,
                     count=count,
-                    world=sum(command.ranks.values()),
+                    world_size=sum(command.ranks.values()),
                     group_rank=group_rank,
                     address=self._address,
                     port=listener.getsockname()[1],
                 )
                 self._send(number, start, listener)
-                base += count
+                first_rank += count
 
     def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
         if number == COORDINATOR:
@@ -292,7 +289,7 @@ class Coordinator:
 # ---- every other node ----
 
 
-def follow(job: Job, join: str, name: str, signals: list[str]) -> Ending:
+def follow(job: Job, join: str, name: str, signals: list[str]) -> JobEnd:
     """Do what the coordinating node says, until it ends the job or is gone."""
     with closing(connect(join, job.host, say)) as connection:
         try:
@@ -301,8 +298,8 @@ def follow(job: Job, join: str, name: str, signals: list[str]) -> Ending:
                 return _obey(agent, connection, signals, orders)
         except ConnectionLost as lost:
             text = f"the coordinating node ({join}) is gone: {lost}; the ranks here were stopped"
-            say(f"lockstep: {text}. To resume, on every node: {job.again}")
-            return Ending(1, Failure(-1, name, time.time(), NODE, text))
+            say(f"lockstep: {text}. To resume, on every node: {job.resume_command}")
+            return JobEnd(1, Failure(-1, name, time.time(), NODE, text))
 
 
 def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:
@@ -330,13 +327,13 @@ def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[M
     return adopted, orders
 
 
-def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> Ending:
+def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> JobEnd:
     next_beat = 0.0
     while True:
         # The first orders came with the welcome.
         for message in orders:
             match message:
-                case Ending():
+                case JobEnd():
                     return message
                 case Announce():
                     say(message.text)
@@ -352,12 +349,12 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
 
         if time.monotonic() >= next_beat:
             next_beat = time.monotonic() + BEAT_S
-            connection.send(agent.beat())
+            connection.send(agent.node_beat())
 
         orders = _received(connection, *agent.sockets())
 
 
 def _received(connection: Connection, *others: Any) -> list[Message]:
     """Wait a moment for messages, or for something on the `others`."""
-    select.select([connection, *others], [], [], POLL_S)
+    select.select([connection, *others], [], [], TURN_S)
     return [message for message in connection.receive(time.monotonic()) if not isinstance(message, NodeBeat)]

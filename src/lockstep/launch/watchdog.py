@@ -29,28 +29,22 @@ from lockstep.launch.failure import HANG, Failure
 from lockstep.launch.stacks import Frame, describe, group, line_of, main_thread
 from lockstep.runtime import heartbeat
 
-# Phases in which a rank waits for the others: it is never the reason for a hang there.
-WAITING = ("join", "exchange", "collective")
+# What the ranks may do before they enter a collective in which others wait already.
+BEFORE_EXCHANGE = {name for name, phase in heartbeat.PHASES.items() if phase.before_exchange}
 
-# Phases of every step, which take about the same time in each.
-STEADY = ("compute", "exchange", "update", "collective")
-
-# Phases without a history in this process, and user code, which may do something long once in a while.
-UNPREDICTABLE = ("start", "join", "build", "load", "compile", "end", "user code")
-
-# Minimum limit, in multiples of `hang.least`, for the other phases: they read and write files.
+# Minimum limit, in multiples of `hang.least`, for phases that read or write files.
 IO_FACTOR = 6.0
 
 # Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, and for every rank when none waits.
 BUSY_FACTOR = 12.0
 
-# How long a process must be seen halted: it may be suspended for a moment, or its exit may be reported soon.
+# Seconds a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
 HALTED_S = 3.0
 
-# How long a rank that compiles is left alone, before it is asked again.
+# How long a rank that compiles is left alone before it is asked again.
 COMPILING_S = 10.0
 
-# A launcher that did not look for this long was suspended or starved itself, and perhaps so were its ranks.
+# A launcher that did not look for this long was itself suspended or starved, and perhaps so were its ranks.
 AWAY_S = 3.0
 
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model that runs has no such
@@ -85,6 +79,11 @@ class RankView(heartbeat.View):
     @property
     def finished(self) -> bool:
         return self.state in ("Z", "") and self.phase == "end"
+
+    @property
+    def traits(self) -> heartbeat.Phase:
+        # Another node may send anything.
+        return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 
 
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
@@ -150,20 +149,20 @@ def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
 def _busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
     """Return `limit_of` this rank, or more if it visibly works: one long batch is not a hang."""
     limit = limit_of(view, views, limits)
-    none_waits = not any(other.phase in WAITING for other in views)
-    busy = view.phase not in WAITING and view.state in ("R", "D")
+    none_waits = not any(other.traits.waits for other in views)
+    busy = not view.traits.waits and view.state in ("R", "D")
 
     return max(limit, BUSY_FACTOR * limits.least) if busy or none_waits else limit
 
 
 def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float:
     """Return how many seconds this rank may stay in its phase."""
-    if view.phase in UNPREDICTABLE or view.steps_done == 0 or not view.longest.get(view.phase):
+    if view.traits.duration == "unpredictable" or view.steps_done == 0 or not view.longest.get(view.phase):
         return limits.first
 
     # A collective waits for whatever the other ranks still do before they enter it.
-    steady = view.phase in STEADY
-    phases = {view.phase, "compute", "data"} if steady else {view.phase}
+    steady = view.traits.duration == "steady"
+    phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
     longest = max(other.longest.get(phase, 0.0) for other in views for phase in phases)
 
     return max(limits.least * (1.0 if steady else IO_FACTOR), limits.factor * longest)
@@ -173,10 +172,10 @@ def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: those that do not wait themselves, or are behind."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
-    if awaited := [view.rank for view in views if view.phase not in WAITING or view.step < newest]:
+    if awaited := [view.rank for view in views if not view.traits.waits or view.step < newest]:
         return awaited
 
-    # All of them wait: the others wait for the ranks in a collective of their own, if that is clear.
+    # All of them wait: blame the smallest group in a different collective, if there is exactly one.
     waits = Counter((view.phase, view.detail) for view in views)
     fewest = min(waits.values())
     if len(waits) == 1 or list(waits.values()).count(fewest) > 1:
@@ -213,7 +212,7 @@ def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[
 def _who(suspicion: Suspicion, awaited: list[int]) -> str:
     if len(awaited) == 1:
         view = suspicion.views[awaited[0]]
-        return f"rank {view.rank} on {view.host} is the one the others wait for: {_describe(view)}"
+        return f"the others are waiting for rank {view.rank} on {view.host} ({_describe(view)})"
 
     if not awaited:
         return f"cannot tell which rank is at fault, all are waiting: {_describe(next(iter(suspicion.views.values())))}"
@@ -273,7 +272,7 @@ class Watchdog:
         # Whether the screen says that no rank advances.
         self._warned = False
 
-        # Since when the launcher has looked without a long break, and when it looked last.
+        # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
         self._last_look = -math.inf
 
@@ -292,7 +291,7 @@ class Watchdog:
     def _all_views(self) -> list[RankView]:
         return [view for views in self.views.values() for view in views]
 
-    def suspect(self, running: Collection[int], now: float) -> Suspicion | None:
+    def look(self, running: Collection[int], now: float) -> Suspicion | None:
         """Judge the ranks that still run; called about once a second. After a suspicion, their stacks are collected."""
         views = [view for view in self._all_views if view.rank in running]
 
@@ -329,7 +328,7 @@ class Watchdog:
         self._warned = True
 
         # The rank to name is one that does not wait for others, if there is one.
-        named = min(views, key=lambda view: (view.phase in WAITING, view.rank))
+        named = min(views, key=lambda view: (view.traits.waits, view.rank))
         limit = max(limit_of(view, views, self.limits) for view in views)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
 
@@ -359,7 +358,7 @@ class Watchdog:
         """Whether a rank is compiling, which is no hang. If so, no suspicion follows for a while.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
-        longer than a step. The limit is then that of the first time.
+        longer than a step. `hang.first` then applies.
         """
         young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
         compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)

@@ -35,7 +35,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
         work(spec)
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code in (None, 0, failure.PREEMPTED):
+        if code in (None, *failure.CLEAN):
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
@@ -65,7 +65,7 @@ def exit_without_teardown(code: int) -> NoReturn:
     `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
     """
     # After an error there is no waiting: the collectives of other threads can no longer end.
-    if code in (0, failure.PREEMPTED):
+    if code in failure.CLEAN:
         # Executors let their threads go, and then all threads that are not daemons are waited for.
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()

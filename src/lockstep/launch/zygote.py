@@ -218,7 +218,7 @@ def _serve(control: socket.socket, work: Work) -> None:
 
     # The launcher is gone, perhaps killed: clean up in its place.
     for pid in children:
-        _kill_group(pid)
+        kill_rank(pid)
         os.waitpid(pid, 0)
 
     for folder in folders:
@@ -260,7 +260,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
             return
 
         pid = ended.si_pid
-        _kill_group(pid)
+        kill_rank(pid)
         _, status = os.waitpid(pid, 0)
         _report(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -270,9 +270,12 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def kill_rank(pid: int) -> None:
+    """Kill a rank and its loader processes, which are in its process group."""
+    # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 # ---- in a forked rank ----

@@ -79,7 +79,7 @@ def _why_not_live(stream: TextIO) -> str | None:
     return None
 
 
-def _point_at_null(stream: TextIO) -> None:
+def point_at_null(stream: TextIO) -> None:
     """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe would give 120."""
     # A stream without a descriptor is not flushed at exit.
     with contextlib.suppress(OSError, ValueError):
@@ -145,7 +145,7 @@ def never_raises(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             display.failure = display.failure or error
             if isinstance(error, BrokenPipeError):
-                _point_at_null(display._stream)
+                point_at_null(display._stream)
 
     return guarded
 

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import UserError
+from lockstep.launch.records import replacing
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -55,9 +56,10 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
-    draft = folder / "report.html.tmp"
-    draft.write_text(page(read_run(folder)), encoding="utf-8")
-    return draft.replace(folder / "report.html")
+    with replacing(folder / "report.html") as draft:
+        draft.write_text(page(read_run(folder)), encoding="utf-8")
+
+    return folder / "report.html"
 
 
 # ---- the run folder, read back ----

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
+from lockstep.launch.records import replacing
 from lockstep.launch.run_dir import (
     choose_run_dir,
     holds_a_run,
     is_checkpoint,
     lock,
+    not_writable,
     prepare,
     refuse_another_run,
     run_of,
@@ -50,7 +52,7 @@ class RunFolder:
         """Return a path as the user would write it; inside this folder it begins with `shown`."""
         return str(Path(self.shown) / path.relative_to(self.path) if path.is_relative_to(self.path) else path)
 
-    def let_go(self) -> None:
+    def release_lock(self) -> None:
         if self.lock is not None:
             self.lock.close()
             self.lock = None
@@ -130,11 +132,7 @@ def _create(folder: RunFolder) -> None:
             old.unlink()
         _mark(folder).touch()
     except OSError as error:
-        raise UserError(
-            f"run_dir={path} cannot be written: {error.strerror}: {error.filename or path}",
-            "",
-            "type run_dir=FOLDER, one that you may write to",
-        ) from error
+        raise not_writable(path, error) from error
 
 
 def _mark(folder: RunFolder) -> Path:
@@ -160,16 +158,14 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    staged = run_dir / "model.safetensors.tmp"
     try:
-        save_file(weights, str(staged), metadata={"format": "pt", **aliases})
+        with replacing(run_dir / "model.safetensors") as draft:
+            save_file(weights, str(draft), metadata={"format": "pt", **aliases})
 
-        # Without the fsync, a power failure after the rename could leave a file without its contents.
-        with staged.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(staged, run_dir / "model.safetensors")
+            # Without the fsync, a power failure after the rename could leave a file without its contents.
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
-        staged.unlink(missing_ok=True)
         raise UserError(
             f"the final weights cannot be written to {run_dir}: {error}",
             "",

@@ -15,25 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# Column -> the phases of a heartbeat that it adds up.
-COLUMNS = {
-    "data": ("data",),
-    "compute": ("compute", "update", "user code"),
-    "exchange": ("exchange", "collective"),
-}
+from lockstep.runtime.heartbeat import PHASES
+
+# Each adds up the phases of a heartbeat that name it.
+COLUMNS = ("data", "compute", "exchange")
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its number of micro-batches
 
-LEAST_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
+MIN_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
 
 # Late data is reported if GPUs wait for their batch for this share of a step, in this many intervals in a row.
 DATA_WAIT_SHARE = 0.2
 CONSECUTIVE = 2
 
-# On a shared machine one rank is slow now and another one later. A slow rank is reported only if it is the
-# same one for this many intervals in a row and this many seconds. Then nothing is reported for SILENCE_S.
+# On a shared machine different ranks are slow at different times. A slow rank is reported only if it is the same one
+# for this many intervals in a row and this many seconds. Then nothing is reported for PAUSE_S.
 LASTING = 5
 LASTING_S = 10.0
-SILENCE_S = 300.0
+PAUSE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ def pack(before: Mapping[str, float], now: Mapping[str, float], steps: int, micr
 
     `before` and `now` are two readings of `Heartbeat.spent`.
     """
-    spent = [sum(now[phase] - before[phase] for phase in phases) for phases in COLUMNS.values()]
+    spent = [
+        sum(now[name] - before[name] for name, phase in PHASES.items() if phase.column == column) for column in COLUMNS
+    ]
     return [figure / max(1, steps) for figure in (*spent, micro_batches)]
 
 
@@ -85,7 +85,7 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     excess = own - usual
     waits = median(row["exchange"] for row in others) - slow["exchange"]
     share = min(excess, waits) / max(own + slow["exchange"], 1e-9)
-    if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
+    if own < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
         return None
 
     # Blame data or compute, whichever exceeds the others' time by more.
@@ -108,7 +108,7 @@ def _scale(slow: Mapping[str, float], row: Mapping[str, float]) -> float:
 
 
 class SlowRankWatch:
-    """Reports a rank that has been slow for a while, once, and is then silent for some minutes."""
+    """Reports a rank that has been slow for a while, once, then stays silent for some minutes."""
 
     def __init__(self, threshold: float = 1.3, clock: Callable[[], float] = time.monotonic):
         self.threshold = threshold
@@ -122,7 +122,7 @@ class SlowRankWatch:
         self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
-        """Take the figures of an interval, and return a slow rank if it should be reported now."""
+        """Take the figures of an interval and return a slow rank if it should be reported now."""
         now = self._clock()
         slow = slowest(rows, self.threshold)
         rank = slow.rank if slow else None
@@ -142,7 +142,7 @@ class SlowRankWatch:
             return None
 
         self._reported = (slow.rank, slow.cause)
-        self._silent_until = now + SILENCE_S
+        self._silent_until = now + PAUSE_S
         return slow
 
 
@@ -152,7 +152,7 @@ class LateDataWatch:
     _intervals = 0
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
-        """Take the figures of an interval, and return a warning if it is due."""
+        """Take the figures of an interval and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
 

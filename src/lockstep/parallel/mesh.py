@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
@@ -113,7 +113,7 @@ def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> Us
     asked = ", ".join(f"mesh.{axis}={asked_sizes[axis]}" for axis in AXES if axis in asked_sizes)
     why = f"{size} is not a multiple of {product}" if filled else f"it has {product} places"
     return UserError(
-        f"the mesh {asked} does not fit {size} rank{'s' * (size > 1)}: {why}",
+        f"the mesh {asked} does not fit {plural(size, 'rank')}: {why}",
         "",
         ", or ".join(fixes),
     )

@@ -123,7 +123,7 @@ def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | N
     if count < world:
         raise UserError(
             f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split on {world} ranks",
-            f"{count} micro-batch{'es' * (count > 1)} for {world} ranks",
+            f"{plural(count, 'micro-batch', 'micro-batches')} for {world} ranks",
             f"type micro_batch={global_batch // world} or less",
         )
     return config.micro_batch, "as asked"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from torch.cuda import Event
 
-from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 # The phases of every step. The time in `data` is how long the device was idle because its batch was late, and not how
 # long a host that runs ahead waited for the batch.
-TIMED = frozenset({"data", "compute", "exchange", "update", "collective", "user code"})
+TIMED = frozenset(name for name, phase in PHASES.items() if phase.column)
 
-MOST = 512  # phases that may wait to be read; a device that is further behind hangs
+MAX_UNREAD = 512  # phases that may wait to be read; a device that is further behind hangs
 
 
 class DeviceHeartbeat(Heartbeat):
@@ -36,7 +36,7 @@ class DeviceHeartbeat(Heartbeat):
         begin = self._entered
         self._entered = None
 
-        if (begin or phase in TIMED) and len(self._unread) < MOST:
+        if (begin or phase in TIMED) and len(self._unread) < MAX_UNREAD:
             # One event is the end of a phase and the beginning of the next.
             now = self._free.pop() if self._free else self._event()
             now.record()

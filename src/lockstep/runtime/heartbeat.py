@@ -20,23 +20,36 @@ FOLDER = "LOCKSTEP_FOLDER"
 # Which attempt a rank belongs to, counted from 0.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 
-PHASES = (
-    "start",  # importing, reading the configuration
-    "join",  # joining the process group
-    "build",  # making the model, the data and the optimizers
-    "load",  # reading a checkpoint
-    "compile",  # the model, before the first gradient all-reduce
-    "data",  # waiting for the next micro-batch
-    "compute",  # forward, and backward of all micro-batches but the last
-    "exchange",  # the last backward, with the gradient all-reduce
-    "update",  # the optimizer
-    "collective",  # a small collective outside the step; the detail says which
-    "evaluate",
-    "snapshot",  # copying the state for a checkpoint: training waits
-    "commit",  # waiting for a checkpoint to be on disk
-    "user code",  # an own loop between two steps, after_step, show
-    "end",  # report and summary
-)
+
+@dataclass(frozen=True)
+class Phase:
+    """What others need to know about a phase: the watchdog, the search for slow ranks, the clock of a GPU."""
+
+    # How long a visit takes. "steady": about as long in every step; "files": it reads or writes files;
+    # "unpredictable": earlier visits, if there were any, say nothing about the next.
+    duration: str = "unpredictable"
+    waits: bool = False  # for other ranks: being in this phase alone does not make a rank the suspect
+    before_exchange: bool = False  # the other ranks may wait in their exchange until it ends
+    column: str = ""  # of the slow ranks' table, if it is part of a step; a GPU then times it
+
+
+PHASES = {
+    "start": Phase(),  # importing, reading the configuration
+    "join": Phase(waits=True),  # joining the process group
+    "build": Phase(),  # making the model, the data and the optimizers
+    "load": Phase(),  # reading a checkpoint
+    "compile": Phase(),  # the model, before the first gradient all-reduce
+    "data": Phase("files", before_exchange=True, column="data"),  # waiting for the next micro-batch
+    "compute": Phase("steady", before_exchange=True, column="compute"),  # forward, and each backward but the last
+    "exchange": Phase("steady", waits=True, column="exchange"),  # the last backward, with the gradient all-reduce
+    "update": Phase("steady", column="compute"),  # the optimizer
+    "collective": Phase("steady", waits=True, column="exchange"),  # a small one outside the step, named by the detail
+    "evaluate": Phase("files"),
+    "snapshot": Phase("files"),  # copying the state for a checkpoint: training waits
+    "commit": Phase("files"),  # waiting for a checkpoint to be on disk
+    "user code": Phase(column="compute"),  # a user's loop between two steps, after_step, show
+    "end": Phase(),  # report and summary
+}
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 # The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
@@ -149,7 +162,7 @@ def read(path: Path) -> View | None:
         age=max(0.0, time.monotonic() - moment),
         step=step,
         steps_done=steps_done,
-        phase=PHASES[phase],
+        phase=list(PHASES)[phase],
         detail=detail.rstrip(b"\0").decode(errors="replace"),
         longest=dict(zip(PHASES, _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size), strict=True)),
     )

@@ -14,8 +14,9 @@ from types import FrameType
 
 from lockstep.runtime.heartbeat import FOLDER
 
-# What schedulers send some time before they kill.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# What schedulers send some time before they kill, and with it what a terminal sends.
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 
 class PreemptionNotice:
@@ -45,7 +46,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     Under our launcher Ctrl-C is the launcher's, which then sends SIGTERM to the ranks.
     """
     notice = PreemptionNotice()
-    with signal_handler(notice.receive, SIGNALS if FOLDER in os.environ else (*SIGNALS, signal.SIGINT)):
+    with signal_handler(notice.receive, SCHEDULER_SIGNALS if FOLDER in os.environ else STOP_SIGNALS):
         yield notice
 
 

@@ -27,6 +27,7 @@ from lockstep.engine import setup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import ModelSetup, RunBuilder
 from lockstep.errors import UserError
+from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
 from lockstep.runtime.layout import full_tensor
@@ -211,9 +212,7 @@ class RecordedRun(Run):
 
         # A rank that is killed while it writes leaves the last complete record.
         path = self._folder / f"record-{self.runtime.world.rank}.json"
-        staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
-        staged.replace(path)
+        records.write(path, json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task or the script keeps besides the model: registered state and the task's attributes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.strategies import STRATEGIES, with_trait
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 
 # Three divides few batches, so that ranks get different numbers of micro-batches.
 WORLDS = (1, 2, 3, 4)
@@ -30,7 +30,7 @@ class Trial:
 
     @property
     def text(self) -> str:
-        ranks = "1 process" if self.world == 1 else f"{self.world} processes {self.strategy or ''}".rstrip()
+        ranks = plural(self.world, "process", f"processes {self.strategy or ''}".rstrip())
         flags = {"again": self.again, "nudged": self.nudge, "eval mode": self.eval_mode}
         return ", ".join([ranks, f"micro-batch {self.micro_batch}", *(word for word, on in flags.items() if on)])
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.launch import failure, records
-from lockstep.launch.failure import Exit, Failure, LocalRank, examine, root_cause
+from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, root_cause
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -31,8 +31,8 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
 
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
-    silent = Exit(3, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
-    assert root_cause({0: Exit(1, complaint), 1: silent}).rank == 1
+    silent = RankExit(3, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
+    assert root_cause({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
 def test_records_survive_the_round_trip(tmp_path):
@@ -67,7 +67,7 @@ def test_half_a_record_is_none(local_rank):
 
 
 def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
-    ended = {rank: Exit(1, recorded(tmp_path, rank, ValueError(str(rank)))) for rank in (1, 0)}
+    ended = {rank: RankExit(1, recorded(tmp_path, rank, ValueError(str(rank)))) for rank in (1, 0)}
     assert root_cause(ended).rank == 1
 
 
@@ -75,28 +75,28 @@ def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
     """Its peers may notice that it has left the process group, and record that, before it has recorded anything."""
     cause = ValueError("the real cause")
     failure.stamp(cause)
-    ended = {0: Exit(1, recorded(tmp_path, 0, RuntimeError("connection closed by peer")))}
+    ended = {0: RankExit(1, recorded(tmp_path, 0, RuntimeError("connection closed by peer")))}
     failure.stamp(cause)  # seen again on its way out: the first time counts
-    ended[1] = Exit(1, recorded(tmp_path, 1, cause))
+    ended[1] = RankExit(1, recorded(tmp_path, 1, cause))
     assert root_cause(ended).rank == 1
 
 
 def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, local_rank):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     killed = examine(local_rank, -signal.SIGKILL, time.time() + 1)
-    assert root_cause({0: Exit(1, complaint), 1: killed}).kind == "SIGKILL"
+    assert root_cause({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
 
 
 def test_an_abort_after_a_record_is_a_consequence(tmp_path, local_rank):
-    cause = Exit(1, recorded(tmp_path, 0, ValueError("the real cause")))
+    cause = RankExit(1, recorded(tmp_path, 0, ValueError("the real cause")))
     assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
     assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_finished_and_preempted_are_no_failures(local_rank, code):
-    assert examine(local_rank, code, WHEN) == Exit(code)
-    assert root_cause({1: Exit(code)}) is None
+    assert examine(local_rank, code, WHEN) == RankExit(code)
+    assert root_cause({1: RankExit(code)}) is None
 
 
 def test_the_text_names_rank_step_phase_and_cause(local_rank):

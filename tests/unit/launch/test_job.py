@@ -43,8 +43,8 @@ def test_counts(monkeypatch):
         monkeypatch.setattr(module, "visible_gpus", lambda gpus=gpus: gpus)
         monkeypatch.setattr(module, "available_cores", lambda cores=cores: cores)
         assert parse_nproc("1..8") == Count(1, 8, first)
-        assert parse_nproc("auto").first == (gpus or min(2, cores))
-    assert parse_nproc("4..8").first == 4  # one core, and at least four asked for
+        assert parse_nproc("auto").initial == (gpus or min(2, cores))
+    assert parse_nproc("4..8").initial == 4  # one core, and at least four asked for
 
 
 def test_gpus_are_counted_without_torch():

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.launch import protocol
-from lockstep.launch.failure import Exit, Failure
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.job import Count, Job
 from lockstep.launch.protocol import (
     Announce,
     Connection,
     ConnectionLost,
-    Ending,
     Exited,
     Hello,
     Hub,
+    JobEnd,
     NodeBeat,
     Refused,
     Stacks,
@@ -40,9 +40,9 @@ from ports import free_port
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Count(1, 2, 1), {"target": "x"}),
-    Exited(0, 1, Exit(0)),
-    Exited(0, 1, Exit(1, Failure(1, "host", 12, "ValueError", "text"))),
-    Ending(75, None, 3),
+    Exited(0, 1, RankExit(0)),
+    Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
+    JobEnd(75, None, 3),
     Stacks(3, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, "127.0.0.1", 5000),
     NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}),
@@ -69,7 +69,7 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "Announce", "text": "x", "more": 1}',
         b'{"kind": "RanksGone", "attempt": true}',
         b'{"kind": "RanksGone", "attempt": 1.5}',
-        b'{"kind": "Exited", "attempt": 0, "rank": 1, "end": {"code": 1, "failure": {"rank": 1}}}',
+        b'{"kind": "Exited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
         b'{"kind": "Message"}',
         b'{"kind": ["Announce"], "text": "x"}',
@@ -89,7 +89,7 @@ values = st.recursive(
 
 
 @given(
-    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "Ending"]), st.dictionaries(st.text(max_size=8), values)
+    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnd"]), st.dictionaries(st.text(max_size=8), values)
 )
 def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
     try:
@@ -194,7 +194,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(protocol, "DRAIN_S", 120.0)
-    monkeypatch.setattr(protocol, "SILENCE_S", 120.0)
+    monkeypatch.setattr(protocol, "LOST_AFTER_S", 120.0)
     hub = Hub(claim(address))
     line = connect(address, None, print)
     line.send(Announce("here"))

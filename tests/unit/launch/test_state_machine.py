@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import state_machine as module
-from lockstep.launch.failure import Exit, Failure
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.job import Count, Job, Node, divide
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
-    Ending,
     Exited,
+    JobEnd,
     Kill,
     LogEvent,
     NodeBeat,
@@ -60,7 +60,7 @@ class Stage:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, Exit(code, failed)), self.now)
+        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed)), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -73,7 +73,7 @@ class Stage:
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        self.machine.beat(node, NodeBeat(list(views), settings), self.now)
+        self.machine.beat_received(node, NodeBeat(list(views), settings), self.now)
 
     def sent(self, kind: type) -> list[int]:
         return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -97,7 +97,7 @@ def test_all_done(stage):
     stage.exit(0, 0)
     assert stage.tick() == []
     stage.exit(1, 0)
-    assert stage.tick() == [Ending(0)]
+    assert stage.tick() == [JobEnd(0)]
 
 
 def test_a_kill_stops_all_and_starts_all_again(stage):
@@ -113,7 +113,7 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.machine.exited(Exited(0, 0, Exit(-9)), stage.now)
+    stage.machine.exited(Exited(0, 0, RankExit(-9)), stage.now)
     stage.machine.ranks_gone(0, 0, stage.now)
     stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
@@ -131,7 +131,7 @@ def test_an_error_whose_cause_never_shows_is_the_cause(stage):
     stage.exit(0, 1, message="the real one")
     stage.tick(1.1)
     assert "rank 0 on host-0" in stage.said
-    assert "not restarted: no checkpoint was saved" in stage.said
+    assert "not restarted: no checkpoint has been saved" in stage.said
     stage.ranks_gone()
     (ending,) = stage.tick()
     assert (ending.code, ending.failure.message) == (1, "the real one")
@@ -144,7 +144,7 @@ def test_an_error_after_progress_is_restarted_once(stage):
         stage.tick(1.1)
         stage.ranks_gone()
         last = stage.tick()
-    assert [type(command) for command in last] == [Ending]
+    assert [type(command) for command in last] == [JobEnd]
     assert last[0].restarts == 1
 
 
@@ -166,14 +166,14 @@ def test_the_budget_slides(stage):
         stage.kill()
         stage.now += 1
     last = stage.kill()
-    assert isinstance(last[-1], Ending)
+    assert isinstance(last[-1], JobEnd)
     assert last[-1].restarts == 20
     assert "not restarted: 10 restarts within the last hour" in stage.said
 
 
 def test_the_budget_is_the_tasks_own(stage):
     stage.beat(restart={"per_hour": 0, "grace": 1})
-    assert isinstance(stage.kill()[-1], Ending)
+    assert isinstance(stage.kill()[-1], JobEnd)
 
 
 def test_a_dead_zygote_is_a_failure(stage):
@@ -219,7 +219,7 @@ def test_a_stop_request(stage, name, code):
     stage.exit(1, 75)
     stage.tick()
     assert stage.said == "lockstep: saved at step 12; to resume: type it again"
-    assert stage.of(Ending) == [Ending(code)]
+    assert stage.of(JobEnd) == [JobEnd(code)]
     assert stage.of(LogEvent)[0].event == {"event": "preempted", "signal": name, "step": 12}
 
 
@@ -227,7 +227,7 @@ def test_a_stop_request_to_a_job_that_finishes_first(stage):
     stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 0)
     stage.exit(1, 0)
-    assert stage.tick()[-1] == Ending(0)
+    assert stage.tick()[-1] == JobEnd(0)
 
 
 def test_ranks_that_do_not_stop_are_killed(stage):
@@ -261,7 +261,7 @@ def test_a_second_interrupt_stops_at_once(stage):
     stage.tick()
     assert stage.sent(Kill) == [0]
     stage.ranks_gone()
-    assert stage.tick() == [Ending(130)]
+    assert stage.tick() == [JobEnd(130)]
 
 
 def test_a_stop_request_between_two_attempts(stage):
@@ -269,7 +269,7 @@ def test_a_stop_request_between_two_attempts(stage):
     stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     stage.tick()
-    assert stage.of(Ending) == [Ending(75, None, 1)]
+    assert stage.of(JobEnd) == [JobEnd(75, None, 1)]
     assert not stage.of(StartAttempt)
 
 
@@ -283,7 +283,7 @@ def test_ranks_that_were_signalled_directly(stage):
     stage.exit(0, 75)
     assert not stage.sent(Kill)
     stage.exit(1, 75)
-    assert stage.tick()[-1] == Ending(75)
+    assert stage.tick()[-1] == JobEnd(75)
 
 
 def test_resize():
@@ -403,7 +403,7 @@ def test_a_node_lost_while_the_others_stop():
     stage.exit(1, -9)
     stage.machine.gone(2, "vanished", stage.now)
     stage.ranks_gone(0)
-    assert [stage.tick(), stage.of(Ending)][1][0].code == 1
+    assert [stage.tick(), stage.of(JobEnd)][1][0].code == 1
 
 
 def test_a_node_lost_while_the_job_waits_for_more():
@@ -433,7 +433,7 @@ def test_a_node_that_has_done_its_part_may_go():
     stage.exit(1, 0)
     stage.machine.gone(1, "vanished", stage.now)
     stage.exit(0, 0)
-    assert [stage.tick(), stage.of(Ending)][1] == [Ending(0)]
+    assert [stage.tick(), stage.of(JobEnd)][1] == [JobEnd(0)]
 
 
 def test_a_node_that_comes_is_welcomed():
@@ -453,7 +453,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
     stage.join(1)
     stage.machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
-    assert stage.tick()[-1] == Ending(75)
+    assert stage.tick()[-1] == JobEnd(75)
 
 
 # Hangs

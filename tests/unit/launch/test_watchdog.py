@@ -136,7 +136,7 @@ def test_stacks_tell_who_is_odd_when_phases_do_not():
 
 def look(watch, views, now):
     watch.views = {0: views}
-    return watch.suspect({view.rank for view in views}, now)
+    return watch.look({view.rank for view in views}, now)
 
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
@@ -235,7 +235,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
     assert (failure.step, failure.phase) == (41, "data")
     assert failure.message == (
         "no rank has advanced for 37.0 s (limit 30.0 s); "
-        "rank 1 on node-a is the one the others wait for: step 41, phase data, process sleeping"
+        "the others are waiting for rank 1 on node-a (step 41, phase data, process sleeping)"
     )
     assert failure.traceback.splitlines() == [
         "rank 1 is at: /u/data.py:3 read",

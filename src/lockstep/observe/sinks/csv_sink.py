@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.records import replacing
 from lockstep.observe.formats import flat
 
 
@@ -49,7 +49,5 @@ class CsvSink:
         self._columns = [*self._columns, *new]
 
         # A reader never sees half of the new file.
-        staged = self.path.with_suffix(".csv.tmp")
-        with staged.open("w", newline="", encoding="utf-8") as file:
+        with replacing(self.path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([self._columns, *self._rows()[1:]])
-        os.replace(staged, self.path)

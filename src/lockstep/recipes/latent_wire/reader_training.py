@@ -85,9 +85,9 @@ def frozen_reader(
             save_file({key: tensor.cpu().contiguous() for key, tensor in reader.state_dict().items()}, weights)
 
             # `about` is written last and atomically: if it exists, the weights are complete.
-            temporary = about.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
-            os.replace(temporary, about)
+            draft = about.with_suffix(".tmp")
+            draft.write_text(json.dumps({"sha256": _digest(weights), **settings, **facts}, indent=2))
+            os.replace(draft, about)
 
     # Loaded even if it was just trained, so that a new reader and a stored one are the same.
     _check_digest(weights, about)
@@ -217,10 +217,10 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
         tensors |= {f"adam.{number}.{name}": tensor for name, tensor in state.items()}
 
     # Replaced atomically, so that a kill while writing leaves the older file.
-    temporary = path.with_suffix(".tmp")
+    draft = path.with_suffix(".tmp")
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(stored, temporary, {"progress": json.dumps(asdict(progress))})
-    os.replace(temporary, path)
+    save_file(stored, draft, {"progress": json.dumps(asdict(progress))})
+    os.replace(draft, path)
 
 
 def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> Progress:
