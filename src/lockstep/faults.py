@@ -24,8 +24,8 @@ VARIABLE = "LOCKSTEP_FAULTS"
 PLACES = (
     "loss",  # a loss was computed
     "write",  # a checkpoint's file is half written
-    "rename",  # a checkpoint is staged, and not yet renamed
-    "latest",  # a checkpoint is renamed, and `latest` does not know
+    "rename",  # a checkpoint is staged but not yet renamed
+    "latest",  # a checkpoint is renamed, but `latest` does not name it yet
     "committed",  # everything about a checkpoint is done
 )
 
@@ -81,20 +81,20 @@ class Fault:
         self._untried = iter(range(self.times or 0))
 
     def due(self, phase: str, step: int, rank: int) -> bool:
-        """Return whether the fault happens now, and count it if so."""
+        """Return whether the fault happens now and count it if so."""
         # A fault in RETURNED has its own phase, even if none was given.
         wanted_phase = RETURNED.get(self.how, self.phase)
         if wanted_phase not in (None, phase) or self.rank not in (None, rank) or self.step not in (None, step):
             return False
 
-        # All ranks compete for the `times`: who creates the file has the fault.
+        # All ranks compete for the `times`: the one that creates the file has the fault.
         claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
 
         return self.times is None or any(claims)
 
 
 def _created(path: Path) -> bool:
-    """Create the file, and return True; or return False if another process did so before."""
+    """Create the file and return True, or return False if another process has created it."""
     # Exclusive creation is atomic between processes, even across restarts.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,1 +1,1 @@
-"""The launcher: it starts the ranks of a job, watches them, and restarts them. It imports no torch."""
+"""The launcher: it starts the ranks of a job, watches them and restarts them. It imports no torch."""

@@ -54,7 +54,7 @@ class LocalAttempt:
         # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-        # A pipe that carries no data. Ranks read from `alive`, and kill themselves when the other end is closed: by us,
+        # A pipe that carries no data. Ranks read from `alive` and kill themselves when the other end is closed: by us,
         # or by the kernel because we are dead.
         self.alive, write_end = os.pipe()
         self._lifeline = os.fdopen(write_end, "wb", buffering=0)
@@ -260,7 +260,7 @@ class Agent:
             self._events.append(Exited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that died, and kill the ranks that it forked: their exit codes would be lost."""
+        """Replace a zygote that died and kill the ranks that it forked: their exit codes would be lost."""
         self._cannot_import = not self._zygote.ready
         self._zygote.close()
 
@@ -315,10 +315,10 @@ def _preempt_rank(pid: int) -> None:
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
-    """Return where each living rank is. A rank that does not answer in time has an empty stack, and no collectives."""
+    """Return where each living rank is. A rank that does not answer in time has an empty stack and no collectives."""
     answers = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
     answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
 
-    # The last collectives are enough to compare ranks, and keep the message small.
+    # The last collectives are enough to compare ranks and keep the message small.
     return Stacks(current.number, answers, {rank: entries[-100:] for rank, entries in recorded.items()})

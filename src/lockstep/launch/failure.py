@@ -1,6 +1,6 @@
 """Failures of ranks: the record that a failing rank writes, and what can be said about one that wrote none.
 
-Records are JSON files in the attempt's folder. The launcher examines every rank that has ended, and picks the root
+Records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the root
 cause among the failures, so that the user sees the error that came first and not its consequences.
 """
 

@@ -2,7 +2,7 @@
 
 Torch keeps the last collectives of every process in memory. A thread of the rank writes them to a file when the
 launcher asks, even while the main thread waits in a collective; the launcher compares the ranks. This module does not
-import torch, and uses its JSON dumps, because the other format is a pickle.
+import torch. It uses torch's JSON dumps, because the other format is a pickle.
 
 It was tried with gloo, and with NCCL in a world of one (tests/gpu), but never with several GPUs.
 """
@@ -116,7 +116,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
     return [f"process group {name}: {text}" for name, text in texts.items() if text]
 
 
-# Rank -> number -> the collective that the rank entered. Numbers count up in each process group, and mean the same
+# Rank -> number -> the collective that the rank entered. Numbers count up in each process group and mean the same
 # collective on all ranks unless something is wrong.
 History = dict[int, dict[int, Collective]]
 

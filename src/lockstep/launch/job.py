@@ -59,7 +59,7 @@ class Job:
     nproc: Count
     nnodes: Count = Count(1, 1)
     join: str | None = None  # HOST:PORT where the nodes meet
-    host: str | None = None  # this node's name and address, where its own choice would be wrong
+    host: str | None = None  # this node's name and address, where the default would be wrong
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
     # layers above it.
@@ -232,7 +232,7 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
 
-        # One line, one write: ranks append to the same file, and create it with the same mode.
+        # One line, one write: ranks append to the same file and create it with the same mode.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
             file.write(json.dumps({"time": time.time(), **event}, allow_nan=False).encode() + b"\n")

@@ -111,7 +111,7 @@ class NodeBeat(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The node belongs to the job, and adopts what the coordinator decided."""
+    """The node belongs to the job and adopts what the coordinator decided."""
 
     run_dir: str
     decided: list
@@ -128,7 +128,7 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """The node will soon start this many ranks, and can import torch for them now."""
+    """The node will soon start this many ranks and can import torch for them now."""
 
     count: int
 
@@ -330,7 +330,7 @@ class Hub:
         return [*self._listeners, *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Accept new connections, and return what has arrived on all of them."""
+        """Accept new connections and return what has arrived on all of them."""
         for listener in self._listeners:
             # An error means that no other node is waiting, or that it has hung up already.
             with suppress(OSError):
@@ -410,7 +410,7 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
     """Connect to the coordinating node, which may not be running yet."""
     host, port = parse_join(join)
 
-    # Nodes may be started in any order: retry, and say so once.
+    # Nodes may be started in any order: retry and say so once.
     began = time.monotonic()
     announced = False
     why = ""

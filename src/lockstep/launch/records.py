@@ -19,10 +19,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 @contextmanager
 def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
-    """Yield a draft to write to, then rename it to `path`: nobody reads half a file. An error removes the draft.
-
-    Processes that may write the same file at once need different suffixes.
-    """
+    """Yield a draft to write to, then rename it to `path`: nobody reads half a file. An error removes the draft."""
+    # Processes that may write the same file at once need different suffixes.
     draft = path.with_name(f".{path.name}.{suffix}")
     try:
         yield draft

@@ -86,7 +86,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def run_of(path: Path) -> Path:
     """Return the run folder that `path`, a run or one of its checkpoints, belongs to."""
-    # A checkpoint may have been copied elsewhere, and then it belongs to no run.
+    # A checkpoint that was copied elsewhere belongs to no run.
     if is_checkpoint(path) and path.resolve().parent.name == "checkpoints":
         return path.resolve().parent.parent
 
@@ -101,7 +101,7 @@ def run_of(path: Path) -> Path:
 
 
 def prepare(run: Path) -> None:
-    """Make the folder, and check that it can be written to."""
+    """Make the folder and check that it can be written to."""
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
 

@@ -1,7 +1,7 @@
 """Python stacks of running ranks: a rank writes its own on a signal, even while it hangs in C++ or holds the GIL.
 
 `register` is the rank's side: `faulthandler` answers SIGUSR2 by writing to the file `stacks-RANK` in the attempt's
-folder. The rest is the launcher's side: ask for stacks, parse them, and group ranks by where they are.
+folder. The rest is the launcher's side: ask for stacks, parse them and group ranks by where they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent cal
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
-# Frames that lead to the user's code in every stack, and never explain anything.
+# Frames that lead to the user's code in every stack and never explain anything.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
     r"|/lockstep/launch/(?:zygote|worker)\.py$"

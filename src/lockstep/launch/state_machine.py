@@ -299,13 +299,13 @@ class JobStateMachine:
             return
 
         if not rank_exit.clean:
-            # The cause may be on another rank, and about to show.
+            # The cause may be on another rank and about to show.
             if self.job_phase is JobPhase.ASK:
                 self.job_phase = JobPhase.RUN
 
             self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
         elif rank_exit.code == PREEMPTED:
-            # A scheduler may have signalled the ranks themselves, and not this launcher.
+            # A scheduler may have signalled the ranks themselves and not this launcher.
             if self.job_phase is not JobPhase.PREEMPT:
                 self._preempt_signal = "SIGTERM"
                 self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
@@ -438,7 +438,7 @@ class JobStateMachine:
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        """Start an attempt that is ready, and act on the deadline of the present phase."""
+        """Start an attempt that is ready and act on the deadline of the present phase."""
         if self.job_phase is JobPhase.GATHER:
             self._start_if_ready(now)
 

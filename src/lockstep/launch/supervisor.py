@@ -1,7 +1,7 @@
 """Run a job to its end, whatever happens to its ranks and nodes on the way.
 
 `supervise` is the entry point. A `Coordinator` runs on the node that can bind the address of `--join`, or on the only
-node: the state machine decides, and the coordinator carries its commands out. On every other node `follow` does what
+node: the state machine decides, and the coordinator carries out its commands. On every other node `follow` does what
 the coordinator says. Each node has an `Agent`, which owns its ranks.
 """
 
@@ -112,7 +112,7 @@ def say(text: str) -> None:
 
 
 class Coordinator:
-    """Runs the ranks of its own node, talks to the other nodes, and carries out the state machine's commands."""
+    """Runs the ranks of its node, talks to the other nodes and carries out the state machine's commands."""
 
     def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str):
         self._job = job
@@ -161,7 +161,7 @@ class Coordinator:
             self._carry_out(command)
 
     def _every_second(self, now: float) -> None:
-        """Exchange heartbeats, check for hangs, and look for a request of `lockstep resize`."""
+        """Exchange heartbeats, check for hangs and look for a request of `lockstep resize`."""
         self._handle(COORDINATOR, self._agent.node_beat(), now)
         self._send_to_nodes(NodeBeat())
         self._machine.check_for_hangs(now)
@@ -213,7 +213,7 @@ class Coordinator:
         else:
             answer = Welcome(str(self._job.run_dir), self._job.decided)
 
-        # A refused node prints the reason and ends, and the connection with it.
+        # A refused node prints the reason and ends, which closes the connection.
         self._hub.send(number, answer)
         if isinstance(answer, Welcome):
             self._machine.joined(Node(number, hello.host, count), now)

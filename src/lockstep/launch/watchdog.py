@@ -1,4 +1,4 @@
-"""The watchdog: notice within seconds that no rank advances, and explain which rank the others wait for, and where.
+"""The watchdog: notice within seconds that no rank advances and explain which rank the others wait for, and where.
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
@@ -35,7 +35,7 @@ BEFORE_EXCHANGE = {name for name, phase in heartbeat.PHASES.items() if phase.bef
 # Minimum limit, in multiples of `hang.least`, for phases that read or write files.
 IO_FACTOR = 6.0
 
-# Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, and for every rank when none waits.
+# Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, or for every rank if none waits.
 BUSY_FACTOR = 12.0
 
 # Seconds a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
@@ -345,7 +345,7 @@ class Watchdog:
         if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
             return None
 
-        # A halted rank does not answer, and then there is nothing to compare.
+        # A halted rank does not answer; then there is nothing to compare.
         differences: list[str] = []
         if len(self.collectives) >= len(suspicion.views):
             # If torch changed its format, the stacks must do.

@@ -1,7 +1,7 @@
-"""What a rank runs after it was forked: call the job's function, or leave a failure record, and exit.
+"""What a rank runs after it was forked: call the job's function, leave a failure record if it raises, and exit.
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
-dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
+dies with its launcher, answers requests for stacks and collectives and exits without tearing Python down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.runtime.heartbeat import FOLDER
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
-    """Run `work(spec)` as a rank, and exit. `lifeline` is a pipe that closes when the launcher dies."""
+    """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies."""
     threading.Thread(target=_die_with_launcher, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
 
     rank = int(os.environ["RANK"])
@@ -58,15 +58,15 @@ def _die_with_launcher(lifeline: int) -> None:
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """End the process, and do by hand what an ordinary exit does for the user.
+    """End the process and do by hand what an ordinary exit does for the user.
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
-    release tensors. They need the GIL for that, and so the process occasionally aborts.
+    release tensors. They need the GIL for that, so the process occasionally aborts.
     `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
     """
     # After an error there is no waiting: the collectives of other threads can no longer end.
     if code in failure.CLEAN:
-        # Executors let their threads go, and then all threads that are not daemons are waited for.
+        # Executors let their threads go; then all threads that are not daemons are waited for.
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
 

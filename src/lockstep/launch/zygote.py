@@ -1,9 +1,9 @@
-"""The zygote: a process that imports everything once, and forks a rank whenever its launcher asks.
+"""The zygote: a process that imports everything once and forks a rank whenever its launcher asks.
 
 Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. The zygote
 runs no torch operation, never touches CUDA and starts no thread: none of these would survive a fork.
 
-`Zygote` is the launcher's side. The rest of the file runs in the zygote (`main`), and in the ranks that it forks.
+`Zygote` is the launcher's side. The rest of the file runs in the zygote (`main`) and in the ranks that it forks.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Zygote:
                 _close(fds)
 
     def close(self) -> None:
-        """End the zygote, and with it the ranks that it forked."""
+        """End the zygote and with it the ranks that it forked."""
         self.alive = False
         self.forget()
         self._socket.close()
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, entry, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
 
-    # Blocked, not ignored: a rank inherits the mask, and gets the signals that were sent before it could listen.
+    # Blocked, not ignored: a rank inherits the mask and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
     # Imports leave hardly any garbage, and looking for it would take a fifth of their time.
@@ -206,7 +206,7 @@ def _serve(control: socket.socket, work: Work) -> None:
                 request, fds = _next_request(control)
                 pid = os.fork()
 
-                # The rank inherits no descriptor of the zygote's own.
+                # The rank inherits none of the zygote's descriptors.
                 if pid == 0:
                     _close([control.detach(), woken, bell])
                     _become(request, fds, work)
@@ -252,7 +252,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """Report the ranks that ended, and kill their loader processes."""
+    """Report the ranks that ended and kill their loader processes."""
     while children:
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -294,7 +294,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     try:
         die_with_parent()
 
-        # A process group of its own: a signal to it reaches the rank's loader processes, and no other rank.
+        # A separate process group: a signal to it reaches the rank's loader processes and no other rank.
         os.setsid()
 
         # Until the engine handles preemption there is nothing to save.

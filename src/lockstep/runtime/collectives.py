@@ -105,7 +105,7 @@ class Collectives:
                         tensor.detach().copy_(content.view(tensor.dtype).view_as(tensor))
 
     def run_on_rank0(self, act: Callable[[], Any]) -> Any:
-        """Run `act` on rank 0, and return its result, plain JSON, on every rank. A UserError is raised everywhere."""
+        """Run `act` on rank 0 and return its result, plain JSON, on every rank. A UserError is raised everywhere."""
         result: Any = None
         error: UserError | None = None
         if self.world.rank == 0:
@@ -125,7 +125,7 @@ class Collectives:
         """Wait for all ranks, as the last collective of a run.
 
         This works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has
-        ended, and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier
+        ended and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier
         carries no tensor, and the pause gives the threads time to release those of earlier collectives.
         """
         if not self.world.alone:
@@ -136,7 +136,7 @@ class Collectives:
 
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors into messages: all small ones together, and each large one alone, which saves copying it."""
+    """Group tensors into messages: all small ones together and each large one alone, which saves copying it."""
     # A tensor without elements needs no message.
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]

@@ -65,7 +65,7 @@ class Runtime:
 
 @contextmanager
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
-    """Choose the device, join the process group, and leave it at the end. `store` replaces the usual rendezvous."""
+    """Choose the device, join the process group and leave it at the end. `store` replaces the usual rendezvous."""
     device = choose_device(config.device, world)
     heartbeat = (DeviceHeartbeat if device.type == "cuda" else Heartbeat).from_env(world.rank)
     faults.install(heartbeat)
@@ -216,13 +216,13 @@ def choose_device(asked: str, world: World) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name that is equal for all processes that use this GPU, and for no other GPU."""
+    """Return a name that is equal for all processes that use this GPU and for no other GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Run everything on a stream of our own.
+    """Run everything on a new stream.
 
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
     than the work.

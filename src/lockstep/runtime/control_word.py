@@ -1,7 +1,7 @@
 """The control word: what each rank tells all others in every step, as numbers that one all-reduce can sum.
 
 Every decision that must be the same on all ranks travels here: stop, save, preemption, end of data, a failed save.
-Drivers send the packed word along with the gradients or their norms, so agreeing seldom costs a collective of its own:
+Drivers send the packed word along with the gradients or their norms, so agreeing seldom costs another collective:
 only `ddp.hook=fp16` or `bf16` and `ddp.find_unused_parameters` need one more.
 """
 

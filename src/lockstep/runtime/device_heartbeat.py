@@ -56,7 +56,7 @@ class DeviceHeartbeat(Heartbeat):
             self.spent[self.phase] = on_device
 
     def _read(self) -> None:
-        """Add up what the device finished, and free those events."""
+        """Add up what the device finished and free those events."""
         # In the order of the stream: what comes after an event that has not happened has not happened either.
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()

@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that they are laid out over; plain ones are a group of their own.
+    """Group tensors by the mesh that they are laid out over; plain ones form one group.
 
     torch's foreach and fused kernels, and an all-reduce, take tensors of one mesh only.
     """
@@ -145,7 +145,7 @@ def laid_out(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: 
 
     placements = [Replicate()] * reference.device_mesh.ndim if replicate else reference.placements
 
-    # The meta tensor gives shape and stride, and takes no memory.
+    # The meta tensor gives shape and stride and takes no memory.
     return _dtensor(shard, reference, placements, torch.empty(tuple(shape), device="meta"))
 
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 from lockstep.runtime.heartbeat import FOLDER
 
-# What schedulers send some time before they kill, and with it what a terminal sends.
+# What schedulers send some time before they kill; and all that ask to save and exit, with Ctrl-C of a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
@@ -62,5 +62,5 @@ def signal_handler(receive: Callable[[int, FrameType | None], None], numbers: Se
         yield
     finally:
         for number, handler in before.items():
-            # None: the handler was set by C code, and cannot be restored.
+            # None: the handler was set by C code and cannot be restored.
             signal.signal(number, handler or signal.SIG_DFL)

@@ -37,7 +37,7 @@ class World:
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> World:
         """Return the world that the environment describes, or that of a single process."""
-        # Imported late: the readers make worlds, and so import this module.
+        # Imported late: the readers make worlds, so they import this module.
         from lockstep.runtime import environments
 
         return environments.detect(env)
