@@ -117,8 +117,8 @@ class Saver:
     @property
     def failed(self) -> PendingSave | None:
         """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
-        # Read `error` before `checkpoint`: the thread may commit in between. An error while tidying up after a commit is
-        # not a failed save.
+        # Read `error` before `checkpoint`: the thread may commit in between. An error while tidying up after a commit
+        # is not a failed save.
         save = self._pending
         return save if save and save.error and not (save.checkpoint or save.abandoned) else None
 

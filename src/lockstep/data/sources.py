@@ -1,7 +1,8 @@
 """Batch sources over datasets: they give this rank its micro-batches of each global step.
 
 The state of a map-style source is one integer, its position in the endless order of samples: epoch 0, then epoch 1,
-and so on. Samples that are left out (`tail=drop`, `pass_over`) have positions like all others. These are saved with it.
+and so on. Skipped samples (`tail=drop`, `pass_over`) keep their positions. The spans skipped after a rewind are saved
+too.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ class MapSource:
         self.length = len(sampler)
         self.position = 0  # of the next step, in the endless order of samples
 
-        # Positions (start, stop) that are left out from now on, because they spoiled a step.
+        # Positions (start, stop) that are skipped from now on, because they spoiled a step.
         self.passed_over: list[tuple[int, int]] = []
 
-        # No deal may change before this position: workers may already be reading up to it.
+        # Micro-batches up to this position are dealt for good: workers may already be reading them.
         self.dealt_until = 0
 
         # (first position, speeds of the ranks), oldest first. The newest that has begun counts, also after a rewind.

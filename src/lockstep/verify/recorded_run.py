@@ -158,11 +158,11 @@ class RecordedRun(Run):
         self._steps.append({"micros": self._micros, "settings": settings})
         super().finish(batches, result)
 
-    def maintain(self, evaluation_due: bool = False) -> None:
+    def maintain(self, repeat_evaluation: bool = False) -> None:
         self.guard.check_structure()  # after every step, before a checkpoint fails for that reason
-        super().maintain(evaluation_due)
+        super().maintain(repeat_evaluation)
 
-    def save_weights(self) -> None:
+    def end_training(self) -> None:
         """Do nothing: a trial needs no weights."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:
