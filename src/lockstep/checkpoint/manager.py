@@ -365,7 +365,7 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log what was written. Return whether the last save failed on this rank, for the control word."""
-        self._log(self.saver.poll())
+        self._log(self.saver.wait(0))
         return self.saver.failed is not None
 
     def settle(self) -> bool:

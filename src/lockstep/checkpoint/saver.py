@@ -1,14 +1,13 @@
-"""Saving while training continues: take a snapshot now, write it in a thread, and poll for how it went.
+"""Saving while training continues: take a snapshot now, write it in a thread, and ask later how it went.
 
-    staged             `save` copies what the next forward may change and starts the thread
-      copied           `wait_for_copy`, before the next update: the optimizers' state is copied as well
-      own file durable `wait_for_own_file`: this rank has done its part, or has failed
-    committed          by rank 0, when the files of all ranks are durable
-    failed             on this rank; the others learn of it from the manager
-    abandoned          by the manager, on all ranks, because the save failed on one of them
+    staged -> own file durable -> committed     by rank 0, when the files of all ranks are durable
+       |             |
+       +-------------+----------> failed        on this rank: `failed` has the error
+       +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
 
-`poll` and `wait` return the saves that reached one of the last three states. A failed save never raises: it has an
-`error`, and the next save starts afresh.
+`save` copies what the next forward may change and starts the thread; before the next update, `wait_for_copy` waits for
+the copy of the optimizers' state. `wait` returns the saves that have ended, after any of the three ends. A failed save
+never raises, and the next save starts afresh.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Saver:
         # From `save` to `wait_for_copy`: the copying that goes on while training continues.
         self._copying: Copying | None = None
 
-        self._unreported: list[PendingSave] = []  # saves that have ended and that `poll` has not returned yet
+        self._unreported: list[PendingSave] = []  # saves that have ended and that `wait` has not returned yet
         self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
     def prepare(self, slices: Sequence[Slice]) -> int:
@@ -120,7 +119,7 @@ class Saver:
         # Read `error` before `checkpoint`: the thread may commit in between. An error while tidying up after a commit
         # is not a failed save.
         save = self._pending
-        return save if save and save.error and not (save.checkpoint or save.abandoned) else None
+        return save if save and save.error and not (save.checkpoint or save.abandoned.is_set()) else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed; rank 0 may still be waiting for the others."""
@@ -136,21 +135,12 @@ class Saver:
             # The thread deletes its files only if it still notices.
             self._pending.delete_staged()
 
-    def poll(self) -> list[PendingSave]:
-        """Return the saves that ended since the last call."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._join()
-
-        # Each save is returned once.
+    def wait(self, timeout: float | None = None) -> list[PendingSave]:
+        """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
+        self._join(timeout)
         ended = self._unreported
         self._unreported = []
         return ended
-
-    def wait(self, timeout: float | None = None) -> list[PendingSave]:
-        """Wait until the save has ended, or for `timeout` seconds, and poll."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self.poll()
 
     def close(self) -> None:
         """Abandon a save that has not ended (call `wait` first to keep it) and free the buffer."""
@@ -158,8 +148,9 @@ class Saver:
             self.abandon("the run ended before this checkpoint was written")
         self._snapshot = Snapshot()
 
-    def _join(self) -> None:
+    def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None and self._pending is not None:
-            self._thread.join()
-            self._thread = None
-            self._unreported.append(self._pending)
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._thread = None
+                self._unreported.append(self._pending)

@@ -296,10 +296,7 @@ class FileStore:
 
 
 def split(data: memoryview) -> list[memoryview]:
-    """Split `data` into two or more chunks for `Store.write`.
-
-    Every chunk but the last is a whole number of pages, if `data` is long enough.
-    """
+    """Split `data` for `Store.write`: every chunk but the last is a whole number of pages, if `data` is long enough."""
     # At least two: between chunks an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
     size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)

@@ -102,12 +102,8 @@ class PendingSave:
         self._began = 0.0  # when `run` was called
 
         # Set by `abandon`, in the thread that trains.
-        self._abandoned = threading.Event()
+        self.abandoned = threading.Event()
         self._why_abandoned = ""
-
-    @property
-    def abandoned(self) -> bool:
-        return self._abandoned.is_set()
 
     def run(
         self,
@@ -148,7 +144,7 @@ class PendingSave:
             reason = self._reason(error)
 
             # Rank 0 should not wait in vain for this rank's file. If this fails as well, the first error counts.
-            if self.context.rank != 0 and not self.abandoned:
+            if self.context.rank != 0 and not self.abandoned.is_set():
                 with suppress(OSError):
                     self._confirm({"error": reason})
         finally:
@@ -162,7 +158,7 @@ class PendingSave:
 
     def abandon(self, why: str) -> None:
         self._why_abandoned = why
-        self._abandoned.set()
+        self.abandoned.set()
 
     def delete_staged(self) -> None:
         """Delete what this rank staged; rank 0 deletes everything. This does nothing once the save is committed."""
@@ -200,7 +196,7 @@ class PendingSave:
         self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
-        if self.abandoned:
+        if self.abandoned.is_set():
             raise SaveFailed(self._why_abandoned)
 
     def _key(self, file: str) -> str:
@@ -273,7 +269,7 @@ class PendingSave:
                 )
 
             # Sleep, but wake up as soon as the save is abandoned.
-            self._abandoned.wait(pause)
+            self.abandoned.wait(pause)
             self._check_abandoned()
             pause = min(pause * 1.5, 0.25)
 
@@ -319,7 +315,7 @@ class PendingSave:
     # ---- reasons ----
 
     def _reason(self, error: BaseException) -> str:
-        if self.abandoned:
+        if self.abandoned.is_set():
             return self._why_abandoned
 
         match error:
