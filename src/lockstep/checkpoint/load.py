@@ -92,7 +92,7 @@ def _not_shared(found: str) -> UserError:
 class CheckpointReader:
     """Reads tensors of a checkpoint to the CPU: full ones, or any slice, however they were sharded when saved.
 
-    It reads only the bytes that are needed, and does not check digests again: `find` did that.
+    It reads only the bytes that are needed and does not check digests again: `find` did that.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):

@@ -42,7 +42,7 @@ from lockstep.checkpoint.storage import (
 from lockstep.checkpoint.writer import PendingSave
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
@@ -180,7 +180,7 @@ class CheckpointManager:
             step=result.step,
             to=self.state.stepper.counters.step,
             reason=result.skip_reason,
-            left_out=f"{span[1] - span[0]} samples at positions {span[0]} to {span[1] - 1}",
+            left_out=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
         return resumed
 

@@ -41,7 +41,7 @@ def parameter_of(key: str) -> str:
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
-    """Return what this rank writes: its shards, and its share of the replicated tensors, balanced by bytes.
+    """Return what this rank writes: its shards and its share of the replicated tensors, balanced by bytes.
 
     `sizes` has the `plain_sizes` of each rank.
     """
@@ -53,7 +53,7 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
         if shard.first_copy and shard.local.numel()
     ]
 
-    # Every rank computes who writes which replicated tensor, and takes its own.
+    # Every rank computes who writes which replicated tensor and takes its share.
     return slices + [Slice.full(name, tensors[name]) for name, writer in _writers(sizes).items() if writer == rank]
 
 
@@ -75,7 +75,7 @@ def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     merged = dict(by_rank[0])
 
     # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest one's counts:
-    # it comes last here, and overwrites the others.
+    # it comes last here and overwrites the others.
     merged["model"] = {key: {} for key in merged["model"]}
     for plain_state in reversed(by_rank):
         for key, entries in merged["model"].items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.reshard import fill, parameter_of, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import state_copies
@@ -230,7 +230,7 @@ class RunState:
         # Optimizers are matched by position, so the task must create them in the same order.
         saved_optimizers = plain_state["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
-            raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
+            raise _other_model(f"{plural(len(saved_optimizers), 'optimizer')}, here {len(self.optimizers.all)}")
         changed = []
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
@@ -456,7 +456,7 @@ def _identity(tensor: Tensor) -> Any:
     """Return a key that is equal for two names of one tensor."""
     tensor = local(tensor)
 
-    # A shard without rows has no address, but a storage of its own.
+    # A shard without rows has no address, but it has a storage.
     if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -28,7 +28,7 @@ class Slice:
     """A slice of the tensor `name` that this rank writes: its shard, or the full tensor."""
 
     name: str
-    tensor: torch.Tensor  # the slice itself; it may be on a GPU, and need not be contiguous
+    tensor: torch.Tensor  # the slice itself; it may be on a GPU and need not be contiguous
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where in the full tensor the slice begins
 
@@ -96,7 +96,7 @@ class Snapshot:
 class Copying:
     """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
 
-    Tensors on a GPU are copied in a stream of their own, for which not even the host waits. The thread that will write
+    Tensors on a GPU are copied in a separate stream, for which not even the host waits. The thread that will write
     the file copies those on the CPU.
     """
 

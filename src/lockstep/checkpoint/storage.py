@@ -302,7 +302,7 @@ def split(data: memoryview) -> list[memoryview]:
     size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
-    # An incomplete page is a chunk of its own: it would keep the pages before it from being written directly.
+    # An incomplete page is a separate chunk: it would keep the pages before it from being written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
         chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]

@@ -148,7 +148,7 @@ class PendingSave:
                 with suppress(OSError):
                     self._confirm({"error": reason})
         finally:
-            # Training waits for this event, and then reads the error.
+            # Training waits for this event and then reads the error.
             self.error = reason
             self.file_ended.set()
 

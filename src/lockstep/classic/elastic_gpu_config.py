@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 
 # The share of a GPU's memory that may be filled where nothing can be moved to another GPU.
 NEARLY_FULL = 0.95
@@ -44,8 +44,9 @@ class ElasticPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.strategy}, {_processes(self.processes)}, {self.processes} x {self.batch_size} x {self.grad_accum} "
-            f"= {self.effective_batch} samples a step: {self.reason}"
+            f"{self.strategy}, {plural(self.processes, 'process', 'processes')}, "
+            f"{self.processes} x {self.batch_size} x {self.grad_accum} = {self.effective_batch} samples a step: "
+            f"{self.reason}"
         )
 
 
@@ -121,8 +122,8 @@ class ElasticGPUConfig:
             raise self._too_large(self._all_models(), "shard the model: strategy=fsdp")
 
         if 2 * ranks > len(self.gpus):
-            fewer = self._most(len(self.gpus) // 2)
-            raise self._too_large(self._all_models(), f"start {_processes(fewer)}, with two GPUs each")
+            fewer = plural(self._most(len(self.gpus) // 2), "process", "processes")
+            raise self._too_large(self._all_models(), f"start {fewer}, with two GPUs each")
 
         # The fuller of the two GPUs decides.
         largest = max(self._own_models(), self.reader_gb[-1])
@@ -201,10 +202,6 @@ def uneven(batch: int, processes: int) -> UserError:
         "",
         f"type global_batch={-(-batch // processes) * processes}",
     )
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' * (count > 1)}"
 
 
 def detected() -> list[GPU]:

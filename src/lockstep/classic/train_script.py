@@ -11,11 +11,11 @@ from lockstep import api
 from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
 from lockstep.classic.process_group import require_world_size
 from lockstep.config import Layer, flatten, read_layers, resolve_for
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.runtime.world import World
 from lockstep.targets import load_class
 
-# torch.distributed.launch adds one of these, and sets the variable LOCAL_RANK as well.
+# torch.distributed.launch adds one of these and sets the variable LOCAL_RANK as well.
 LOCAL_RANK = ("--local-rank", "--local_rank")
 
 # Settings that mean the same as a flag.
@@ -29,7 +29,7 @@ RIVALS = {
 
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
-    """Train `target`, which has `readers` frozen models that may live on GPUs of their own. Returns the exit code."""
+    """Train `target`, which has `readers` frozen models that may live on other GPUs. Returns the exit code."""
     parser = _parser(target, readers)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, settings = parser.parse_known_args(arguments)
@@ -165,7 +165,7 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     # If a launcher started the ranks, their number is fixed.
     plan = elastic.plan(world.local_size if World.launched() else None)
     if world.rank == 0:
-        print(f"train.py: {len(elastic.gpus)} GPU{'s' * (len(elastic.gpus) != 1)} here; {plan}", flush=True)
+        print(f"train.py: {plural(len(elastic.gpus), 'GPU')} here; {plan}", flush=True)
 
     # Micro-batches are tried out by restarts, which another launcher would not do.
     settings = elastic.settings(plan)

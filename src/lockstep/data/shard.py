@@ -43,7 +43,7 @@ def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
 
 
 def deal(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
-    """Deal `count` items to the ranks, and return the contiguous range that belongs to `rank`.
+    """Deal `count` items to the ranks and return the contiguous range that belongs to `rank`.
 
     Without `speeds` ranges differ by at most one item.
     """

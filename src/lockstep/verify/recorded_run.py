@@ -42,14 +42,14 @@ def work(spec: dict[str, Any]) -> None:
     RecordedBuilder.orders = spec["orders"]
     setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
 
-    # The script finds its modules as in the parent process, and sees none of verify's arguments.
+    # The script finds its modules as in the parent process and sees none of verify's arguments.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
 class RecordedBuilder(RunBuilder):
-    """Builds a RecordedRun, and records the structure of the model before and after it is wrapped."""
+    """Builds a RecordedRun and records the structure of the model before and after it is wrapped."""
 
     orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
@@ -87,10 +87,10 @@ class RecordedBuilder(RunBuilder):
 
 
 class RecordedRun(Run):
-    """A Run that records what every step reads and computes, and ends after a few steps."""
+    """A Run that records what every step reads and computes and that ends after a few steps."""
 
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
-        """Collect the facts from which the trials are chosen, and prepare to record the steps."""
+        """Collect the facts from which the trials are chosen and prepare to record the steps."""
         self.orders = orders
         self._folder = Path(orders["folder"])
         self._task = task
