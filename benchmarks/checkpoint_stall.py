@@ -88,7 +88,7 @@ def with_lockstep(saver: Saver, step: int, mine: list[Slice], training: Training
     saver.wait_for_copy()  # before its update
     stall += time.perf_counter() - waited
     reports: list[Any] = []
-    training.until(lambda: bool(reports.extend(saver.poll()) or reports))
+    training.until(lambda: bool(reports.extend(saver.wait(0)) or reports))
     assert reports[0].error is None, reports[0]
     return stall, stall + reports[0].write_s  # committed; deleting the one before comes after that
 

@@ -26,7 +26,7 @@ from turns import by_lockstep, median_ratio, settings, take_turns
 
 from lockstep import Loss, Task
 from lockstep.config import Resolved, resolve
-from lockstep.data.shard import apportion
+from lockstep.data.shard import deal_counts
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -86,7 +86,7 @@ def main() -> None:
         events = read_jsonl(Path(folder) / "runs" / "auto" / "events.jsonl")
     for event in (event for event in events if event["event"] == "deal"):
         print(event["reason"])
-    dealt = apportion(MICRO_BATCHES, (1.0, 1.0 / options.slower))
+    dealt = deal_counts(MICRO_BATCHES, (1.0, 1.0 / options.slower))
     ideal = max(dealt[0], dealt[1] * options.slower) / (MICRO_BATCHES / 2 * options.slower)
     ratio = median_ratio(auto, even)
     print(f"even {1000 * statistics.median(even):.1f} ms/step, auto {1000 * statistics.median(auto):.1f} ms/step")

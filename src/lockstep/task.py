@@ -90,9 +90,9 @@ class StepResult:
 class BatchSource(Protocol):
     """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size.
 
-    The engine also uses what else a source may have: `attach(context)` before the first step (see SourceContext) and
-    `close()` after the last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`,
-    which leaves these positions out from now on, and `passed_over`, the spans left out so far.
+    A source may also have: `attach(context)`, called before the first step (see SourceContext), and `close()`, called
+    after the last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`, which skips
+    these positions from now on, and `passed_over`, the spans skipped so far.
     """
 
     def take(self) -> StepBatches:

@@ -103,5 +103,5 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
                 run.finish(batches, run.stepper.step(batches, task.loss))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        run.save_weights()
+        run.end_training()
         run.close()

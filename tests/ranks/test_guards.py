@@ -435,6 +435,9 @@ def refused_states(world: World, store: Any) -> dict[str, str]:
         attempt("evaluate without a batch", evaluate)
         attempt("stop", loop.stop)
         attempt("no state", lambda: loop.register("part", 3))
+        loop.register("average", plain)
+        attempt("registered twice", lambda: loop.register("average", plain))
+        attempt("registered data", lambda: loop.register("data", plain))
         for step in loop.steps(task.data()):
             attempt("register late", lambda: loop.register("part", model))
             attempt("second loop", lambda: next(iter(loop.steps(task.data()))))
@@ -454,6 +457,8 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
             "no state": "run.register('part', part) needs a part with a state; int has none",
+            "registered twice": "run.register('average', ...) uses a name that is taken",
+            "registered data": "run.register('data', ...) uses a name that is taken",
             "register late": "run.register('part', ...) was called after run.steps(...)",
             "second loop": "run.steps(dataset) was called a second time",
         }

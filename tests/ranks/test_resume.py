@@ -173,7 +173,7 @@ def test_any_world_goes_on_from_any_other(pool: Pool, saved: Any, tmp_path: Path
     assert [part.left_at for part in left] == [8] * before
     for part in parts:
         assert part.resumed is not None
-        assert (part.resumed.step, part.resumed.ranks) == (8, before)
+        assert (part.resumed.step, part.resumed.world_size) == (8, before)
         assert_same_bits(part.began_with, left[0].ended_with)
     assert ids_by_step(left) + ids_by_step(parts) == windows(LENGTH, BATCH, "short", 14)
 

@@ -6,5 +6,6 @@
 
 `manager` decides when to save and how to resume; `run_state` knows what the state of a run is, and `reshard` which rank
 writes and reads what. The modules below them know nothing about models: `saver` and `writer` write, `load` and
-`inspect` read, and all of them reach the disk through the `Store` protocol of `storage`.
+`inspect` read, and all of them reach the disk through the `Store` protocol of `storage`. What one rank writes of a
+tensor is a slice in memory and a piece in a file.
 """

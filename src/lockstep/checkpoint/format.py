@@ -36,7 +36,7 @@ Header = dict[str, tuple[str, tuple[int, ...], int]]
 class PieceToWrite:
     """A piece of the tensor `name` before it is written: all that the manifest will say about it, except the file."""
 
-    name: str
+    name: str  # also its key in the file
     dtype: str
     full_shape: tuple[int, ...]  # of the tensor
     offset: tuple[int, ...]  # where in the tensor the piece begins
@@ -51,11 +51,8 @@ class PieceToWrite:
 class FileLayout:
     """Where each piece lies in a file: a header, and a data section without gaps."""
 
-    # One entry for each piece: `keys` are names in the file, `starts` are offsets in the data section.
     pieces: tuple[PieceToWrite, ...]
-    keys: tuple[str, ...]
-    starts: tuple[int, ...]
-
+    starts: tuple[int, ...]  # where each piece begins in the data section
     size: int  # of the data section
     header: bytes
 
@@ -71,38 +68,34 @@ def file_name(rank: int) -> str:
 def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
     """Lay out `pieces`, the widest elements first: this aligns every tensor without gaps, which the format forbids."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    keys = [piece.name for piece in pieces]
     starts = [0] * len(pieces)
     position = 0
 
     for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
         piece = pieces[index]
-
-        # A rank may hold several pieces of one tensor, and a tensor may be called "__metadata__".
-        if piece.name in header:
-            keys[index] += f"#{index}"
+        assert piece.name not in header, f"a rank writes one piece of each tensor, and two of {piece.name}"
 
         starts[index] = position
         position += piece.bytes
-        header[keys[index]] = {
+        header[piece.name] = {
             "dtype": piece.dtype,
             "shape": piece.shape,
             "data_offsets": [starts[index], position],
         }
 
-    # Pad the header, so that the data section begins at a page: direct writes need that.
+    # Pad the header so that the data section begins at a page: direct writes need that.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return FileLayout(tuple(pieces), tuple(keys), tuple(starts), position, len(text).to_bytes(8, "little") + text)
+    return FileLayout(tuple(pieces), tuple(starts), position, len(text).to_bytes(8, "little") + text)
 
 
-def verify(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
-    """Return the manifest, and what is wrong with it or with this rank's share of its files."""
+def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
+    """Return the manifest and what is wrong with it or with this rank's share of its files."""
     try:
         manifest = read_manifest(checkpoint)
     except Damaged as damaged:
         return None, [damaged]
-    return manifest, find_problems(checkpoint, manifest, manifest.files[rank::size])
+    return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size])
 
 
 def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
@@ -127,7 +120,7 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
 
 
 def read_header(checkpoint: Checkpoint, name: str) -> Header:
-    """Read the header of one file, and check every entry. Raise Damaged if anything about it is wrong."""
+    """Read the header of one file and check every entry. Raise Damaged if anything about it is wrong."""
     try:
         with open_file(checkpoint, name) as stream:
             size = stream.seek(0, 2)

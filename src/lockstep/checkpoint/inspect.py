@@ -25,11 +25,11 @@ from lockstep.checkpoint.storage import (
     remove,
     to_delete,
 )
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.launch.records import replacing
 
 # How many tensors `show` lists.
-_MANY = 200
+MAX_SHOWN = 200
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = "model."
@@ -54,7 +54,7 @@ def show(place: Path) -> tuple[str, int]:
         ("step", str(manifest.step)),
         ("when", _when(manifest)),
         ("lockstep", manifest.lockstep),
-        ("size", f"{size_text(manifest.bytes)} in {len(manifest.files)} files"),
+        ("size", f"{size_text(manifest.bytes)} in {plural(len(manifest.files), 'file')}"),
         ("metrics", _metrics(manifest) or "none"),
         ("values", ", ".join(sorted(manifest.values)) or "none"),
     ]
@@ -64,9 +64,9 @@ def show(place: Path) -> tuple[str, int]:
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
     ]
-    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:_MANY]])]
-    if len(rows) > _MANY:
-        lines.append(f"and {len(rows) - _MANY} more")
+    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
+    if len(rows) > MAX_SHOWN:
+        lines.append(f"and {len(rows) - MAX_SHOWN} more")
     lines += [f"{name} is {target}" for name, target in sorted(manifest.aliases.items())]
     return "\n".join(lines), 0
 
@@ -113,12 +113,12 @@ def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     if not missing:
         return str(target), 0
 
-    names = ", ".join(sorted(missing))
-    return f"{target}\n{len(missing)} frozen parameters are in no checkpoint, and so not in this file: {names}", 0
+    left_out = plural(len(missing), "frozen parameter")
+    return f"{target}\nwithout {left_out}, which no checkpoint holds: {', '.join(sorted(missing))}", 0
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
-    """Verify every byte, and write the tensors `model.*` to `out`, or to `out`/model.safetensors.
+    """Verify every byte and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
     Tied weights are written once; the metadata map their other names to the one that is written.
     """

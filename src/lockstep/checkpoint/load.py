@@ -1,4 +1,4 @@
-"""Find the newest valid checkpoint, on which all ranks agree before any of them changes a weight, and read its tensors.
+"""Find the newest valid checkpoint and read its tensors. All ranks agree on it before any of them changes a weight.
 
 Nothing is trusted: every byte is compared with its digest before a tensor is used.
 """
@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 Gather = Callable[[Any], list[Any]]
 
 
-def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
+def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same answer.
@@ -32,10 +32,13 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
 
-    # Ranks with separate disks would resume separately. A rank has another disk if it does not see what rank 0 listed,
-    # if it sees checkpoints where rank 0 sees none, or if the store there has another owner.
+    # Ranks with separate disks would resume separately. A rank has another disk if
+    # - it does not see what rank 0 listed,
+    # - it sees checkpoints where rank 0 sees none, or
+    # - its store has another owner.
     visible = sorted(set(names) & set(store.folders()))
-    views = gather([visible, listed != [] and not names, store.owner()])
+    sees_more = listed != [] and not names
+    views = gather([visible, sees_more, store.owner()])
     for other_rank, view in enumerate(views):
         if view != views[0]:
             raise _not_shared(f"rank {other_rank} does not see there what rank 0 sees")
@@ -44,7 +47,7 @@ def find(store: Store, rank: int, size: int, gather: Gather, only: str | None = 
     damaged: list[Damaged] = []
     for name in names:
         checkpoint = Checkpoint(store, name)
-        manifest, problems = verify(checkpoint, rank, size)
+        manifest, problems = verify(checkpoint, rank, world_size)
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
         digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
@@ -89,7 +92,7 @@ def _not_shared(found: str) -> UserError:
 class CheckpointReader:
     """Reads tensors of a checkpoint to the CPU: full ones, or any slice, however they were sharded when saved.
 
-    It reads only the bytes that are needed, and does not check digests again: `find` did that.
+    It reads only the bytes that are needed and does not check digests again: `find` did that.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):

@@ -6,7 +6,7 @@
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
     abandon_if_failed               when the control word says that a rank failed to write its file
-    rewind                          when a step was spoiled, and the policy is rewind
+    rewind                          when a step was spoiled and the policy is rewind
     settle, newest_path, close      at the end
 
 Local: `poll`, `save_is_due_by_clock`, `due`, `newest_path`, `close`. All ranks call the others at the same step.
@@ -14,7 +14,6 @@ Local: `poll`, `save_is_due_by_clock`, `due`, `newest_path`, `close`. All ranks 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.reshard import merge_values, plain_sizes, slices_to_write
+from lockstep.checkpoint.reshard import merge_plain_state, plain_sizes, slices_to_write
 from lockstep.checkpoint.run_state import Change, RunState
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
@@ -42,9 +42,8 @@ from lockstep.checkpoint.storage import (
 from lockstep.checkpoint.writer import PendingSave
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import is_checkpoint, run_of
-from lockstep.observe.formats import megabytes
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -54,7 +53,7 @@ from lockstep.task import StepResult
 # Keys in a checkpoint for the state of the loop, which `Run` makes; also fields of `Resumed`.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
-# A resumed run does not report that these settings have changed.
+# Settings that may change on resume without being reported.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
@@ -64,16 +63,16 @@ MIB = 2**20
 class Resumed:
     step: int
     path: Path  # of the checkpoint
-    ranks: int  # how many wrote it
-    settings: list[Change]  # those that differ now
-    changes: list[str]  # as text: these settings, and everything else that differs
+    world_size: int  # how many ranks wrote it
+    changed_settings: list[Change]
+    changes: list[str]  # as text: these settings and everything else that differs
     evaluation_due: bool  # the run was preempted before it could evaluate
     interval: dict[str, Any]  # sums since the last log line, from `Recorder.interval_state`
     seconds: float  # how long the run took until then
 
 
 class CheckpointManager:
-    """Saves and restores one run. A save is in flight until all ranks agree on how it ended (`settle`)."""
+    """Saves and restores one run. `saver.py` has the states of a save."""
 
     def __init__(
         self,
@@ -105,8 +104,8 @@ class CheckpointManager:
             settings.asynchronous,
         )
 
-        # A save was started, and the ranks have not yet agreed on how it ended.
-        self._in_flight = False
+        # A save was started, and the ranks have not yet agreed on how it ended (`settle`).
+        self._unsettled = False
 
         # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
         self._saved_step: int | None = None
@@ -121,13 +120,12 @@ class CheckpointManager:
         """Resume from this run's newest valid checkpoint, else from `--resume PATH`; None if there is neither."""
         if self.runtime.is_main:
             self.store.claim(self.folder.token)
-            clean(self.store, self.folder.token)
 
-        # The run's own checkpoints come first: a restarted attempt must not go back to the origin.
+        # After a restart, the run's own checkpoints are newer than the one that --resume named.
         reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
-            # Either one checkpoint, or a run, whose newest valid one counts.
+            # The origin is one checkpoint or a run, whose newest valid checkpoint counts.
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
                 reader = self._find(checkpoint.store, checkpoint.name)
@@ -143,11 +141,11 @@ class CheckpointManager:
         return None if reader is None else self._load(reader)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint, and from now on leave out the samples that spoiled the step.
+        """Go back to the last checkpoint and from now on skip the samples that spoiled the step.
 
         `span`: their positions in the order of the data, as (start, stop).
         """
-        # The save in flight may be the one to go back to.
+        # The last save may be the one to go back to.
         self.settle()
 
         # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
@@ -169,7 +167,7 @@ class CheckpointManager:
                 "make room on the disk, or choose the policy skip or stop",
             )
 
-        # The checkpoint does not know which samples were left out after it was written.
+        # The checkpoint does not know which samples were skipped after it was written.
         source: Any = self.state.source
         assert span is not None
         spans = [*source.passed_over, span]
@@ -182,12 +180,12 @@ class CheckpointManager:
             step=result.step,
             to=self.state.stepper.counters.step,
             reason=result.skip_reason,
-            left_out=f"{span[1] - span[0]} samples at positions {span[0]} to {span[1] - 1}",
+            left_out=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
         return resumed
 
     def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they are this run's own."""
+        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if this run wrote them."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
         reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
@@ -198,14 +196,10 @@ class CheckpointManager:
         for damage in reader.damaged:
             name = damage.checkpoint.name
             text = f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from {reader.checkpoint.name}"
-            if self.runtime.is_main and self._is_own(store):
+            if self.runtime.is_main and store == self.store:
                 text += f". The damaged one is kept as {set_aside(store, name, 'damaged')}"
             self.log_event("warning", reason=text)
         return reader
-
-    def _is_own(self, store: Store) -> bool:
-        """Whether this is the run's own store. `--resume PATH` may name that of another run, which must not change."""
-        return os.path.realpath(store.address) == os.path.realpath(self.store.address)
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         values = reader.manifest.values
@@ -217,10 +211,10 @@ class CheckpointManager:
                 "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
             )
 
-        # The task's own state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
-        settings = config_changes(values["config"], self.config)
+        # The task's state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
+        changed_settings = config_changes(values["config"], self.config)
         lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
-        for key, before, now in settings:
+        for key, before, now in changed_settings:
             if key in lasting:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the state that the task saved belongs to {key}={before}",
@@ -228,12 +222,12 @@ class CheckpointManager:
                     f"type {key}={before}, or start a new run from the exported weights",
                 )
 
-        other_changes = self.state.restore(reader, values["state"], settings)
+        other_changes = self.state.restore(reader, values["state"], changed_settings)
         step = self.state.stepper.counters.step
 
         # The run goes back to this step: its later checkpoints belong to another history. All ranks wait here, because
-        # none may save before rank 0 has set them aside.
-        in_own_store = self._is_own(reader.checkpoint.store)
+        # none may save before rank 0 has set them aside. The store of another run must not change.
+        in_own_store = reader.checkpoint.store == self.store
         self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else [])
 
         self._saved_step = step if in_own_store else None
@@ -244,9 +238,9 @@ class CheckpointManager:
         return Resumed(
             step=step,
             path=reader.checkpoint.path,
-            ranks=values["world"],
-            settings=settings,
-            changes=[*map(str, settings), *other_changes],
+            world_size=values["world"],
+            changed_settings=changed_settings,
+            changes=[*map(str, changed_settings), *other_changes],
             **{key: values[key] for key in LOOP_STATE},
         )
 
@@ -257,30 +251,30 @@ class CheckpointManager:
 
         This runs before training costs any time: the size of the optimizers' state is still a guess.
         """
-        settings = self.config.checkpoint
-        if settings.every is None and settings.minutes is None and not settings.at_end:
-            return
-
         # What a killed attempt staged must not count as used.
         if self.runtime.is_main:
             clean(self.store, self.folder.token)
+
+        settings = self.config.checkpoint
+        if settings.every is None and settings.minutes is None and not settings.at_end:
+            return
 
         # Rank 0's numbers count on every rank, so that either all ranks raise or none does.
         sizes = self.state.bytes_at_start()
         free, certain, guess = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
         if free < certain:
             raise UserError(
-                f"there is no room for a checkpoint in {self.store.address}: {megabytes(free / MIB)} free",
-                f"{megabytes(certain / MIB)} needed for the weights alone",
-                f"free {megabytes((certain + guess - free) / MIB)}, or type run_dir=FOLDER on another disk",
+                f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
+                f"{size_text(certain)} needed for the weights alone",
+                f"free {size_text(certain + guess - free)}, or type run_dir=FOLDER on another disk",
             )
 
         needed = 2 * (certain + guess)
         if free < needed:
             self.log_event(
                 "warning",
-                reason=f"the disk has {megabytes(free / MIB)} free; replacing one checkpoint by the next takes room "
-                f"for two, about {megabytes(needed / MIB)}",
+                reason=f"the disk has {size_text(free)} free; replacing one checkpoint by the next takes room "
+                f"for two, about {size_text(needed)}",
             )
 
     def ensure_rewind(self, save: Callable[[], None]) -> None:
@@ -297,7 +291,7 @@ class CheckpointManager:
                 f"type {policy}=skip, or {policy}=stop",
             )
 
-        # The run goes back to this one if a step is spoiled before the next save.
+        # The run goes back to this checkpoint if a step is spoiled before the next save.
         if self._saved_step is None:
             save()
             if not self.settle():
@@ -321,12 +315,12 @@ class CheckpointManager:
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int, asked: bool) -> bool:
-        """Whether to save after `step`: by its number, or because a rank `asked` for it."""
+        """Whether to save after `step`: by its number or because a rank `asked`, unless this step is saved already."""
         every = self.config.checkpoint.every
         return (asked or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
-        """Copy the state, and let it be written while training continues.
+        """Copy the state and let it be written while training continues.
 
         `loop_state`, which `Run` makes: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
         """
@@ -336,19 +330,19 @@ class CheckpointManager:
         step = self.state.stepper.counters.step
         heartbeat.beat("snapshot", step)
 
-        # Rank 0 writes the values of all ranks, which may hold different parameters.
-        tensors, aliases, state = self.state.capture()
-        if not self.state.same_values_everywhere:
-            state = merge_values(self.runtime.collectives.gather_json(state))
+        # Rank 0 writes the plain state of all ranks, which may hold different parameters.
+        tensors, aliases, plain_state = self.state.capture()
+        if not self.state.same_on_all_ranks:
+            plain_state = merge_plain_state(self.runtime.collectives.gather_json(plain_state))
 
-        # Only once, since it takes a digest of every part's state.
+        # The first save compares the parts between the ranks; a digest of their state would slow down every save.
         if not self._compared:
             self._warn_of_differences()
             self._compared = True
 
         # These names are on the disk.
         values = {
-            "state": state,
+            "state": plain_state,
             "config": _as_typed(self.config),
             "plan": asdict(self.plan),
             "world": self.runtime.world.size,
@@ -360,7 +354,7 @@ class CheckpointManager:
         # The optimizers' state may still be being copied when the next update wants to change it.
         self.state.stepper.update.before_next.append(self.saver.wait_for_copy)
 
-        self._in_flight = True
+        self._unsettled = True
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._rewinds = 0
@@ -371,68 +365,67 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log what was written. Return whether the last save failed on this rank, for the control word."""
-        self._log(self.saver.poll())
+        self._log(self.saver.wait(0))
         return self.saver.failed is not None
 
     def settle(self) -> bool:
-        """Wait until the save in flight is committed, or abandoned on all ranks; return whether it is committed.
+        """Wait until the last save is committed, or abandoned on all ranks; return whether it is committed.
 
-        Without a save in flight, this returns True and costs nothing.
+        If the ranks know already, or nothing was saved, this returns True and costs nothing.
         """
-        if not self._in_flight:
+        if not self._unsettled:
             return True
 
         heartbeat = self.runtime.heartbeat
         phase_before = heartbeat.phase
         heartbeat.beat("commit")
 
-        # First this rank's own file: rank 0 would otherwise wait for one whose rank failed.
+        # Ask all ranks about their files: rank 0 would otherwise wait for the file of a rank that failed.
         self.saver.wait_for_own_file()
         abandoned = self.abandon_if_failed()
+
+        # If all files are there, ask about the commit, which may still fail on rank 0.
         if not abandoned:
             self._log(self.saver.wait())
-
-            # Rank 0 may have failed to commit.
             abandoned = self.abandon_if_failed()
 
-        self._in_flight = False
+        self._unsettled = False
         heartbeat.beat(phase_before)
         return not abandoned
 
     def abandon_if_failed(self) -> bool:
-        """Abandon the save in flight on all ranks if it failed on one of them. Return whether it did.
+        """Abandon the last save on all ranks if it failed on one of them. Return whether it did.
 
         Training continues: a full disk costs a checkpoint, and not the run.
         """
-        # The control word comes a step late: the failure may have been handled already.
+        # The control word arrives one step late, so `settle` may have handled this failure already.
         failed = self.saver.failed
-        answers = self.runtime.collectives.gather_json([failed.error, failed.secondhand] if failed else [None, False])
-        failures = [(rank, why, secondhand) for rank, (why, secondhand) in enumerate(answers) if why]
+        own_answer = [failed.error, failed.caused_elsewhere] if failed else [None, False]
+        answers = self.runtime.collectives.gather_json(own_answer)
+        failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(answers) if why]
         if not failures:
             return False
 
         # Each cause is named once, by the rank where it arose.
-        firsthand = [f"rank {rank}: {why}" for rank, why, secondhand in failures if not secondhand]
-        reason = "; ".join(firsthand) or failures[0][1]
+        causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
+        reason = "; ".join(causes) or failures[0][1]
         self.saver.abandon(reason)
 
-        # What `wait` returns is dropped: the failure is logged here, once, with the reasons of all ranks.
-        self.saver.wait()
+        # The failure is logged here, once, with the reasons of all ranks.
         newest = self.newest_path()
+        left = f"the last good one is {newest.name}" if newest else "there is no checkpoint yet"
         self.log_event(
             "warning",
-            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; the last "
-            f"good one is {newest.name if newest else 'none: there is no checkpoint yet'}",
+            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; {left}",
         )
 
-        self._in_flight = False
+        self._unsettled = False
         self._saved_step = None
         return True
 
     def close(self, timeout: float = 0.0) -> None:
-        """End the saver. A save in flight gets `timeout` seconds: after an error it may be all that is left."""
-        if self._in_flight and timeout:
-            self.saver.wait(timeout)
+        """End the saver. A save that is being written gets `timeout` seconds: it may be all that is left of the run."""
+        self.saver.wait(timeout)
         self.saver.close()
 
     def newest_path(self) -> Path | None:
@@ -443,7 +436,7 @@ class CheckpointManager:
         sizes = plain_sizes(tensors)
 
         # Ranks that all hold the same tensors need not ask each other.
-        same = self.state.same_values_everywhere
+        same = self.state.same_on_all_ranks
         all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
         return slices_to_write(tensors, world.rank, all_sizes)
 
@@ -455,10 +448,11 @@ class CheckpointManager:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, saves: list[PendingSave]) -> None:
-        """Log those that are committed. `abandon_if_failed` logs the others, when all ranks know."""
+        """Log the committed saves. `abandon_if_failed` logs those that failed, when all ranks know."""
         for save in saves:
             if save.checkpoint and save.error:
-                self.log_event("warning", reason=f"the checkpoint of step {save.step} is safe, but then: {save.error}")
+                text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {save.error}"
+                self.log_event("warning", reason=text)
             if save.checkpoint:
                 self.log_event(
                     "checkpoint",

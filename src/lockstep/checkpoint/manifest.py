@@ -36,7 +36,7 @@ SIZES = {
     **{"I64": 8, "U64": 8, "F64": 8},
 }
 
-# No tensor or file has more bytes: a larger number is a lie, and would overflow further down.
+# No tensor or file has more bytes: a larger number is a lie and would overflow further down.
 _LARGEST = 2**60
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -169,8 +169,8 @@ def check_size(checkpoint: Checkpoint, file: File) -> None:
 
 
 def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a file to its end, and raise Damaged if its size or digest is not what was written."""
-    # A wrong size is found without reading, and says more than a wrong digest.
+    """Read a file to its end and raise Damaged if its size or digest is not what was written."""
+    # A wrong size is found without reading and says more than a wrong digest.
     check_size(checkpoint, file)
 
     with open_file(checkpoint, file.name) as stream:
@@ -273,7 +273,7 @@ def require(ok: bool, otherwise: str) -> None:
 
 
 def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
-    """Return the object `value` if it has exactly these keys, and values of these types; `object` is any type."""
+    """Return the object `value` if it has exactly these keys and values of these types; `object` is any type."""
     fields = _check(value, dict, what)
     odd = sorted(fields.keys() ^ kinds.keys())
     require(not odd, f"{what} has missing or unknown keys: {', '.join(odd)[:100]}")

@@ -1,6 +1,6 @@
-"""Which tensors, and which shards, each rank writes and reads: any world can load the checkpoint of any other.
+"""Which tensors and which shards each rank writes and reads: any world can load the checkpoint of any other.
 
-A DTensor is sharded: every rank writes its shard, and reads the slice that is its shard now. A plain tensor is
+A DTensor is sharded: every rank writes its shard and reads the slice that is its shard now. A plain tensor is
 replicated: one of the ranks that hold it writes it, and all that need it read it.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.runtime.layout import is_sharded_by_rows, laid_out, like, shard_of
+from lockstep.runtime.layout import balance, is_sharded_by_rows, laid_out, like, shard_of
 
 # ---- writing ----
 
@@ -25,23 +25,23 @@ def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
-    """Drop the shards that another rank saves as well: those of the parameters `duplicates`, and of their state."""
+    """Drop the shards that another rank saves as well: those of the parameters `duplicates` and of their state."""
     # Plain tensors stay: `slices_to_write` has each written only once.
     return {
         key: tensor
         for key, tensor in tensors.items()
-        if not isinstance(tensor, DTensor) or _parameter_of(key) not in duplicates
+        if not isinstance(tensor, DTensor) or parameter_of(key) not in duplicates
     }
 
 
-def _parameter_of(key: str) -> str:
+def parameter_of(key: str) -> str:
     """Return the parameter's NAME in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
     kind, _, rest = key.partition(".")
     return rest if kind == "model" else rest.partition(".")[2].rpartition(".")[0]
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
-    """Return what this rank writes: its shards, and its share of the replicated tensors, balanced by bytes.
+    """Return what this rank writes: its shards and its share of the replicated tensors, balanced by bytes.
 
     `sizes` has the `plain_sizes` of each rank.
     """
@@ -53,39 +53,38 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
         if shard.first_copy and shard.local.numel()
     ]
 
-    # Every rank computes who writes which replicated tensor, and takes its own.
+    # Every rank computes who writes which replicated tensor and takes its share.
     return slices + [Slice.full(name, tensors[name]) for name, writer in _writers(sizes).items() if writer == rank]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     """Return which rank writes each replicated tensor; the answer is the same on every rank."""
     bytes_of = {name: size for held in sizes for name, size in held.items()}
+    names = sorted(bytes_of)
 
-    # The largest first, each to the rank with the least to write.
-    loads = [0] * len(sizes)
-    writers = {}
-    for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        # The state of a part (the task, for example) may differ between ranks: only rank 0's is saved.
-        holders = [0] if name.startswith("part.") else [rank for rank, held in enumerate(sizes) if name in held]
-        writers[name] = min(holders, key=lambda rank: (loads[rank], rank))
-        loads[writers[name]] += size
-    return writers
+    # The state of a part (the task, for example) may differ between ranks: only rank 0's is saved.
+    holders = [
+        [0] if name.startswith("part.") else [rank for rank, held in enumerate(sizes) if name in held] for name in names
+    ]
+    writers = balance([bytes_of[name] for name in names], holders)
+    return dict(zip(names, writers, strict=True))
 
 
-def merge_values(everybody: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the values of all ranks, which differ only where the ranks hold different parameters."""
-    merged = dict(everybody[0])
+def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the plain state of all ranks, which differs only where the ranks hold different parameters."""
+    merged = dict(by_rank[0])
 
-    # In a pipeline, each rank has the extra state of its own stage. If several ranks have it, the lowest one's counts.
+    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest one's counts:
+    # it comes last here and overwrites the others.
     merged["model"] = {key: {} for key in merged["model"]}
-    for values in reversed(everybody):
+    for plain_state in reversed(by_rank):
         for key, entries in merged["model"].items():
-            entries.update(values["model"][key])
+            entries.update(plain_state["model"][key])
 
     # With ZeRO-1, each rank has the state of its own parameters.
     merged["optimizers"] = [{**optimizer, "state": {}} for optimizer in merged["optimizers"]]
-    for values in everybody:
-        for optimizer, saved in zip(merged["optimizers"], values["optimizers"], strict=True):
+    for plain_state in by_rank:
+        for optimizer, saved in zip(merged["optimizers"], plain_state["optimizers"], strict=True):
             optimizer["state"].update(saved["state"])
     return merged
 

@@ -1,4 +1,4 @@
-"""The full state of a run, as a checkpoint holds it: tensors under the model's own names, and plain values.
+"""The full state of a run, as a checkpoint holds it: tensors under the model's names, and plain state.
 
 Nothing in it depends on a rank or a number of ranks: any world can resume from what any other saved.
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import fill, read_state_like, without_duplicates
+from lockstep.checkpoint.reshard import fill, parameter_of, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import state_copies
@@ -34,11 +34,21 @@ DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
 
 
 class Stateful(Protocol):
-    """A part of the run with state of its own. It may also have `read(name, reader)`, to read only its shard."""
+    """A part of the run that has state.
+
+    It may also have `read(name, reader)`, to read only its shard, and `lasting` and `frozen_advice` of a `Task`.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class SavedStepper(Stateful, Protocol):
+    """The engine's `Stepper`, as far as checkpoints need it."""
+
+    counters: Any  # `step` counts the steps
+    update: Any  # calls `before_next` before the next change
 
 
 class Change(NamedTuple):
@@ -53,17 +63,17 @@ class Change(NamedTuple):
 
 
 class RunState:
-    """Captures the state of a run, and restores it.
+    """Captures the state of a run and restores it.
 
-    Values and tensors have the names of parameters, not of ranks or positions: `reshard` decides which rank writes
-    which tensor, and reads for each rank what it holds now.
+    State and tensors have the names of parameters, not of ranks or positions: `reshard` decides which rank writes
+    which tensor and reads for each rank what it holds now.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        stepper: Any,
+        stepper: SavedStepper,
         source: BatchSource,
         parts: Mapping[str, Stateful],
         *,
@@ -74,11 +84,10 @@ class RunState:
     ):
         """Keep references to what a run consists of; nothing is copied.
 
-        `stepper`: the engine's. It has state, counts steps, and calls `update.before_next` before the next change.
-        `parts`: the task, what the user's loop registered, and what else has state. The data source is one more part.
+        `parts`: the task, what the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: the parameters whose shard on this rank is also held, and saved, by a lower rank.
+        `duplicates`: parameters whose shard a lower rank also holds; that rank saves it.
         """
         self.model = model
         self.optimizers = optimizers
@@ -86,39 +95,39 @@ class RunState:
         self.source = source
         self.parts = parts
 
-        # Whether all ranks capture the same plain values and plain tensors; shards may still differ.
-        self.same_values_everywhere = type(optimizers) is Optimizers and not holders
+        # Whether all ranks capture the same plain state and plain tensors; shards may still differ.
+        self.same_on_all_ranks = not (optimizers.sharded or holders)
 
-        # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its own stage.
+        # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
         self._remote = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._duplicates = duplicates
         self._device = next(model.parameters()).device
 
         # Frozen parameters for which a checkpoint holds only digests.
-        self._left_out = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
+        self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
         # The groups as the user's code made them: a resumed run compares, to find what the user changed.
-        self._initial_groups = [_group_settings(optimizer) for optimizer in optimizers.all]
+        self._initial_groups = [_group_options(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return (tensors, aliases of tied ones, values). The tensors are the live ones, sharded as they are.
+        """Return (tensors, aliases of tied ones, plain state). The tensors are the live ones, sharded as they are.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        tensors, aliases, values = self.capture_tensors()
-        return tensors, aliases, values | {"stepper": self.stepper.state_dict()}
+        tensors, aliases, plain_state = self.capture_tensors()
+        return tensors, aliases, plain_state | {"stepper": self.stepper.state_dict()}
 
     def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """`capture` without the stepper, whose last outcome may still be coming from the device. Also collective."""
+        """Like `capture`, but without the stepper's state, which may still be coming from the device. Collective."""
         # `pack` puts the tensors that it meets in here.
         tensors: dict[str, Tensor] = {}
 
-        state = {name: value for name, value in self.model.state_dict().items() if name not in self._left_out}
+        state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
         aliases = _tied_names(state)
         for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
             # The master has all bits of the parameter, and more.
@@ -128,12 +137,12 @@ class RunState:
 
         # These names are on the disk.
         parts = {"data": self.source, **self.parts}
-        values: Values = {
+        plain_state: Values = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
                 "left_out": {
                     name: digest(full_tensor(self.model.get_parameter(name)))
-                    for name in sorted(self._left_out - self._remote)
+                    for name in sorted(self._digest_only - self._remote)
                 },
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
@@ -141,7 +150,7 @@ class RunState:
             "next_samples": next_samples(self.source),
         }
         aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return without_duplicates(tensors, self._duplicates), aliases, values
+        return without_duplicates(tensors, self._duplicates), aliases, plain_state
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
@@ -156,7 +165,7 @@ class RunState:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # The settings as the user's code made them, and as they are now: some optimizers change them.
+        # The options as the user's code made them, and as they are now: some optimizers change them.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
         return {
@@ -164,7 +173,7 @@ class RunState:
             "state": pack(state, prefix, tensors),
             "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
             "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
-            "settings": pack(_group_settings(optimizer), f"{prefix}.settings", tensors),
+            "settings": pack(_group_options(optimizer), f"{prefix}.settings", tensors),
         }
 
     def changed_only_by_update(self) -> set[str]:
@@ -181,11 +190,11 @@ class RunState:
         return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and parts, and a guess at those of the optimizers, which are allocated later."""
+        """Return the bytes of model and parts and a guess at those of the optimizers, which are allocated later."""
         tensors = {
             name: tensor
             for name, tensor in self.model.state_dict().items()
-            if not is_extra(name) and name not in self._left_out
+            if not is_extra(name) and name not in self._digest_only
         }
 
         # Only what `pack` adds to `tensors` counts here.
@@ -209,26 +218,29 @@ class RunState:
 
     # ---- restoring ----
 
-    def restore(self, reader: CheckpointReader, values: Values, settings: Sequence[Change] = ()) -> list[str]:
+    def restore(
+        self, reader: CheckpointReader, plain_state: Values, changed_settings: Sequence[Change] = ()
+    ) -> list[str]:
         """Restore on each rank what it holds. Raise a UserError if this is not the run that was saved.
 
-        `settings`: those that differ from the checkpoint's. Return as text what else the user changed since.
+        Return as text the changes since then that are not in `changed_settings`.
         """
-        self._restore_model(reader, values["model"])
+        self._restore_model(reader, plain_state["model"])
 
         # Optimizers are matched by position, so the task must create them in the same order.
-        saved_optimizers = values["optimizers"]
+        saved_optimizers = plain_state["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
-            raise _other_model(f"{len(saved_optimizers)} optimizers, here {len(self.optimizers.all)}")
+            raise _other_model(f"{plural(len(saved_optimizers), 'optimizer')}, here {len(self.optimizers.all)}")
         changed = []
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
 
-        # When the data source knows its position, its next samples must be those that the saved run would have taken.
-        self.stepper.load_state_dict(values["stepper"])
-        states = {name: self._read_part(name, state, reader) for name, state in values["parts"].items()}
+        self.stepper.load_state_dict(plain_state["stepper"])
+        states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
-        _check_next_samples(values["next_samples"], next_samples(self.source), settings)
+
+        # At its old position, the data source must have the next samples that the saved run would have taken.
+        _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
         return changed + self._restore_parts(states)
 
     def _restore_parts(self, states: Values) -> list[str]:
@@ -247,7 +259,7 @@ class RunState:
         return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
 
     def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one part, which may have a `read` of its own (see `Stateful`)."""
+        """Read the tensors in the state of one part, which may have a `read` method (see `Stateful`)."""
         # The state of a part that is not in use here is only reported: there is no need to read it.
         if name != "data" and name not in self.parts:
             return state
@@ -256,10 +268,10 @@ class RunState:
         read = (lambda tensor: own_read(tensor, reader)) if own_read else reader.read
         return unpack(state, read, self._device)
 
-    def _restore_model(self, reader: CheckpointReader, values: Values) -> None:
+    def _restore_model(self, reader: CheckpointReader, saved_model: Values) -> None:
         state = self.model.state_dict()
         saved = sorted(name.removeprefix("model.") for name in reader.names() if name.startswith("model."))
-        self._check_same_model(state, saved, reader, values["left_out"])
+        self._check_same_model(state, saved, reader, saved_model["left_out"])
         _check_same_ties(state, saved, reader)
 
         for name in [name for name in saved if name not in self._remote]:
@@ -271,26 +283,27 @@ class RunState:
                 fill(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
-        for name, value in values["extra"].items():
+        for name, value in saved_model["extra"].items():
             module = self.model.get_submodule(name.removesuffix("_extra_state").rstrip("."))
             module.set_extra_state(unpack(value, reader.read, self._device))
 
     def _check_same_model(
-        self, state: dict[str, Tensor], saved: list[str], reader: CheckpointReader, left_out: dict[str, str]
+        self, state: dict[str, Tensor], saved: list[str], reader: CheckpointReader, digests: dict[str, str]
     ) -> None:
-        """Check names and shapes, and the digests of frozen parameters, before anything is changed."""
+        """Check names, shapes and the digests of frozen parameters before anything is changed."""
         # Frozen parameters that are in no checkpoint must have the same bits now.
         names = {name for name in state if not is_extra(name)}
-        for name in [name for name in left_out if name in names and name not in self._remote]:
-            if digest(full_tensor(self.model.get_parameter(name))) != left_out[name]:
+        for name in [name for name in digests if name in names and name not in self._remote]:
+            if digest(full_tensor(self.model.get_parameter(name))) != digests[name]:
+                advice = [part.frozen_advice for part in self.parts.values() if hasattr(part, "frozen_advice")]
                 raise UserError(
                     f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
                     "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    getattr(self.parts.get("task"), "frozen_advice", Task.frozen_advice),
+                    next(iter(advice), Task.frozen_advice),
                 )
 
         differences = {
-            "missing": sorted(names - set(saved) - left_out.keys()),
+            "missing": sorted(names - set(saved) - digests.keys()),
             "that this model does not have": sorted(set(saved) - names),
         }
         found = "; ".join(f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd)
@@ -305,7 +318,7 @@ class RunState:
     def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
         optimizer = self.optimizers.all[number]
         self._check_same_optimizer(number, saved)
-        changed, settings = self._settings_to_use(number, saved, reader)
+        changed, options = self._options_to_use(number, saved, reader)
 
         # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
         names = self._names_by_id()
@@ -317,10 +330,10 @@ class RunState:
         numbers = itertools.count()
         groups = [
             {**chosen, "lr": group["lr"], "params": list(itertools.islice(numbers, len(group["params"])))}
-            for chosen, group in zip(settings, optimizer.param_groups, strict=True)
+            for chosen, group in zip(options, optimizer.param_groups, strict=True)
         ]
 
-        # The optimizer's own load_state_dict, with its hooks, gets everything: a subclass may compute more from it.
+        # The optimizer's load_state_dict, with its hooks, gets everything: a subclass may compute more from it.
         by_number = {position: states[name] for position, name in enumerate(held) if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
@@ -354,36 +367,33 @@ class RunState:
 
         # State is sharded like its parameter, whose name is contained in that of the tensor.
         parameters = dict(self.model.named_parameters())
+        return unpack(
+            saved, lambda name: read_state_like(name, parameters.get(parameter_of(name)), reader), self._device
+        )
 
-        def read(name: str) -> Tensor:
-            parameter = name.removeprefix(f"optimizer.{number}.").rpartition(".")[0]
-            return read_state_like(name, parameters.get(parameter), reader)
+    def _options_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
+        """Return what the user changed in the parameter groups, and the options to use for each group.
 
-        return unpack(saved, read, self._device)
-
-    def _settings_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
-        """Return what the user changed in the parameter groups, and the settings to use for each group.
-
-        A setting that the user changed in code stays changed. The rest is as the run left it, since some optimizers
-        keep numbers of their own there.
+        An option that the user changed in code stays changed. The others are as the run left them, since some
+        optimizers keep counters there.
         """
-        now = _group_settings(self.optimizers.all[number])
+        to_use = _group_options(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)
-        last = unpack(saved["settings"], reader.read, self._device)
+        run_left = unpack(saved["settings"], reader.read, self._device)
 
         # Groups have no names: if their number differs, they cannot be matched.
-        if len(initial) != len(now):
-            return [f"optimizer {number} has {len(now)} parameter groups, {len(initial)} when it was saved"], now
+        if len(initial) != len(to_use):
+            return [f"optimizer {number} has {len(to_use)} parameter groups, {len(initial)} when it was saved"], to_use
 
-        # `old` and `new` are what the user's code set then and now.
+        # What the user's code set now and when the run began.
         changed = []
-        for group, (new, old) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
-            for key in now[group]:
-                if key in old and repr(old[key]) == repr(new[key]):
-                    now[group][key] = last[group][key]
-                elif key != "fused":  # follows the device, and changes no result
-                    changed.append(f"optimizer {number}, group {group}: {key} {old.get(key)} -> {new[key]}")
-        return changed, now
+        for group, (set_now, set_then) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
+            for key in to_use[group]:
+                if key in set_then and repr(set_then[key]) == repr(set_now[key]):
+                    to_use[group][key] = run_left[group][key]
+                elif key != "fused":  # follows the device and changes no result
+                    changed.append(f"optimizer {number}, group {group}: {key} {set_then.get(key)} -> {set_now[key]}")
+        return changed, to_use
 
     # ---- parameters ----
 
@@ -396,7 +406,7 @@ class RunState:
         return masters.master_of(parameter)
 
     def _names_by_id(self) -> dict[int, str]:
-        """Return the names of what the optimizers hold, by id: the parameters, or their float32 stand-ins."""
+        """Return the names of what the optimizers hold, by id: the parameters or their float32 masters."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         masters = self.optimizers.masters
         return names | masters.named() if masters else names
@@ -416,7 +426,7 @@ def next_samples(source: BatchSource) -> str | None:
 def full_state(
     model: nn.Module, keep: bool, fetch: Callable[[str, Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Gather the model's full tensors, and the aliases of tied ones. Collective: every rank must call it.
+    """Gather the model's full tensors and the aliases of tied ones. Collective: every rank must call it.
 
     Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
     """
@@ -446,14 +456,14 @@ def _identity(tensor: Tensor) -> Any:
     """Return a key that is equal for two names of one tensor."""
     tensor = local(tensor)
 
-    # A shard without rows has no address, but a storage of its own.
+    # A shard without rows has no address, but it has a storage.
     if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _group_settings(optimizer: torch.optim.Optimizer) -> list[Values]:
-    """Return a copy of the settings of each parameter group; the schedule sets the learning rate."""
+def _group_options(optimizer: torch.optim.Optimizer) -> list[Values]:
+    """Return a copy of the options of each parameter group; the schedule sets the learning rate."""
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
@@ -473,12 +483,12 @@ def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: Checkpo
             raise _other_model(f"{name!r} is tied to another parameter {places[0]}, and is not {places[1]}")
 
 
-def _check_next_samples(saved: str | None, current: str | None, settings: Sequence[Change]) -> None:
+def _check_next_samples(saved: str | None, current: str | None, changed_settings: Sequence[Change]) -> None:
     # A source that cannot tell what comes next is not checked.
     if saved is None or current is None or saved == current:
         return
 
-    causes = [str(setting) for setting in settings if setting.key.startswith(DECIDE_ORDER)]
+    causes = [str(setting) for setting in changed_settings if setting.key.startswith(DECIDE_ORDER)]
     undo = f"take back what has changed ({', '.join(causes)})" if causes else "restore the dataset as it was"
     raise UserError(
         "the order of the samples has changed since the checkpoint was written",

@@ -1,4 +1,4 @@
-"""A copy of the state in host memory: of a whole save, training waits only for this.
+"""Copies the state to host memory. This is the only part of a save that training waits for.
 
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`Copying`).
@@ -28,7 +28,7 @@ class Slice:
     """A slice of the tensor `name` that this rank writes: its shard, or the full tensor."""
 
     name: str
-    tensor: torch.Tensor  # the slice itself; it may be on a GPU, and need not be contiguous
+    tensor: torch.Tensor  # the slice itself; it may be on a GPU and need not be contiguous
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where in the full tensor the slice begins
 
@@ -96,15 +96,15 @@ class Snapshot:
 class Copying:
     """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
 
-    Tensors on a GPU are copied in a stream of their own, for which not even the host waits. The thread that will write
+    Tensors on a GPU are copied in a separate stream, for which not even the host waits. The thread that will write
     the file copies those on the CPU.
     """
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If a version has changed when `wait` is called, a tensor was changed while it was copied: the copy is torn.
-        # `_torn` is None until `wait` has compared the versions.
+        # If a version has changed by the time of `wait`, a tensor was changed while it was copied: the copy is torn.
+        # `wait` sets `_torn` if it comes first; otherwise `run` compares the versions itself.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ def _allocate(size: int, pinned: bool) -> torch.Tensor:
 
 
 def _copy(pairs: Pairs) -> None:
-    """Copy, and wait until the copies are complete."""
+    """Copy and wait until the copies are complete."""
     if not pairs:
         return
 

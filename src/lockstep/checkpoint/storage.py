@@ -39,11 +39,11 @@ OWNER = "owner"
 
 
 class Store(Protocol):
-    """A place for checkpoints. Each is staged in a folder of its own (`write`), and committed by one `rename`.
+    """A place for checkpoints. Each is staged in its own folder (`write`) and committed by one `rename`.
 
     A key is "FOLDER/FILE", or "FILE" at the top. A folder exists as long as it has files. Methods raise
     FileNotFoundError for what is missing, and OSError for anything else that goes wrong; errno.ENOSPC means "full".
-    All ranks of a run reach the same store at the same time.
+    All ranks of a run reach the same store at the same time. Two stores of the same files are equal.
     """
 
     @property
@@ -228,6 +228,9 @@ class FileStore:
         self.root = Path(root)
         self.address = str(self.root)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileStore) and self.root.resolve() == other.root.resolve()
+
     def folders(self) -> list[str]:
         return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
 
@@ -247,7 +250,7 @@ class FileStore:
         with replacing(path, str(os.getpid())) as draft:
             _write_file(draft, [memoryview(data)])
 
-        # A file in a staged folder is only a message between ranks, and need not survive a power cut. As soon as it is
+        # A file in a staged folder is only a message between ranks and need not survive a power cut. As soon as it is
         # there, the folder may be committed under another name, so it could not be synced anyway.
         if path.parent == self.root:
             _sync_folder(self.root)
@@ -259,7 +262,7 @@ class FileStore:
     def delete(self, key: str) -> None:
         path = self.root / key
         if path.is_dir():
-            # Delete as much as possible, and only then report the rest.
+            # Delete as much as possible and only then report the rest.
             shutil.rmtree(path, ignore_errors=True)
             if path.exists():
                 raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
@@ -290,13 +293,13 @@ class FileStore:
 
 
 def split(data: memoryview) -> list[memoryview]:
-    """Split `data` into two or more chunks for `Store.write`; all but the last are whole pages if that is possible."""
+    """Split `data` for `Store.write`: every chunk but the last is a whole number of pages, if `data` is long enough."""
     # At least two: between chunks an abandoned save ends, and tests can let the disk fill up.
     half = (len(data) + 1) // 2
     size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
-    # An incomplete page is a chunk of its own: it would keep the pages before it from being written directly.
+    # An incomplete page is a separate chunk: it would keep the pages before it from being written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
         chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
@@ -304,7 +307,7 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 def _create(path: Path) -> io.FileIO:
-    """Open a new file, and make its folder. Another rank may remove the folder while it is still empty: then retry."""
+    """Open a new file and make its folder. Another rank may remove the folder while it is still empty: then retry."""
     for _ in range(10):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -350,14 +353,14 @@ def _write_all(handle: int, data: memoryview, position: int) -> None:
 
 
 def _write_directly(handle: int, data: memoryview, position: int) -> bool:
-    """Write past the page cache. Return False if this file system, or this memory, does not allow it."""
+    """Write past the page cache. Return False if this file system or this memory does not allow it."""
     # The flag belongs to the open file: it is set for this chunk only.
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
         _write_all(handle, data, position)
     except OSError as error:
-        # These mean "not like this". All others, such as a full disk, are real.
+        # These errors mean that direct writes are not supported here. Others, such as a full disk, would come again.
         if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
             raise
         return False

@@ -6,13 +6,13 @@
     rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
     rank 0       checks that it still owns the store
     rank 0       step-N.tmp-TOKEN-1 -> step-N               the commit
-    rank 0       updates `latest`, and deletes what `Retention` does not keep
+    rank 0       updates `latest` and deletes what `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. One exception: when
-step N is saved again, a kill between setting the old one aside and the rename leaves neither under the name step-N; the
-old one is step-N.undone. Ranks communicate through the store only, so that a rank which hangs does not block the
-writing threads of the others. No torch here.
+manifest before the rename, and the rename before `latest` moves and before anything old is deleted. One exception: if
+step N is saved again and the process dies between the two renames, no step-N exists; the old checkpoint is
+step-N.undone. Ranks communicate through the store only, so that a rank which hangs does not block the writing threads
+of the others. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import xxhash
@@ -64,7 +64,7 @@ class SaveContext:
 
     store: Store
     rank: int
-    size: int  # how many ranks write
+    world_size: int  # how many ranks write
     token: str  # of this attempt of the run
     retention: Retention
     timeout_s: float  # how long rank 0 waits for the other ranks' files
@@ -93,20 +93,17 @@ class PendingSave:
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
         self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
-        self.secondhand = False  # whether `error` only follows from that of another rank
+        self.caused_elsewhere = False  # whether `error` only follows from that of another rank
 
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited
         self.write_s = 0.0  # from there to the commit
-        self.file_ended = threading.Event()  # set when this rank's file is durable, or never will be
+        self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
+        self._began = 0.0  # when `run` was called
 
         # Set by `abandon`, in the thread that trains.
-        self._abandoned = threading.Event()
+        self.abandoned = threading.Event()
         self._why_abandoned = ""
-
-    @property
-    def abandoned(self) -> bool:
-        return self._abandoned.is_set()
 
     def run(
         self,
@@ -136,22 +133,23 @@ class PendingSave:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Record the reason, free the disk, and let rank 0 know."""
+        """Free the disk, let rank 0 know, and record the reason."""
+        reason = f"{type(error).__name__}: {error}"
         try:
-            self.discard()
+            self.delete_staged()
             if isinstance(error, FileNotFoundError) and self.checkpoint is None:
                 # If the file system cannot even list its folders, the error itself says more.
                 with suppress(OSError):
-                    self.secondhand |= self.folder not in self.context.store.folders()
-            self.error = self._reason(error)
+                    self.caused_elsewhere |= self.folder not in self.context.store.folders()
+            reason = self._reason(error)
 
             # Rank 0 should not wait in vain for this rank's file. If this fails as well, the first error counts.
-            if self.context.rank != 0 and not self.abandoned:
+            if self.context.rank != 0 and not self.abandoned.is_set():
                 with suppress(OSError):
-                    self._confirm({"error": self.error})
+                    self._confirm({"error": reason})
         finally:
-            # Training waits for this event.
-            self.error = self.error or f"{type(error).__name__}: {error}"
+            # Training waits for this event and then reads the error.
+            self.error = reason
             self.file_ended.set()
 
     def refuse(self, missing: int) -> None:
@@ -160,9 +158,9 @@ class PendingSave:
 
     def abandon(self, why: str) -> None:
         self._why_abandoned = why
-        self._abandoned.set()
+        self.abandoned.set()
 
-    def discard(self) -> None:
+    def delete_staged(self) -> None:
         """Delete what this rank staged; rank 0 deletes everything. This does nothing once the save is committed."""
         rank = self.context.rank
         keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
@@ -179,14 +177,11 @@ class PendingSave:
         self.context.store.write(self._key(file_name(self.context.rank)), self._chunks(layout, data, digest))
 
         # Rank 0 makes the manifest from this confirmation, which it sees only when the file is durable.
-        pieces = [
-            [piece.name, piece.dtype, piece.full_shape, key, piece.offset, piece.shape]
-            for key, piece in zip(layout.keys, layout.pieces, strict=True)
-        ]
+        pieces = [asdict(piece) for piece in layout.pieces]
         self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
-        """Yield the file chunk by chunk, and digest each one. An abandoned save ends between two chunks."""
+        """Yield the file chunk by chunk and digest each one. An abandoned save ends between two chunks."""
         chunks = [memoryview(layout.header), *split(data)]
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
@@ -201,7 +196,7 @@ class PendingSave:
         self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
-        if self.abandoned:
+        if self.abandoned.is_set():
             raise SaveFailed(self._why_abandoned)
 
     def _key(self, file: str) -> str:
@@ -218,7 +213,7 @@ class PendingSave:
         decode(manifest, Checkpoint(store, self.folder))
 
         # The manifest comes last: when it is durable, the folder has its final contents.
-        for rank in range(self.context.size):
+        for rank in range(self.context.world_size):
             store.delete(self._key(_confirmation(rank)))
         store.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
@@ -246,11 +241,11 @@ class PendingSave:
         _spoil(self.checkpoint, file_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
-        """Wait for the confirmations of all ranks, and return them by rank. Raise SaveFailed if one reports an error.
+        """Wait for the confirmations of all ranks and return them by rank. Raise SaveFailed if one reports an error.
 
         Rank 0 does not wait forever: a rank may have died.
         """
-        ranks = set(range(self.context.size))
+        ranks = set(range(self.context.world_size))
         confirmations: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.context.timeout_s
 
@@ -274,13 +269,13 @@ class PendingSave:
                 )
 
             # Sleep, but wake up as soon as the save is abandoned.
-            self._abandoned.wait(pause)
+            self.abandoned.wait(pause)
             self._check_abandoned()
             pause = min(pause * 1.5, 0.25)
 
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
-            self.secondhand = True
+            self.caused_elsewhere = True
             raise SaveFailed(f"rank {rank}: {confirmation['error']}")
 
         # A shared file system may be slow to show what another machine wrote, or lose it.
@@ -299,12 +294,13 @@ class PendingSave:
             file = file_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
 
-            for name, dtype, full_shape, key, offset, shape in confirmation["pieces"]:
-                kind = (dtype, tuple(full_shape))
+            for piece in confirmation["pieces"]:
+                name = piece["name"]
+                kind = (piece["dtype"], tuple(piece["full_shape"]))
                 known_kind, pieces = tensors.setdefault(name, (kind, []))
                 if known_kind != kind:
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
-                pieces.append(Piece(file, key, tuple(offset), tuple(shape)))
+                pieces.append(Piece(file, name, tuple(piece["offset"]), tuple(piece["shape"])))
 
         return Manifest(
             step=self.step,
@@ -319,12 +315,13 @@ class PendingSave:
     # ---- reasons ----
 
     def _reason(self, error: BaseException) -> str:
+        if self.abandoned.is_set():
+            return self._why_abandoned
+
         match error:
-            case _ if self.abandoned:
-                return self._why_abandoned
             case SaveFailed() | Damaged():
                 return str(error)
-            case FileNotFoundError() if self.secondhand:
+            case FileNotFoundError() if self.caused_elsewhere:
                 # Rank 0 deletes the folder of a save that failed, and a new attempt deletes those of all others.
                 return "rank 0 abandoned the save, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):

@@ -1,4 +1,4 @@
-"""Mixed-precision training as an object: `training_step(batch)` in a loop of your own."""
+"""Mixed-precision training as an object: `training_step(batch)` in your loop."""
 
 from __future__ import annotations
 

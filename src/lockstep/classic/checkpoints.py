@@ -16,7 +16,7 @@ from lockstep.runtime.context import Runtime
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
-    """Save the state from one rank. Collective: the others wait, and raise the same error if it fails."""
+    """Save the state from one rank. Collective: the others wait and raise the same error if it fails."""
     outcome: list[str | None] = [None, None]
     if runtime.world.rank == writer:
         outcome = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
@@ -33,18 +33,18 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> 
     return Path(path)
 
 
-def _write(state: RunState, store: Store, world: int) -> list[str | None]:
+def _write(state: RunState, store: Store, world_size: int) -> list[str | None]:
     """Write a checkpoint. Return its path or None, and the error or None."""
-    # Each save is an attempt of its own: what an earlier one left half-written is removed.
+    # Each save counts as a new attempt: what an earlier one left half-written is removed.
     token = secrets.token_hex(4)
     store.claim(token)
     clean(store, token)
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
-    tensors, aliases, values = state.capture()
+    tensors, aliases, plain_state = state.capture()
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
     saver = Saver(store, 0, 1, token, Retention(3), asynchronous=False)  # the newest three stay
-    saver.save(state.stepper.counters.step, slices, aliases, {"state": values, "world": world})
+    saver.save(state.stepper.counters.step, slices, aliases, {"state": plain_state, "world": world_size})
 
     # A failed save is an outcome and not an exception: the other ranks wait to hear of it.
     [save] = saver.wait()
@@ -54,15 +54,15 @@ def _write(state: RunState, store: Store, world: int) -> list[str | None]:
 
 def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
     """Restore the newest valid checkpoint below `path`, or exactly this one. Collective. Return its step."""
-    rank, size = runtime.world.rank, runtime.world.size
+    rank, world_size = runtime.world.rank, runtime.world.size
     gather = runtime.collectives.gather_json
     if is_checkpoint(path):
         named = Checkpoint.at(path)
-        checkpoint = find(named.store, rank, size, gather, named.name)
+        reader = find(named.store, rank, world_size, gather, named.name)
     else:
-        checkpoint = find(FileStore(path / "checkpoints"), rank, size, gather)
+        reader = find(FileStore(path / "checkpoints"), rank, world_size, gather)
 
-    if checkpoint is None:
+    if reader is None:
         raise UserError(
             f"load_checkpoint({str(path)!r}) found no checkpoint there",
             "",
@@ -70,6 +70,6 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
         )
 
     # No rank may save there before all have read.
-    state.restore(checkpoint, checkpoint.manifest.values["state"])
+    state.restore(reader, reader.manifest.values["state"])
     gather(None)
     return state.stepper.counters.step

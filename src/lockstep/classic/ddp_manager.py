@@ -38,7 +38,7 @@ class DDPManager:
     def initialize(self, backend: str = "nccl", timeout_mins: float = 30) -> bool:
         """Join the ranks that the environment announces. Returns whether there are several.
 
-        `nccl` means gloo where ranks have no GPU of their own.
+        `nccl` means gloo where ranks share a GPU or have none.
         """
         # Train alone only if nothing announces other ranks.
         require_world_size()
@@ -71,7 +71,7 @@ class DDPManager:
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
     ) -> nn.Module:
-        """Move a model to the device, and wrap it in DDP if it has something to train; a frozen one is only moved."""
+        """Move a model to the device and wrap it in DDP if it has something to train; a frozen one is only moved."""
         model.to(self.device)
 
         # DDP refuses a model without trainable parameters.

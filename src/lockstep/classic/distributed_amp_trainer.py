@@ -39,7 +39,7 @@ class DistributedAMPTrainer(AMPTrainer):
         loss_fn: LossFn | None = None,
         distributed: DistributedConfig | None = None,
     ):
-        """Join the other ranks. `nccl` becomes gloo where ranks have no GPU of their own.
+        """Join the other ranks. `nccl` becomes gloo where ranks share a GPU or have none.
 
         `distributed` replaces the four arguments before it, and has options of DDP.
         """
@@ -59,7 +59,7 @@ class DistributedAMPTrainer(AMPTrainer):
         return self.setup_distributed()
 
     def setup_distributed(self) -> Runtime:
-        """Choose the device, and join the process group unless this process is in one already."""
+        """Choose the device and join the process group unless this process is in one already."""
         world = _find_world(self.distributed)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":

@@ -37,7 +37,7 @@ class DistributedConfig:
     world_size: int = 1
     rank: int = 0
 
-    # nccl where every rank has a GPU of its own; gloo elsewhere.
+    # nccl where no two ranks share a GPU; gloo elsewhere.
     backend: str = "nccl"
     master_addr: str = "localhost"
     master_port: int = 29500

@@ -33,7 +33,7 @@ class Membership:
     ) -> str:
         """Join the ranks of `world`, unless this process is in a group already. Returns the name of the backend.
 
-        `nccl` becomes gloo where ranks have no GPU of their own.
+        `nccl` becomes gloo where ranks share a GPU or have none.
         """
         if device.type == "cuda":
             # Before anything touches CUDA, or every rank opens a context on GPU 0.
@@ -64,7 +64,7 @@ def current_world() -> World:
 
 def require_world_size(env: Mapping[str, str] = os.environ) -> None:
     """Refuse an environment that makes this process a rank without saying of how many."""
-    # Continuing alone would let every rank train by itself, and all of them write.
+    # Continuing alone would let every rank train and write by itself.
     present = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
     missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
     if present and missing:

@@ -15,7 +15,7 @@ from lockstep.errors import UserError, plural
 from lockstep.runtime.world import World
 from lockstep.targets import load_class
 
-# torch.distributed.launch adds one of these, and sets the variable LOCAL_RANK as well.
+# torch.distributed.launch adds one of these and sets the variable LOCAL_RANK as well.
 LOCAL_RANK = ("--local-rank", "--local_rank")
 
 # Settings that mean the same as a flag.
@@ -29,7 +29,7 @@ RIVALS = {
 
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
-    """Train `target`, which has `readers` frozen models that may live on GPUs of their own. Returns the exit code."""
+    """Train `target`, which has `readers` frozen models that may live on other GPUs. Returns the exit code."""
     parser = _parser(target, readers)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, settings = parser.parse_known_args(arguments)

@@ -1,7 +1,7 @@
 """Reading samples, in this process or in worker processes, and moving batches to the device.
 
 Random numbers are keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU
-are copied on a stream of their own, one micro-batch ahead, while the GPU computes.
+are copied on a separate stream, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
 
 
 class SideStream:
-    """Copies batches to the device on a CUDA stream of its own.
+    """Copies batches to the device on a separate CUDA stream.
 
     Its memory belongs to the stream that computes: a batch that is no longer needed makes room for the next but one,
     however far the host has run ahead. A copy therefore begins when the work that was queued before it is done, and
@@ -256,7 +256,7 @@ class SideStream:
         return moved, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, torch.Event]) -> Any:
-        """Return the batch, and have the computing stream wait for its copy. The host does not wait."""
+        """Return the batch and have the computing stream wait for its copy. The host does not wait."""
         batch, arrived = sent
         torch.cuda.current_stream(self.device).wait_event(arrived)
         return batch

@@ -31,7 +31,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Sampled:
-    """A dataset with the user's own sampler: `Task.data` may return it in place of the dataset.
+    """A dataset with a sampler: `Task.data` may return it in place of the dataset.
 
     Its items are those of the dataset, and its length is the number of positions in the sampler's epoch.
     """

@@ -1,7 +1,7 @@
 """Batch sources over datasets: they give this rank its micro-batches of each global step.
 
 The state of a map-style source is one integer, its position in the endless order of samples: epoch 0, then epoch 1,
-and so on. Samples that are left out (`tail=drop`, `pass_over`) have positions like all others. These are saved with it.
+and so on. Skipped samples (`tail=drop`, `pass_over`) keep their positions. Spans skipped after a rewind are saved too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SourceOptions:
     tail: str  # what happens to the last window of an epoch, see `next_window`
     config: DataConfig
     seed: int
-    world: World  # the ranks that have samples of their own, and which of them this one is
+    world: World  # the ranks that go through different samples, and which of them this one is
     device: torch.device
     interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
     collective_forwards: bool = False  # all ranks run the same number of micro-batches: some of weight 0 are added
@@ -114,10 +114,10 @@ class MapSource:
         self.length = len(sampler)
         self.position = 0  # of the next step, in the endless order of samples
 
-        # Positions (start, stop) that are left out from now on, because they spoiled a step.
+        # Positions (start, stop) that are skipped from now on, because they spoiled a step.
         self.passed_over: list[tuple[int, int]] = []
 
-        # No deal may change before this position: workers may already be reading up to it.
+        # Micro-batches up to this position are dealt for good: workers may already be reading them.
         self.dealt_until = 0
 
         # (first position, speeds of the ranks), oldest first. The newest that has begun counts, also after a rewind.
@@ -273,7 +273,7 @@ class MapSource:
 
 
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own shard. A resumed run repeats the epoch, and says so."""
+    """An iterable dataset: every rank and worker reads its own shard. A resumed run repeats the epoch and says so."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.dataset = dataset
@@ -367,7 +367,7 @@ class StreamSource:
         workers = options.config.workers
         loader = DataLoader(
             _Shard(self.dataset, self.collate, options, self.epoch),
-            # The shard already makes micro-batches, and collates them.
+            # The shard already makes micro-batches and collates them.
             batch_size=None,
             collate_fn=tuple,
             num_workers=workers,

@@ -163,7 +163,8 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
-    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {plural(resumed.ranks, 'rank')}"
+    ranks = plural(resumed.world_size, "rank")
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {ranks}"
     # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 

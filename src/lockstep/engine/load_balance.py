@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.data.shard import apportion, deal
+from lockstep.data.shard import deal, deal_counts
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
@@ -65,14 +65,14 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
     # With `auto` the first steps are dealt evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
-    most = max(apportion(plan.micro_batches, tuple(speeds)))
+    most = max(deal_counts(plan.micro_batches, tuple(speeds)))
     return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by load_balance"})
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
-    return f"micro-batches {_show(apportion(plan.micro_batches, tuple(speeds)))} by load_balance"
+    return f"micro-batches {_show(deal_counts(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
 def open_load_balancer(
@@ -140,7 +140,7 @@ class LoadBalancer:
         gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
-        better = apportion(self._micro_batches, speeds)
+        better = deal_counts(self._micro_batches, speeds)
 
         # A small gain may be noise.
         now_s = step_seconds(self.dealt, seconds)

@@ -34,7 +34,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         check_before_batch(builder.config, setup.driver.placement, builder.runtime.world.alone)
 
     if hasattr(task, "state_dict"):
-        builder.parts["task"] = task  # saved with every checkpoint
+        builder.add_part("task", task)
     run = builder.setup_run(data(), task.collate)
 
     # The evaluation data is checked before the first step, not when the first evaluation is due.
@@ -66,8 +66,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         # After the evaluation, so that a checkpoint knows how good its weights are.
         run.maintain()
 
-    # The weights first: an error in an evaluation or in `show` must not lose them.
-    run.save_weights()
+    # This saves the weights: an error in an evaluation or in `show` must not lose them.
+    run.end_training()
     if held_out is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
         evaluate()
     return run.close(_show(task, run))

@@ -71,12 +71,10 @@ class OwnRun:
         return setup.driver.module, *setup.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
-        """Save `part` with every checkpoint, and restore its state on resume. Call it before `run.steps`.
+        """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
 
         `part` is anything with `state_dict` and `load_state_dict`, such as a moving average.
         """
-        if name == "data":
-            raise UserError("run.register('data', ...) uses the name of the data's own state", "", "use another name")
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UserError(
                 f"run.register({name!r}, part) needs a part with a state; {type(part).__name__} has none",
@@ -89,7 +87,7 @@ class OwnRun:
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
 
-        self._builder.parts[name] = part
+        self._builder.add_part(name, part)
 
     def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
         """Yield every step of the run, epoch after epoch."""
@@ -161,7 +159,7 @@ class OwnRun:
                 "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
 
-        run.save_weights()
+        run.end_training()
         run.close()
 
     def _check_model(self, call: str) -> None:

@@ -137,10 +137,10 @@ class Run:
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
         self.stepper.context.requests.save = self.checkpoints.save_is_due_by_clock()
 
-    def maintain(self, evaluation_due: bool = False) -> None:
+    def maintain(self, repeat_evaluation: bool = False) -> None:
         """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
 
-        `evaluation_due`: this step's evaluation was interrupted, and the resumed run must repeat it.
+        `repeat_evaluation`: this step's evaluation was interrupted, and the resumed run must repeat it.
         """
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
@@ -158,7 +158,7 @@ class Run:
 
         if save_due:
             began = time.perf_counter()
-            self.save_checkpoint(evaluation_due)
+            self.save_checkpoint(repeat_evaluation)
             self._save_agreed = False
             self.stepper.context.requests.save = False
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
@@ -188,7 +188,7 @@ class Run:
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
             self._preempt_agreed = True
-            self.maintain(evaluation_due=True)
+            self.maintain(repeat_evaluation=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
@@ -209,11 +209,12 @@ class Run:
 
     # ---- the end ----
 
-    def save_weights(self) -> None:
-        """Wait for the last outcome, and write the final weights before anything else can go wrong."""
+    def end_training(self) -> None:
+        """Log the last step, write the last checkpoint and then the weights. Raise if the run learned nothing."""
         self.close_loaders()
         last = self.stepper.wait_for_outcome()
         self._accept_requests(last)
+
         # After a `break` in the user's loop, no log line shows the last steps yet.
         if self._interval["steps"]:
             self._log(last)
@@ -358,8 +359,8 @@ class Run:
         if self.driver.placement.replicated:
             check_replicas(self.driver.model, self.runtime)
 
-    def save_checkpoint(self, evaluation_due: bool = False) -> None:
-        """Save the run as it is now. `evaluation_due`: see `maintain`."""
+    def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
+        """Save the run as it is now. `repeat_evaluation`: see `maintain`."""
         # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 
@@ -371,7 +372,7 @@ class Run:
         self.checkpoints.save(
             {
                 "metrics": metrics,
-                "evaluation_due": evaluation_due,
+                "evaluation_due": repeat_evaluation,
                 "interval": self.recorder.interval_state(self.stepper.sums),
                 "seconds": time.time() - self.started,
             }

@@ -92,7 +92,7 @@ class RunBuilder:
     precision: Precision
     run_class: type[Run]
     started: float = field(default_factory=time.time)
-    parts: dict[str, Stateful] = field(default_factory=dict)  # what else has state that checkpoints hold, by name
+    parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
 
     # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
     driver: Driver | None = None
@@ -140,7 +140,8 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
-        self.parts.update(self.driver.extra_state)
+        for name, part in self.driver.extra_state.items():
+            self.add_part(name, part)
 
         # The optimizers come after the sharding, so that their state is made for the shards.
         own_optimizers = optimizers(self.driver.model)
@@ -152,7 +153,7 @@ class RunBuilder:
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
-            self.parts["exact"] = exactness
+            self.add_part("exact", exactness)
 
         self.model_setup = ModelSetup(
             self.driver,
@@ -162,6 +163,12 @@ class RunBuilder:
             exactness,
         )
         return self.model_setup
+
+    def add_part(self, name: str, part: Stateful) -> None:
+        """Save and restore `part` with every checkpoint. The data source will be the part called "data"."""
+        if name in ("data", *self.parts):
+            raise UserError(f"run.register({name!r}, ...) uses a name that is taken", "", "use another name")
+        self.parts[name] = part
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
@@ -208,7 +215,7 @@ class RunBuilder:
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
         if setup.exactness:
-            facts["exact"] = setup.exactness.begin(source, plan, resumed.settings if resumed else [])
+            facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
         self._write_start(facts, plan, driver)
 
         run = self.run_class(

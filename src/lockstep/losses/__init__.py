@@ -9,7 +9,7 @@ each chunk the logits, the loss, and at once the gradients, which also need the 
 # tokens, C = 256, V = 16000, against float64:
 #   - in bfloat16 it returns the loss in bfloat16, with a relative error of 2e-2 (ours: float32, 1e-6);
 #   - it took 1.9 s in float32 and 1.1 s in bfloat16 (ours: 1.4 s and 0.6 s);
-#   - torch.compile(fullgraph=True) refuses it, and breaks the graph otherwise (ours is one operator of the graph).
+#   - torch.compile(fullgraph=True) refuses it and breaks the graph otherwise (ours is one operator of the graph).
 # On an H200 ours trains GPT-2 at 537k tokens/s with torch 2.11; torch's could not be tried there. Compare again when
 # it compiles and returns float32.
 
@@ -134,7 +134,7 @@ def _save_gradients(ctx, inputs, output) -> None:
     hidden, *_, for_hidden, for_weight = inputs
     _, d_hidden, d_weight = output
 
-    # The gradients themselves are never differentiated: their own gradients stay None, and cost nothing.
+    # The gradients themselves are never differentiated: their own gradients stay None and cost nothing.
     ctx.set_materialize_grads(False)
     ctx.hidden_dtype = hidden.dtype
     ctx.wanted = for_hidden, for_weight
@@ -163,7 +163,7 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
         row_losses_(logits, targets, losses, ignore_index, gradient)
         return
 
-    # Ignored targets are no valid columns: they gather from column 0, and count nothing.
+    # Ignored targets are no valid columns: they gather from column 0 and count nothing.
     counted = targets != ignore_index
     columns = targets.where(counted, 0)[:, None]
     wide = logits.to(losses.dtype)
@@ -180,7 +180,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
-        # The product itself is accumulated in float32, and never rounded to bfloat16.
+        # The product itself is accumulated in float32 and never rounded to bfloat16.
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import by_mesh
+from lockstep.runtime.layout import balance, by_mesh
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
@@ -32,6 +32,8 @@ GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some o
 
 class Optimizers:
     """One or several torch optimizers that together move every trainable parameter of the model."""
+
+    sharded = False  # whether each rank holds the state of only some parameters
 
     def __init__(self, optimizers: Any, model: nn.Module):
         """`optimizers`: an optimizer or a list of them, as the task or the user's loop made them."""
@@ -124,10 +126,18 @@ class ShardedOptimizers(Optimizers):
     checkpoint each rank saves the state of the parameters that it owns.
     """
 
+    sharded = True
+
     def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
         super().__init__(optimizers, model)
         self._runtime = runtime
-        self._owned = deal_by_bytes(self.parameters(), runtime.world.size)
+
+        parameters = self.parameters()
+        ranks = range(runtime.world.size)
+        owners = balance([p.nbytes for p in parameters], [ranks] * len(parameters))
+        self._owned: list[list[nn.Parameter]] = [[] for _ in ranks]
+        for p, owner in zip(parameters, owners, strict=True):
+            self._owned[owner].append(p)
 
         own = {id(p) for p in self._owned[runtime.world.rank]}
         for optimizer in self.all:
@@ -155,21 +165,6 @@ class ShardedOptimizers(Optimizers):
         if owner != self._runtime.world.rank:
             received = flat.split([p.numel() for p in parameters])
             torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(received))
-
-
-def deal_by_bytes(parameters: list[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Deal parameters to `count` ranks, about the same number of bytes for each.
-
-    The largest comes first, and goes to the rank with the fewest bytes. Every rank computes the same deal.
-    """
-    owned: list[list[nn.Parameter]] = [[] for _ in range(count)]
-    loads = [0] * count
-    # The sort is stable: parameters of equal size stay in the order of the model.
-    for p in sorted(parameters, key=lambda p: -p.nbytes):
-        owner = loads.index(min(loads))
-        owned[owner].append(p)
-        loads[owner] += p.nbytes
-    return owned
 
 
 @contextmanager

@@ -7,6 +7,7 @@ functions say which slice of the full tensor a rank holds, and which of several 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def balance(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]:
+    """Choose one of its `holders` for each item, so that all ranks get about the same number of bytes.
+
+    The largest item comes first and goes to the rank with the fewest bytes so far. Every rank computes the same answer.
+    """
+    chosen = [0] * len(sizes)
+    loads = Counter[int]()
+    # The sort is stable: items of equal size stay in order.
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        chosen[item] = min(holders[item], key=lambda rank: (loads[rank], rank))
+        loads[chosen[item]] += sizes[item]
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ _TABLE = {
     # What moves besides the weights.
     "schedule": (
         "a schedule that moves per micro-batch or per rank",
-        "use lr.schedule for the rate; what else follows the step belongs in after_step(model, step), as a function of "
-        "step",
+        "use lr.schedule for the rate; anything else that follows the step belongs in after_step(model, step), as a "
+        "function of step",
     ),
     "average": (
         "a moving average, or another state of the task, that is updated per micro-batch or per rank",

@@ -43,14 +43,14 @@ def work(spec: dict[str, Any]) -> None:
     RecordedBuilder.orders = spec["orders"]
     setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
 
-    # The script finds its modules as in the parent process, and sees none of verify's arguments.
+    # The script finds its modules as in the parent process and sees none of verify's arguments.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = [spec["target"]]
     api.run_target(spec["target"], [(source, values) for source, values in spec["layers"]])
 
 
 class RecordedBuilder(RunBuilder):
-    """Builds a RecordedRun, and records the structure of the model before and after it is wrapped."""
+    """Builds a RecordedRun and records the structure of the model before and after it is wrapped."""
 
     orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
@@ -88,10 +88,10 @@ class RecordedBuilder(RunBuilder):
 
 
 class RecordedRun(Run):
-    """A Run that records what every step reads and computes, and ends after a few steps."""
+    """A Run that records what every step reads and computes and that ends after a few steps."""
 
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
-        """Collect the facts from which the trials are chosen, and prepare to record the steps."""
+        """Collect the facts from which the trials are chosen and prepare to record the steps."""
         self.orders = orders
         self._folder = Path(orders["folder"])
         self._task = task
@@ -159,11 +159,11 @@ class RecordedRun(Run):
         self._steps.append({"micros": self._micros, "settings": settings})
         super().finish(batches, result)
 
-    def maintain(self, evaluation_due: bool = False) -> None:
+    def maintain(self, repeat_evaluation: bool = False) -> None:
         self.guard.check_structure()  # after every step, before a checkpoint fails for that reason
-        super().maintain(evaluation_due)
+        super().maintain(repeat_evaluation)
 
-    def save_weights(self) -> None:
+    def end_training(self) -> None:
         """Do nothing: a trial needs no weights."""
 
     def close(self, text: str | None = None) -> dict[str, Any]:

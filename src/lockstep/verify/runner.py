@@ -134,7 +134,7 @@ class Runner:
             "orders": asdict(trial) | {"steps": steps, "folder": str(folder)},
         }
 
-        # The ranks hold the reading end, and exit when the other end is closed.
+        # The ranks hold the reading end and exit when the other end is closed.
         reading, writing = os.pipe()
         ranks = range(self._ranks, self._ranks + trial.world)
         self._ranks += trial.world
@@ -158,7 +158,7 @@ class Runner:
         return RunningTrial(trial, folder, os.fdopen(writing, "wb"), ranks)
 
     def _watch(self, running: list[RunningTrial]) -> None:
-        """Note which ranks have ended, and end the trials that have run out of time."""
+        """Note which ranks have ended and end the trials that have run out of time."""
         # A report of the zygote ends the wait at once; without one, the clock is checked again.
         select.select([self._zygote.fileno()], [], [], 0.2)
 

@@ -115,3 +115,12 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
         "rank 1: no space left",
         "rank 1: no space left",
     ]
+
+
+def test_a_registered_part_never_replaces_one_of_the_run(tmp_path: Path) -> None:
+    task = Dropped()
+    model = task.model()
+    with lockstep.start(global_batch=4, steps=1, exact=True, run_dir=tmp_path / "run") as run:
+        run.register("exact", model)
+        with pytest.raises(lockstep.UserError, match="'exact'"):
+            run.setup(model, task.optimizer(model))

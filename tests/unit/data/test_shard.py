@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.shard import apportion, deal, micro_slice, next_window
+from lockstep.data.shard import deal, deal_counts, micro_slice, next_window
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.sampled_from(["short", "drop"]))
@@ -41,14 +41,14 @@ SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 def test_every_item_is_dealt_once_by_speed(count, speeds):
     parts = [deal(count, rank, len(speeds), speeds) for rank in range(len(speeds))]
     assert [i for part in parts for i in part] == list(range(count))
-    assert tuple(map(len, parts)) == apportion(count, tuple(speeds))
+    assert tuple(map(len, parts)) == deal_counts(count, tuple(speeds))
     if count >= len(speeds):
         assert all(parts), "a rank was left without work"
 
 
 @given(st.integers(1, 60), SPEEDS)
 def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, speeds):
-    counts = apportion(count, tuple(speeds))
+    counts = deal_counts(count, tuple(speeds))
     last = max(n / speed for n, speed in zip(counts, speeds, strict=True))
     for giver, taker in itertools.permutations(range(len(speeds)), 2):
         if counts[giver] > 1 and counts[giver] / speeds[giver] == last:
@@ -66,4 +66,4 @@ def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, speeds)
     ],
 )
 def test_micro_batches_by_speed(count, speeds, counts):
-    assert apportion(count, speeds) == counts
+    assert deal_counts(count, speeds) == counts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.recipes.layers import Rotation, SelfAttention, rotation_table
 
-# The default follows the dtype, and is far too large in bf16.
+# The default follows the dtype and is far too large in bf16.
 EPS = 1e-6
 
 
@@ -82,7 +82,7 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return `prompt_ids` (B, T) with `count` sampled ids after them, (B, T + count)."""
-        # Dropout would disturb the text, and must be back afterwards.
+        # Dropout would disturb the text and must be back afterwards.
         was_training = self.training
         self.eval()
 

@@ -193,7 +193,7 @@ class Rollouts:
     # ---- trading ----
 
     def _collect(self) -> None:
-        """Trade for a rollout, and compute what the loss learns from it."""
+        """Trade for a rollout and compute what the loss learns from it."""
         options, seed = self.options, self.context.seed
 
         # A cost from the start can teach an agent never to trade at all.

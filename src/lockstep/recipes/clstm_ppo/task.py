@@ -251,7 +251,7 @@ class ClstmPpo(Task):
             total = 0 * (logits.sum() + values.sum()) + taught if batch["teaching"] else total + 0 * taught
 
         if not batch["teaching"]:
-            # Teaching also moves the policy, and must not be cut short by that.
+            # Teaching also moves the policy and must not be cut short by that.
             self.source.note_kl(batch["cohort"], kl, weight)
 
         metrics = {

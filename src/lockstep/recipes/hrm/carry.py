@@ -80,7 +80,7 @@ class Carry:
 
 
 def refill(slots: Slots | None, batch: Slots, start: Callable[[], tuple[Tensor, Tensor]]) -> Slots:
-    """Put the puzzles of `batch` into the slots that have halted, and leave the other slots alone.
+    """Put the puzzles of `batch` into the slots that have halted and leave the other slots alone.
 
     `begin` (B,) of the result marks the new puzzles. Their states are still those of the puzzle before; the model
     resets them where `begin` is true. `start` returns the states for slots that are used for the first time.

@@ -73,7 +73,7 @@ class Score(NamedTuple):
 
 
 class Scoring(nn.Module):
-    """Computes the training loss of a segment, and decides which puzzles halt with it."""
+    """Computes the training loss of a segment and decides which puzzles halt with it."""
 
     def __init__(self, loss: str, halt_max_steps: int):
         super().__init__()

@@ -194,7 +194,7 @@ class HierarchicalReasoningModel(nn.Module):
         self.register_buffer("h_start", _truncated_normal(torch.empty(W), 1.0))
         self.register_buffer("l_start", _truncated_normal(torch.empty(W), 1.0))
 
-        # The angles follow from the configuration: they move with the model, and are not saved.
+        # The angles follow from the configuration: they move with the model and are not saved.
         self.rotary = config.positions == "rope" and config.mixer == "attention"
         if self.rotary:
             cos, sin = rotation_table(config.positions_in_all, W // config.heads)

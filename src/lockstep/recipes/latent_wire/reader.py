@@ -170,7 +170,7 @@ class Reader(nn.Module):
         return self.embed.weight.device
 
     def freeze(self, device: str | None) -> Reader:
-        """Freeze the reader, and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
+        """Freeze the reader and keep it on `device` if one is given. "cuda:+2" is two after this rank's own."""
         self.requires_grad_(False).eval()
 
         # Relative to the rank, so that one setting serves all ranks.

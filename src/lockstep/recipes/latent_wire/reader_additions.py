@@ -94,7 +94,7 @@ class Additions(nn.Module):
 
         home = latents.device
         pairs = self.prefix(latents) if self.prefix is not None else []
-        # The prefix is made once for each wire, and repeated for its questions afterwards.
+        # The prefix is made once for each wire and repeated for its questions afterwards.
         repeated = latents.repeat_interleave(asked, 0) if self.looks else latents
 
         # For each layer the fields of its LayerAdditions.

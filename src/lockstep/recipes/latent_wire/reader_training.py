@@ -56,7 +56,7 @@ class TrainingOptions:
 def frozen_reader(
     folder: Path, shape: ReaderShape, world: World, options: TrainingOptions, device: str | None = None
 ) -> Reader:
-    """Load a reader from `folder`, and train it first if it is not there.
+    """Load a reader from `folder` and train it first if it is not there.
 
     If several processes need it, one trains and the others wait.
     """

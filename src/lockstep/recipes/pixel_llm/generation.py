@@ -91,7 +91,7 @@ def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> T
         logits = next_word(model(images, word.reshape(-1, 1), cache)).log_softmax(-1)
         vocabulary = logits.shape[-1]
 
-        # A caption that has ended continues with <pad> only, and keeps its likelihood.
+        # A caption that has ended continues with <pad> only and keeps its likelihood.
         ended = (word == EOS) | (word == PAD)
         after = logits.view(batch, beam, vocabulary).masked_fill(ended[:, :, None], float("-inf"))
         after[:, :, PAD] = torch.where(ended, 0.0, after[:, :, PAD])

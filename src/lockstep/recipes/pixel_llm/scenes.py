@@ -37,7 +37,7 @@ SLOT_NUMBERS = {None: 0, **{slot: 1 + number for number, slot in enumerate(SLOTS
 HELD_OUT_SHARE = 0.1
 TRAIN, IID, COMP = "train", "iid", "comp"
 
-# Radii and distances are given in pixels of a picture of this size, and grow with it.
+# Radii and distances are given in pixels of a picture of this size and grow with it.
 REFERENCE_SIZE = 32
 
 Spot = tuple[float, float]
