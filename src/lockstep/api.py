@@ -84,7 +84,8 @@ def train(
 
     `nproc`, `nnodes` and `join` are as typed on the command line.
     """
-    # Misspelt targets and keys are reported before torch is imported, which takes seconds.
+    # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
+    # because options such as --resume were added after `read_layers`.
     targets.check(target)
     check(layers)
     check_names(layers)
@@ -334,7 +335,8 @@ def _launch(
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     # The folder must be ours before a process is started.
     prepare(run_dir)
-    (run_dir / "resize").unlink(missing_ok=True)  # a request that an earlier job did not live to see
+    (run_dir / "resize").unlink(missing_ok=True)  # left over from an earlier job
+
     # This raises if another job trains there: a second launcher must not write into its record.
     held = lock(run_dir)
     if held is not None:
@@ -343,6 +345,7 @@ def _launch(
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+
     culprit = ending.failure
     if culprit is None:
         return ending

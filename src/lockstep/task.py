@@ -84,6 +84,7 @@ class StepResult:
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
     save_failed: bool = False  # some rank could not write its file of the checkpoint
+    new_metrics: bool = False  # some rank saw a metric that not all ranks know
 
 
 @runtime_checkable

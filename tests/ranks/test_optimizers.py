@@ -126,9 +126,9 @@ def modes_after_evaluation(world: Any, store: Any) -> list[bool]:
     modes: list[bool] = []
 
     class ModesRun(WatchedRun):
-        def finish(self, batches: Any, result: Any) -> None:
+        def end_step(self, batches: Any, result: Any) -> None:
             modes.append(self.driver.model.out.training)
-            super().finish(batches, result)
+            super().end_step(batches, result)
 
     with open_watched(world, store, VALUES | {"evaluate.every": 2}) as builder:
         from lockstep.engine import loop

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.formats import megabytes
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
@@ -65,7 +65,7 @@ class Resumed:
     step: int
     path: Path  # of the checkpoint
     ranks: int  # how many wrote it
-    settings: list[Change]  # those that differ now
+    changed_settings: list[Change]
     changes: list[str]  # as text: these settings, and everything else that differs
     evaluation_due: bool  # the run was preempted before it could evaluate
     interval: dict[str, Any]  # sums since the last log line, from `Recorder.interval_state`
@@ -82,7 +82,7 @@ class CheckpointManager:
         config: RunConfig,
         plan: Plan,
         runtime: Runtime,
-        log_event: Callable[..., None],
+        log_event: EventLogger,
         store: Store | None = None,
     ):
         """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
@@ -218,9 +218,9 @@ class CheckpointManager:
             )
 
         # The task's own state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
-        settings = config_changes(values["config"], self.config)
+        changed_settings = config_changes(values["config"], self.config)
         lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
-        for key, before, now in settings:
+        for key, before, now in changed_settings:
             if key in lasting:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the state that the task saved belongs to {key}={before}",
@@ -228,7 +228,7 @@ class CheckpointManager:
                     f"type {key}={before}, or start a new run from the exported weights",
                 )
 
-        other_changes = self.state.restore(reader, values["state"], settings)
+        other_changes = self.state.restore(reader, values["state"], changed_settings)
         step = self.state.stepper.counters.step
 
         # The run goes back to this step: its later checkpoints belong to another history. All ranks wait here, because
@@ -245,8 +245,8 @@ class CheckpointManager:
             step=step,
             path=reader.checkpoint.path,
             ranks=values["world"],
-            settings=settings,
-            changes=[*map(str, settings), *other_changes],
+            changed_settings=changed_settings,
+            changes=[*map(str, changed_settings), *other_changes],
             **{key: values[key] for key in LOOP_STATE},
         )
 
@@ -350,7 +350,7 @@ class CheckpointManager:
         values = {
             "state": state,
             "config": _as_typed(self.config),
-            "plan": asdict(self.plan),
+            "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
             **loop_state,
@@ -358,7 +358,7 @@ class CheckpointManager:
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
         # The optimizers' state may still be being copied when the next update wants to change it.
-        self.state.stepper.update.before_next.append(self.saver.wait_for_copy)
+        self.state.stepper.update.before_next = self.saver.wait_for_copy
 
         self._in_flight = True
         self._saved_step = step

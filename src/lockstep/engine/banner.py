@@ -173,7 +173,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
 
 def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
     """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas: there is nothing to say about them."""
-    strategy = config.sharing
+    strategy = config.strategy_record
     if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
         return None
     if world.alone:

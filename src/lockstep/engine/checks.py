@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Placement
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -146,29 +146,29 @@ def check_supported(model: nn.Module) -> None:
 
 def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
-    if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if plan.data_size == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
-    if plan.micro_batches % plan.world or short:
+    if plan.micro_batches % plan.data_size or short:
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
-            f"{plan.micro_batches} on {plan.world} ranks{', and a short last step' if short else ''}",
-            f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
+            f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
+            f"type tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
 
 
 def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
-    if plan.micro_batches // plan.world >= 2:
+    if plan.micro_batches // plan.data_size >= 2:
         return
 
     # Two micro-batches for each pipeline, if the batch has that many samples.
-    smaller = plan.global_batch // (2 * plan.world)
+    smaller = plan.global_batch // (2 * plan.data_size)
     fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
     raise UserError(
-        f"a step has {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {plan.micro_batch} samples "
-        f"for {plan.world} pipeline{'s' * (plan.world > 1)}; each (mesh.pp) needs at least two",
+        f"a step has {plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
+        f"for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
         "",
         f"{fix}: at least one for each stage is best",
     )

@@ -23,7 +23,7 @@ COLUMNS = {
 }
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its number of micro-batches
 
-LEAST_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
+MIN_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
 
 # Late data is reported if GPUs wait for their batch for this share of a step, in this many intervals in a row.
 DATA_WAIT_SHARE = 0.2
@@ -85,7 +85,7 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     excess = own - usual
     waits = median(row["exchange"] for row in others) - slow["exchange"]
     share = min(excess, waits) / max(own + slow["exchange"], 1e-9)
-    if own < threshold * usual or waits < excess / 2 or share < LEAST_SHARE:
+    if own < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
         return None
 
     # Blame data or compute, whichever exceeds the others' time by more.

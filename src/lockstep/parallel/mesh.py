@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
@@ -83,7 +83,7 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
     _check_strategy(config, sizes)
 
     # One axis without a size takes the ranks that are left: the strategy's own axis, or dp.
-    filled = next((axis for axis in (config.sharing.axis, "dp") if axis and sizes[axis] is None), None)
+    filled = next((axis for axis in (config.strategy_record.axis, "dp") if axis and sizes[axis] is None), None)
     shape = {axis: sizes[axis] or 1 for axis in AXES}
     product = math.prod(shape.values())
 
@@ -113,14 +113,14 @@ def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> Us
     asked = ", ".join(f"mesh.{axis}={asked_sizes[axis]}" for axis in AXES if axis in asked_sizes)
     why = f"{size} is not a multiple of {product}" if filled else f"it has {product} places"
     return UserError(
-        f"the mesh {asked} does not fit {size} rank{'s' * (size > 1)}: {why}",
+        f"the mesh {asked} does not fit {plural(size, 'rank')}: {why}",
         "",
         ", or ".join(fixes),
     )
 
 
 def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
-    strategy = config.sharing
+    strategy = config.strategy_record
     inner = [axis for axis in ("pp", "tp") if (sizes[axis] or 1) > 1]
     if inner and not strategy.composes_with_mesh:
         raise UserError(

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.parallel.blocks import class_to_name, find_blocks
 
 _COSTLY_NAMES = (
@@ -69,7 +69,7 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if every > len(blocks):
         raise UserError(
             f"remat={remat} needs at least {every} blocks",
-            f"the model has {len(blocks)} block{'s' * (len(blocks) != 1)}",
+            f"the model has {plural(len(blocks), 'block')}",
             f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full",
         )
 

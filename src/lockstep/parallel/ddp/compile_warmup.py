@@ -30,7 +30,7 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
     Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
     """
-    collective = not config.sharing.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
+    collective = not config.strategy_record.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
     if not collective and not runtime.world.alone:
         CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timedelta(seconds=config.hang.first)))
 

@@ -104,7 +104,7 @@ class DDPDriver(BaseDriver):
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         super().__init__(model, runtime)
-        self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
+        self.to_sum = 1.0 if self.leaves_sums else float(runtime.world.size)
 
         # bfloat16 has too few bits for the integers of a control word.
         last_dtype = self.parameters[-1].dtype
@@ -180,7 +180,7 @@ class DDPDriver(BaseDriver):
             return
 
         # DDP divides by the world size, so the word is multiplied by it first.
-        packed = self.codec.pack(word, times=self.gradient_factor)
+        packed = self.codec.pack(word, times=self.to_sum)
         torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
         self._check_complete()
