@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lockstep.engine.setup import RunBuilder
     from lockstep.task import Task
 
-# Takes the folder of a run that ended early, and returns what to type to resume it.
+# Takes the folder of a run that ended early and returns what to type to resume it.
 ResumeCommand = Callable[[Path], str]
 
 # The environment variable that carries the settings of the command line to a script that calls `lockstep.start`.
@@ -149,7 +149,7 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with a command line of its own passes `again`: `again(run_dir)`
+    torchrun's) it trains in this process. A script with its own command line passes `again`: `again(run_dir)`
     returns what to type to resume a run.
     """
     targets.check_is_task(task)
@@ -173,7 +173,7 @@ def fit(
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
     command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
 
-    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
+    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
         ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
     _raise_unless_done(ending, run_dir, count)

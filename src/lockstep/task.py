@@ -15,7 +15,7 @@ from torch import Tensor, nn
 # A weight on the device costs no synchronisation; a number is the same on every device.
 Weight = int | float | Tensor
 
-# A sum, or a sum with a weight of its own.
+# A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
 
 
@@ -91,9 +91,9 @@ class StepResult:
 class BatchSource(Protocol):
     """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size.
 
-    The engine also uses what else a source may have: `attach(context)` before the first step (see SourceContext) and
-    `close()` after the last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`,
-    which leaves these positions out from now on, and `passed_over`, the spans left out so far.
+    A source may also have `attach(context)`, called before the first step (see SourceContext), and `close()`, after the
+    last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`, which leaves these
+    positions out from now on, and `passed_over`, the spans left out so far.
     """
 
     def take(self) -> StepBatches:

@@ -242,7 +242,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
 
 
 def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
-    """Take the batches of the first step, and check that the ranks read different samples. Collective.
+    """Take the batches of the first step and check that the ranks read different samples. Collective.
 
     Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
     `data_rank` must read the same ones.
@@ -252,7 +252,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     own_digest: str | None = None
     try:
         batches = source.take()
-        # Read all of them now: an error while reading is gathered too, and raised on every rank.
+        # Read all of them now: an error while reading is gathered too and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
     except UserError as error:

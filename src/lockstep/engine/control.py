@@ -62,7 +62,7 @@ class StepControl:
         self.backwards_done = 0
 
         # The micro-batches so far, without their data; their losses, in the same order, and their metrics. Both are
-        # detached from the graph, and still on the device.
+        # detached from the graph and still on the device.
         self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
@@ -93,7 +93,7 @@ class StepControl:
         self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
-        """Collect the loss, and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
+        """Collect the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)

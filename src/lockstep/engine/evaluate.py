@@ -73,7 +73,7 @@ class Evaluator:
         step: int,
         may_preempt: bool = False,
     ) -> Evaluation | None:
-        """Evaluate the weights of `step` in batches of `batch` samples, and log the result.
+        """Evaluate the weights of `step` in batches of `batch` samples and log the result.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """

@@ -104,7 +104,7 @@ def open_load_balancer(
 
 
 class LoadBalancer:
-    """Measures the seconds of a micro-batch on each rank, and deals again where that makes steps shorter."""
+    """Measures the seconds of a micro-batch on each rank and deals again where that makes steps shorter."""
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
@@ -121,7 +121,7 @@ class LoadBalancer:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
-        """End a step, and deal again after the last one of a measurement."""
+        """End a step and deal again after the last one of a measurement."""
         # We count the steps of this process, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])

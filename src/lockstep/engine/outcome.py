@@ -61,7 +61,7 @@ class Outcome:
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
 
-        # The host waits for the norms here. A skipped step is rare, and worth it.
+        # The host waits for the norms here. A skipped step is rare and worth it.
         bad = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
         if not bad:
             return "the gradient norm overflowed, though every parameter's own gradient is finite"
@@ -269,7 +269,7 @@ class SpikeDetector:
 
 def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Describe the micro-batches of this rank that may have spoiled a step."""
-    # The host waits for the losses here. A skipped step is rare, and worth it.
+    # The host waits for the losses here. A skipped step is rare and worth it.
     control = outcome.control
     pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
 

@@ -71,7 +71,7 @@ class OwnRun:
         return setup.driver.module, *setup.optimizers.all
 
     def register(self, name: str, part: Any) -> None:
-        """Save `part` with every checkpoint, and restore its state on resume. Call it before `run.steps`.
+        """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
 
         `part` is anything with `state_dict` and `load_state_dict`, such as a moving average.
         """

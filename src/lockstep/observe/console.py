@@ -224,7 +224,7 @@ def event_line(record: Record) -> str:
     if kind == "end":
         record = {key: record.get(key) for key in END_KEYS}
 
-    # The kind has a column of its own.
+    # The kind has its own column.
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
     return _wrapped(parts) if kind in ("checkpoint", "end") else "  ".join(parts).rstrip()
 

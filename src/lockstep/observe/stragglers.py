@@ -122,7 +122,7 @@ class SlowRankWatch:
         self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
-        """Take the figures of an interval, and return a slow rank if it should be reported now."""
+        """Take the figures of an interval and return a slow rank if it should be reported now."""
         now = self._clock()
         slow = slowest(rows, self.threshold)
         rank = slow.rank if slow else None
@@ -152,7 +152,7 @@ class LateDataWatch:
     _intervals = 0
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> str | None:
-        """Take the figures of an interval, and return a warning if it is due."""
+        """Take the figures of an interval and return a warning if it is due."""
         least = min(rows, key=_share_of_data)
         share = _share_of_data(least)
 

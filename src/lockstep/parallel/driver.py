@@ -114,7 +114,7 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs micro-batches in turn, and leaves the sums over ranks to subclasses (`_reduce`).
+    """Runs micro-batches in turn and leaves the sums over ranks to subclasses (`_reduce`).
 
     A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """

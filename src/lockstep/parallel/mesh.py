@@ -1,7 +1,7 @@
 """The device mesh: the ranks as a grid with named axes.
 
 pp   pipeline stages of the model, one after another
-dp   replicas of the model (or shards that are gathered for use), each with samples of its own
+dp   replicas of the model (or shards that are gathered for use), each with its own samples
 tp   shards of every layer: the same samples, and a collective inside each layer
 
 Row-major in this order, so the ranks of a tp group are neighbours, inside one machine where it is large enough.

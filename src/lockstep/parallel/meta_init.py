@@ -147,7 +147,7 @@ class _Filling:
             self._sharded += module.parameters()
 
     def finish(self, module: nn.Module) -> None:
-        """Check the parameters inside `module`, and drop their records so that sharding frees the full tensors."""
+        """Check the parameters inside `module` and drop their records so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
         for key in [key for key, record in self._filled.items() if id(record.full) in inside]:
             record = self._filled.pop(key)

@@ -36,7 +36,7 @@ LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the de
 MAX_CAPTURES = 8
 MAX_VARIANTS = 64  # with or without a capture
 MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
-MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with a backward of its own
+MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with its own backward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -167,7 +167,7 @@ class GraphedCall(Link):
         if variant is None or variant.refused is not None:
             return self.inner(*args, **kwargs)
 
-        # Capture after the warm-up, and compare in the call after that.
+        # Capture after the warm-up and compare in the call after that.
         if not variant.ready:
             variant.calls += 1
             if variant.capture is not None:
@@ -366,7 +366,7 @@ class GraphedCall(Link):
     # ---- timing of plain calls ----
 
     def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
-        """Call plainly, and time the forward and the backward that follows.
+        """Call plainly and time the forward and the backward that follows.
 
         The device is timed by events on its stream, so the host does not wait here.
         """

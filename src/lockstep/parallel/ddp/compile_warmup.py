@@ -72,7 +72,7 @@ class CompileWarmup(Link):
         """Run forward and backward once, without side effects, to have both compiled."""
         device = self.runtime.device
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
-        # Frozen parameters get no gradient, and need no compiled code for it.
+        # Frozen parameters get no gradient and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         # If the trial is not possible, the call is compiled later, when it is needed: its arguments are opaque, or a

@@ -32,7 +32,7 @@ class _WithControlWord(nn.Module):
     """The model plus a few numbers that look like one more parameter.
 
     Their "gradient" is this rank's control word. So the word is summed in a gradient bucket that is sent anyway, and
-    needs no collective of its own (on gloo that would cost about a fifth of the step of a tiny model).
+    needs no separate collective (on gloo that would cost about a fifth of the step of a tiny model).
     """
 
     def __init__(self, model: nn.Module, word: Tensor):
@@ -226,7 +226,7 @@ class UnusedParametersDriver(BaseDriver):
         broadcast_model(model, runtime.collectives)
 
     def _reduce(self, word: ControlWord) -> None:
-        # The first sum carries the control word, and counts the ranks that used each parameter.
+        # The first sum carries the control word and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
         users = self._sum_with_word(word, used).tolist()
 

@@ -141,7 +141,7 @@ def prepare(model: nn.Module) -> None:
 
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _keep_in_place  # pyrefly: ignore[bad-assignment]
-            # cuDNN now copies the weights in every call, and would warn about it.
+            # cuDNN now copies the weights in every call and would warn about it.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 

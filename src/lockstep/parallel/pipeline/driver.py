@@ -162,7 +162,7 @@ class PipelineDriver(ShardedDriver):
         if holders is None:
             return full_tensor(tensor)
 
-        # The ranks of other stages have only a placeholder, and receive the tensor from the first rank that holds it.
+        # The ranks of other stages have only a placeholder and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:
