@@ -79,6 +79,7 @@ class Exactness:
         text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
             text += "; fused optimizers step without their fused kernels"
+
         # Other settings may also change, such as the learning rate: the bits then differ because they are meant to.
         changes = [*self._changes, *(change for change in changed_settings if change.key in BATCH_SETTINGS)]
         if changes:

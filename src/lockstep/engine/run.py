@@ -76,8 +76,8 @@ class Run:
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
 
-    # The RunBuilder, whose `run` is this Run. The cycle leaves the run to the garbage collector: if it were freed at the
-    # end of a function, just after the process group was left, DDP's destructor could deadlock with gloo's threads
+    # The RunBuilder, whose `run` is this Run. The cycle leaves the run to the garbage collector: freed at the end of a
+    # function, just after the process group was left, DDP's destructor could deadlock with gloo's threads
     # (pytorch/pytorch#179291).
     builder: Any = field(repr=False)
 

@@ -122,6 +122,7 @@ class RunBuilder:
         else:
             check_storage(model)
         check_supported(model)
+
         # Frozen parameters are never broadcast: they must be equal already.
         check_replicas(model, self.runtime, only_frozen=True)
 
