@@ -151,7 +151,7 @@ def by_lockstep(
         for batches in run.step_batches():
             if before:
                 batches.micro_batches = loop._call_before_each(batches.micro_batches, before)
-            run.finish(batches, run.stepper.step(batches, task.loss))
+            run.end_step(batches, run.stepper.step(batches, task.loss))
             if loop._overrides(task, "after_step"):
                 task.after_step(run.driver.model, run.stepper.counters.step)
             if run.stepper.counters.step % block == 0:

@@ -87,7 +87,7 @@ def by_lockstep(
     builder.setup_model(task.model(), task.optimizer, task)
     run = builder.setup_run(task.data(), task.collate)
     for batches in run.step_batches():
-        run.finish(batches, run.stepper.step(batches, task.loss))
+        run.end_step(batches, run.stepper.step(batches, task.loss))
         if maintaining:
             run.maintain()
         if run.stepper.counters.step % block == 0:

@@ -496,7 +496,7 @@ BATCH = {
     "fewer samples than ranks": Row(
         {"global_batch": 3, "micro_batch": None},
         "global_batch=3 cannot be split on 4",
-        "1 ranks that would have nothing",
+        "1 rank that would have nothing",
         "--nproc 3",
     ),
     "fewer micro-batches than ranks": Row(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.engine.setup import RunBuilder
     from lockstep.task import Task
 
-# Takes the folder of a run that ended early, and returns what to type to resume it.
+# Takes the folder of a run that ended early and returns what to type to resume it.
 ResumeCommand = Callable[[Path], str]
 
 # The environment variable that carries the settings of the command line to a script that calls `lockstep.start`.
@@ -83,7 +83,8 @@ def train(
 
     `nproc`, `nnodes` and `join` are as typed on the command line.
     """
-    # Misspelt targets and keys are reported before torch is imported, which takes seconds.
+    # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
+    # because options such as --resume were added after `read_layers`.
     targets.check(target)
     check(layers)
     check_names(layers)
@@ -147,7 +148,7 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with a command line of its own passes `again`: `again(run_dir)`
+    torchrun's) it trains in this process. A script with its own command line passes `again`: `again(run_dir)`
     returns what to type to resume a run.
     """
     targets.check_is_task(task)
@@ -171,7 +172,7 @@ def fit(
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
     command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
 
-    # Ranks are separate processes: they get the task in a file, and leave their results in the run folder.
+    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
         ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
     _raise_unless_done(ending, run_dir, count)
@@ -333,7 +334,8 @@ def _launch(
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     # The folder must be ours before a process is started.
     prepare(run_dir)
-    (run_dir / "resize").unlink(missing_ok=True)  # a request that an earlier job did not live to see
+    (run_dir / "resize").unlink(missing_ok=True)  # left over from an earlier job
+
     # This raises if another job trains there: a second launcher must not write into its record.
     held = lock(run_dir)
     if held is not None:
@@ -342,6 +344,7 @@ def _launch(
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+
     culprit = ending.failure
     if culprit is None:
         return ending

@@ -13,7 +13,7 @@ from lockstep.errors import Preempted, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
 

@@ -32,6 +32,8 @@ class Precision:
     rounding: str | None = None
     # Whether the loss is multiplied by a dynamic scale.
     needs_scaler: bool = False
+    # Whether layers inside blocks are converted to float8.
+    float8: bool = False
     # Whether matrix products and convolutions that stay in float32 may use TF32 on a GPU.
     allows_tf32: bool = True
     # Describes the compute where its dtype does not.
@@ -164,7 +166,7 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
 
 def _refuse_sharded_layers(config: RunConfig) -> None:
     # The strategies, and the axes of a mesh that do the same.
-    sharding = [f"strategy={config.strategy}"] if config.sharing.axis else []
+    sharding = [f"strategy={config.strategy}"] if config.strategy_record.axis else []
     axes = {"tp": config.mesh.tp, "pp": config.mesh.pp}
     sharding += [f"mesh.{axis}={size}" for axis, size in axes.items() if size and size > 1]
     if sharding:
@@ -182,7 +184,7 @@ PRECISIONS = {
     "tf32": Precision(compute_text="tf32", check=_check_tf32),
     "bf16": Precision(torch.bfloat16, check=_check_bf16),
     "fp16": Precision(torch.float16, needs_scaler=True),
-    "fp8": Precision(torch.bfloat16, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
+    "fp8": Precision(torch.bfloat16, float8=True, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
     "bf16-master": Precision(
         torch.bfloat16,
         rounding="master",
@@ -210,7 +212,7 @@ BF16_STORED = tuple(name for name, precision in PRECISIONS.items() if precision.
 # ---- the model ----
 
 
-def store(module: nn.Module, precision: str) -> None:
+def cast_parameters_(module: nn.Module, precision: str) -> None:
     """Convert parameters to bfloat16, in place, if `precision` stores them so."""
     if precision not in BF16_STORED:
         return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 # A weight on the device costs no synchronisation; a number is the same on every device.
 Weight = int | float | Tensor
 
-# A sum, or a sum with a weight of its own.
+# A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
 
 
@@ -84,6 +84,7 @@ class StepResult:
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
     save_failed: bool = False  # some rank could not write its file of the checkpoint
+    new_metrics: bool = False  # some rank saw a metric that not all ranks know
 
 
 @runtime_checkable

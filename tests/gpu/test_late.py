@@ -100,7 +100,7 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
                     torch.cuda.set_sync_debug_mode("error")
                 if run.stepper.counters.step == 55:
                     torch.cuda.set_sync_debug_mode("default")
-                run.finish(batches, run.stepper.step(batches, task.loss))
+                run.end_step(batches, run.stepper.step(batches, task.loss))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         run.end_training()

@@ -90,11 +90,11 @@ class WatchedRun(Run):
             batches.micro_batches = self._note(batches.micro_batches)
             yield batches
 
-    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
-        groups = [group for optimizer in self.optimizers.all for group in optimizer.param_groups]
+        groups = [group for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
         note = StepNote(
             result,
             self._pieces,
@@ -105,7 +105,7 @@ class WatchedRun(Run):
             [float(group["lr"]) for group in groups],
         )
         self.trace.steps.append(note)
-        super().finish(batches, result)
+        super().end_step(batches, result)
 
     def _note(self, batches: Any) -> Iterator[Any]:
         for micro in batches:

@@ -71,18 +71,18 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
 
         before = [bytes_of(run.driver.parameters)]
         for batches in run.step_batches():
-            run.finish(batches, run.stepper.step(batches, loss))
+            run.end_step(batches, run.stepper.step(batches, loss))
         parameters = run.driver.parameters
         grads = [p.grad for p in parameters if p.grad is not None]
         states: list[Tensor] = [
             value
-            for optimizer in run.optimizers.all
+            for optimizer in run.model_setup.optimizers.all
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        if run.optimizers.masters:
-            states += run.optimizers.masters.held()
+        if run.model_setup.optimizers.masters:
+            states += run.model_setup.optimizers.masters.held()
         run.checkpoints.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.

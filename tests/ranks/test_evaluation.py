@@ -172,7 +172,7 @@ def buffers_around_evaluation(world: World, store: Any, task: Scored) -> tuple[T
         builder.setup_model(task.model(), task.optimizer)
         run = builder.setup_run(task.data(), task.collate)
         for batches in run.step_batches():
-            run.finish(batches, run.stepper.step(batches, task.loss))
+            run.end_step(batches, run.stepper.step(batches, task.loss))
         mean = run.driver.model[1].running_mean
         before = mean.clone()
         run.evaluate(task.eval_data(), task.eval_loss, task.collate)

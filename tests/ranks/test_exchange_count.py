@@ -25,7 +25,7 @@ def collectives(world: World, store: Any, task: ReferenceTask, values: dict[str,
         for number, batches in enumerate(run.step_batches()):
             if number == WARM:
                 recorder.start()
-            run.finish(batches, run.stepper.step(batches, task.loss))
+            run.end_step(batches, run.stepper.step(batches, task.loss))
             if number + 1 == WARM + MEASURED:
                 recorder.stop()
                 break

@@ -32,10 +32,10 @@ def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) 
         applied, scales = [], []
 
         class NotedRun(Run):
-            def finish(self, batches: Any, result: Any) -> None:
+            def end_step(self, batches: Any, result: Any) -> None:
                 applied.append(result.applied)
                 scales.append(self.stepper.scaler.value)
-                super().finish(batches, result)
+                super().end_step(batches, result)
 
         builder = open_run(resolved, runtime, "test", run_class=NotedRun)
         loop.fit(Ragged(), builder)

@@ -173,7 +173,7 @@ def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
         run = builder.setup_run(task.data(), task.collate)
         frozen = task.net.trunk.linear.weight.clone()
         for batches in run.step_batches():
-            run.finish(batches, run.stepper.step(batches, task.loss))
+            run.end_step(batches, run.stepper.step(batches, task.loss))
         return {
             "names": driver.names,
             "ignored": set(driver.module.parameters_to_ignore),

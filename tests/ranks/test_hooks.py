@@ -104,7 +104,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
             total = driver.module(gradients[world.rank])
             with Sent() as sent:
                 driver.backward(Loss(total, 1), Control(scale, words[world.rank]))
-            sums = [p.grad * driver.gradient_factor for p in driver.parameters if p.grad is not None]
+            sums = [p.grad * driver.to_sum for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
             found["words"].append(driver.codec.unpack(driver.reduced().packed.tolist()))
             found["sent"].append(sent.sizes)
@@ -398,9 +398,9 @@ def test_options_of_ddp_without_ddp_are_refused(option: str, rival: str) -> None
 def test_a_static_graph_and_accumulation_are_refused() -> None:
     config = configured({"ddp.static_graph": True, "global_batch": 8, "micro_batch": 2, "steps": 1}).config
     with pytest.raises(UserError, match="micro_batch=4"):
-        make_plan(config, world=2, samples=100)
-    assert make_plan(config, world=4, samples=100).accumulation == 1
-    assert make_plan(config, world=1, samples=100).accumulation == 4
+        make_plan(config, data_size=2, samples=100)
+    assert make_plan(config, data_size=4, samples=100).accumulation == 1
+    assert make_plan(config, data_size=1, samples=100).accumulation == 4
 
 
 class Normed(Deep):

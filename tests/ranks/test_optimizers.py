@@ -126,9 +126,9 @@ def modes_after_evaluation(world: Any, store: Any) -> list[bool]:
     modes: list[bool] = []
 
     class ModesRun(WatchedRun):
-        def finish(self, batches: Any, result: Any) -> None:
+        def end_step(self, batches: Any, result: Any) -> None:
             modes.append(self.driver.model.out.training)
-            super().finish(batches, result)
+            super().end_step(batches, result)
 
     with open_watched(world, store, VALUES | {"evaluate.every": 2}) as builder:
         from lockstep.engine import loop
@@ -227,7 +227,7 @@ def test_sync_batch_norm_needs_even_work():
     """Its forward waits for all ranks (and torch has it for GPUs only, so this looks at the check alone)."""
     model = nn.Sequential(nn.Linear(5, 1), nn.SyncBatchNorm(1))
     config = resolve([("test", {"global_batch": 6, "micro_batch": 2, "steps": 1})]).config
-    with pytest.raises(UserError, match="3 on 2 ranks"):
+    with pytest.raises(UserError, match="3 on 2 data-parallel ranks"):
         check_even_work(model, make_plan(config, 2, 12), "short")
     with pytest.raises(UserError, match="short last step"):
         check_even_work(model, make_plan(config, 3, 13), "short")

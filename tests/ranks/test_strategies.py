@@ -115,10 +115,10 @@ def final(
         task = kind()
 
         class PreemptedRun(Run):
-            def finish(self, batches: Any, result: Any) -> None:
+            def end_step(self, batches: Any, result: Any) -> None:
                 if leave_at is not None and self.stepper.counters.step == leave_at - 1 and world.rank == 0:
                     runtime.notice.signal = "SIGTERM"
-                super().finish(batches, result)
+                super().end_step(batches, result)
 
         builder = open_run(resolved, runtime, "test", run_class=PreemptedRun)
         try:

@@ -9,7 +9,15 @@ from torch import nn
 from lockstep import precision
 from lockstep.config import KEYS, ScalerConfig, resolve
 from lockstep.errors import UserError
-from lockstep.precision import BF16_STORED, PRECISIONS, DynamicScaler, Precision, check_storage, choose, store
+from lockstep.precision import (
+    BF16_STORED,
+    PRECISIONS,
+    DynamicScaler,
+    Precision,
+    cast_parameters_,
+    check_storage,
+    choose,
+)
 from lockstep.runtime import context
 from lockstep.runtime.context import start
 from lockstep.runtime.world import World
@@ -137,14 +145,14 @@ def test_what_bf16_storage_cannot_do_is_refused(values, words):
 def test_storing_keeps_the_objects_and_refuses_doubles():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = list(model.parameters())
-    store(model, "bf16")
+    cast_parameters_(model, "bf16")
     assert {p.dtype for p in before} == {torch.float32}
-    store(model, "bf16-master")
+    cast_parameters_(model, "bf16-master")
     assert {p.dtype for p in before} == {torch.bfloat16}
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert model[1].running_mean.dtype == torch.float32
     with pytest.raises(UserError, match="'weight' in float64"):
-        store(nn.Linear(2, 2).double(), "bf16-master")
+        cast_parameters_(nn.Linear(2, 2).double(), "bf16-master")
 
 
 def test_fp8_is_refused_where_it_cannot_work(monkeypatch):

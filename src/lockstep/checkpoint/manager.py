@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
@@ -81,7 +81,7 @@ class CheckpointManager:
         config: RunConfig,
         plan: Plan,
         runtime: Runtime,
-        log_event: Callable[..., None],
+        log_event: EventLogger,
         store: Store | None = None,
     ):
         """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
@@ -344,7 +344,7 @@ class CheckpointManager:
         values = {
             "state": plain_state,
             "config": _as_typed(self.config),
-            "plan": asdict(self.plan),
+            "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
             **loop_state,
@@ -352,7 +352,7 @@ class CheckpointManager:
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
         # The optimizers' state may still be being copied when the next update wants to change it.
-        self.state.stepper.update.before_next.append(self.saver.wait_for_copy)
+        self.state.stepper.update.before_next = self.saver.wait_for_copy
 
         self._unsettled = True
         self._saved_step = step

@@ -116,7 +116,7 @@ def check(
     problems = list(earlier)
     merged = _merge(layers, problems)
 
-    # A value of the wrong type is reported once, and kept out of the rules between keys.
+    # A value of the wrong type is reported once and kept out of the rules between keys.
     invalid = _invalid(merged)
     problems += [_bad_value(merged[key], expected) for key, expected in invalid.items()]
     valid = {key: setting for key, setting in {**defaults, **merged}.items() if key not in invalid}

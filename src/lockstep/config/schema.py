@@ -294,13 +294,13 @@ class RunConfig(Section):
     task: dict[str, Any] = _key({}, "keyword arguments of the task's constructor")
 
     @property
-    def sharing(self) -> Strategy:
-        """The record of the strategy: what it shards, and what it can be combined with."""
+    def strategy_record(self) -> Strategy:
+        """What the strategy shards, and what it can be combined with."""
         return STRATEGIES[self.strategy]
 
-    def uses_axis(self, axis: str) -> bool:
-        """Return whether the model is shared along the mesh axis "tp" or "pp"."""
-        return self.sharing.axis == axis or (getattr(self.mesh, axis) or 1) > 1
+    def uses_axis(self, *axes: str) -> bool:
+        """Return whether the model is shared along one of these mesh axes, "tp" or "pp"."""
+        return any(self.strategy_record.axis == axis or (getattr(self.mesh, axis) or 1) > 1 for axis in axes)
 
     # -- checks --
 

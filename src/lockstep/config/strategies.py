@@ -1,4 +1,4 @@
-"""Strategies: how the ranks share a model. There is one record per name, and no other place knows the names.
+"""Strategies: how the ranks share a model. There is one record per name, and no other place compares names.
 
 All other code reads the attributes of a record. To add a strategy, add a record here, its name to `StrategyName`, and a
 driver that `parallel/apply.py` builds for its attributes.

@@ -40,7 +40,7 @@ def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads our dialect, and refuses a key that is set twice (PyYAML would keep the last value)."""
+    """Reads our dialect and refuses a key that is set twice (PyYAML would keep the last value)."""
 
     yaml_implicit_resolvers = _scalar_rules()
 

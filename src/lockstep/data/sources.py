@@ -42,7 +42,7 @@ class SourceOptions:
     tail: str  # what happens to the last window of an epoch, see `next_window`
     config: DataConfig
     seed: int
-    world: World  # the ranks that go through different samples, and which of them this one is
+    data_world: World  # the ranks that train on different samples, and which of them this one is
     device: torch.device
     interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
     collective_forwards: bool = False  # all ranks run the same number of micro-batches: some of weight 0 are added
@@ -110,7 +110,7 @@ class MapSource:
         self.reader = reader
         self.sampler = sampler
         self.options = options
-        self.world = options.world
+        self.data_world = options.data_world
         self.length = len(sampler)
         self.position = 0  # of the next step, in the endless order of samples
 
@@ -217,7 +217,7 @@ class MapSource:
     def _micro_batches(self, window: Window) -> list[MicroBatch]:
         """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
         count = self._count(window)
-        rank, size = self.world.rank, self.world.size
+        rank, size = self.data_world.rank, self.data_world.size
         self.dealt_until = max(self.dealt_until, self._after(window))
 
         if self.options.interleaved:
@@ -281,7 +281,7 @@ class StreamSource:
         self.options = options
 
         micro_batch = options.micro_batch
-        ranks = options.world.size
+        ranks = options.data_world.size
         self._count, rest = divmod(options.global_batch, ranks * micro_batch)  # micro-batches of this rank in a step
         if rest:
             raise UserError(
@@ -304,7 +304,7 @@ class StreamSource:
         # A rank whose shard ends before those of others repeats its last micro-batch with weight 0.
         self._last = last = micros[-1] if micros else self._last
         if last is None:
-            world = self.options.world
+            world = self.options.data_world
             raise UserError(
                 f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
                 "a stream must have samples for every rank in every epoch",
@@ -313,7 +313,7 @@ class StreamSource:
             )
 
         # The other ranks are not asked: their number of samples is an estimate.
-        samples = sum(micro.samples for micro in micros) * self.options.world.size
+        samples = sum(micro.samples for micro in micros) * self.options.data_world.size
         wanted = self._count if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
@@ -346,7 +346,7 @@ class StreamSource:
             self._next = next(self._batches, None)
 
         # Micro-batches of a stream are numbered rank by rank, since their order in the stream is not known.
-        index = self.options.world.rank * self._count
+        index = self.options.data_world.rank * self._count
         micros: list[MicroBatch] = []
 
         # One is read ahead, so that the end is known with the last batch, not after it.
@@ -400,7 +400,7 @@ class _Shard(IterableDataset):
         # Readers are numbered over all workers of all ranks.
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
-        world = self.options.world
+        world = self.options.data_world
         reader = world.rank * workers + worker
 
         if self.options.config.sharding == "own":

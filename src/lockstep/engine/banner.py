@@ -68,7 +68,7 @@ def describe_run(
         "batch": _batch(plan),
         "data": _data(plan, config),
         "learning rate": _learning_rate(rate, config, plan),
-        # How the ranks share the model. A plain replica on every rank is the usual case, and needs no line.
+        # How the ranks share the model. A plain replica on every rank is the usual case and needs no line.
         "strategy": _strategy(model, config, mesh, runtime.world),
         "remat": _remat(model, config) if config.remat != "none" else None,
         "mesh": None if mesh.plain else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
@@ -174,7 +174,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
 
 def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
     """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas: there is nothing to say about them."""
-    strategy = config.sharing
+    strategy = config.strategy_record
     if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
         return None
     if world.alone:

@@ -146,29 +146,29 @@ def check_supported(model: nn.Module) -> None:
 
 def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
-    if plan.world == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if plan.data_size == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
-    if plan.micro_batches % plan.world or short:
+    if plan.micro_batches % plan.data_size or short:
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
-            f"{plan.micro_batches} on {plan.world} ranks{', and a short last step' if short else ''}",
-            f"type tail=drop and a global_batch that is a multiple of {plan.world} x micro_batch; or use GroupNorm",
+            f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
+            f"type tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
 
 
 def check_enough_micro_batches(plan: Plan) -> None:
     """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
-    if plan.micro_batches // plan.world >= 2:
+    if plan.micro_batches // plan.data_size >= 2:
         return
 
     # Two micro-batches for each pipeline, if the batch has that many samples.
-    smaller = plan.global_batch // (2 * plan.world)
+    smaller = plan.global_batch // (2 * plan.data_size)
     fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
     raise UserError(
         f"a step has {plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
-        f"for {plural(plan.world, 'pipeline')}; each (mesh.pp) needs at least two",
+        f"for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
         "",
         f"{fix}: at least one for each stage is best",
     )
@@ -242,7 +242,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
 
 
 def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
-    """Take the batches of the first step, and check that the ranks read different samples. Collective.
+    """Take the batches of the first step and check that the ranks read different samples. Collective.
 
     Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
     `data_rank` must read the same ones.
@@ -252,7 +252,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     own_digest: str | None = None
     try:
         batches = source.take()
-        # Read all of them now: an error while reading is gathered too, and raised on every rank.
+        # Read all of them now: an error while reading is gathered too and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
     except UserError as error:

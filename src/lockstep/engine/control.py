@@ -1,7 +1,7 @@
 """One step on this rank: the micro-batch being computed, its losses so far, and the control word.
 
 A driver runs the micro-batches. It asks here for everything that is not about executing the model: the random stream of
-each micro-batch, the initial factor of its gradient, and the control word that travels with the last gradients.
+each micro-batch, the `grad_output` of its backward, and the control word that travels with the last gradients.
 """
 
 from __future__ import annotations
@@ -21,18 +21,9 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
+from lockstep.runtime.control_word import STEP_MODULUS, ControlWord, Flags
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
-
-
-@dataclass
-class Requests:
-    """What this rank asks of all ranks through the next control word."""
-
-    stop: bool = False  # end the loop
-    save: bool = False  # write a checkpoint
-    save_failed: bool = False  # all ranks must abandon the save
 
 
 @dataclass
@@ -56,7 +47,7 @@ class StepContext:
     reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
     word_has_loss: bool  # the control word carries the loss, for spike detection
     mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
-    requests: Requests = field(default_factory=Requests)
+    requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save and save_failed
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -71,7 +62,7 @@ class StepControl:
         self.backwards_done = 0
 
         # The micro-batches so far, without their data; their losses, in the same order, and their metrics. Both are
-        # detached from the graph, and still on the device.
+        # detached from the graph and still on the device.
         self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
@@ -102,7 +93,7 @@ class StepControl:
         self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
-        """Collect the loss of the micro-batch, and return the initial factor of its gradient."""
+        """Collect the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
@@ -134,8 +125,8 @@ class StepControl:
 
         # Padding and stages without a loss would distort the mean: they add nothing. With `exact`, only the first
         # micro-batch of the step counts, wherever it runs.
-        silent = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        counts = [0.0, 0.0] if silent else [float(weight), float(micro.samples)]
+        contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
+        counts = [0.0, 0.0] if contributes_nothing else [float(weight), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
         total, samples = context.runtime.collectives.sum_(sums).tolist()
 
@@ -143,7 +134,7 @@ class StepControl:
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
     def before_reduce(self) -> ControlWord:
-        """End this rank's own work, and return its control word. The weights of all its micro-batches are known now."""
+        """End this rank's own work and return its control word. The weights of all its micro-batches are known now."""
         context = self._context
         context.runtime.heartbeat.beat("exchange")
         if context.mark_time is not None:

@@ -64,8 +64,8 @@ class Exactness:
         self._unfused = _step_unfused(optimizers)
         self._first_buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
 
-    def begin(self, source: BatchSource, plan: Plan, settings: list[Change]) -> str:
-        """Check the source, and return a line for the banner. `settings` are those that a resumed run changed."""
+    def begin(self, source: BatchSource, plan: Plan, changed_settings: list[Change]) -> str:
+        """Check the source and return a line for the banner. A resumed run may have `changed_settings`."""
         if not isinstance(source, MapSource):
             raise UserError(
                 f"exact=true cannot be used with data from a {type(source).__name__}",
@@ -79,8 +79,9 @@ class Exactness:
         text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
             text += "; fused optimizers step without their fused kernels"
+
         # Other settings may also change, such as the learning rate: the bits then differ because they are meant to.
-        changes = [*self._changes, *(change for change in settings if change.key in BATCH_SETTINGS)]
+        changes = [*self._changes, *(change for change in changed_settings if change.key in BATCH_SETTINGS)]
         if changes:
             text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
         return text
@@ -155,7 +156,7 @@ def _changing_buffer(problem: str, reason: str) -> UserError:
 
 def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     """Return what determines the bits outside the program, after checking that it is the same on all ranks."""
-    # Kernels are chosen by the device's model and the CPU's instruction set, and change with torch's version.
+    # Kernels are chosen by the device's model and the CPU's instruction set and change with torch's version.
     device = runtime.device
     own = {
         "threads": runtime.threads,
@@ -178,7 +179,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
 
 
 def _step_unfused(optimizers: Optimizers) -> bool:
-    """Switch fused kernels off, and return whether there were any.
+    """Switch fused kernels off and return whether there were any.
 
     On a CPU they round the last elements of a tensor differently from the others, so that the result would depend on
     where a tensor is sharded. Without them the algorithm is the same.

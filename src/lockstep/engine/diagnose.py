@@ -87,7 +87,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     config = builder.config
     world = builder.runtime.world
 
-    # Captured graphs hold memory of their own, so the first advice is to do without them.
+    # Captured graphs hold extra memory, so the first advice is to do without them.
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
     advice: list[Option] = []
 

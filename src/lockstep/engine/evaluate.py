@@ -20,7 +20,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import SampleReader, read_all, to_device
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
-from lockstep.observe.metrics import Term, terms
+from lockstep.observe.metrics import Term, metric_terms
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
@@ -73,7 +73,7 @@ class Evaluator:
         step: int,
         may_preempt: bool = False,
     ) -> Evaluation | None:
-        """Evaluate the weights of `step` in batches of `batch` samples, and log the result.
+        """Evaluate the weights of `step` in batches of `batch` samples and log the result.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
@@ -110,7 +110,7 @@ class Evaluator:
     def _run_own_batches(
         self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
     ) -> tuple[list[Row], int]:
-        """Run this rank's batches, and return their sums and the number of samples.
+        """Run this rank's batches and return their sums and the number of samples.
 
         Ranks run different numbers of batches, so the unwrapped model is called, whose forward is not collective.
         Where it is (a sharded model), ranks with fewer batches repeat one and drop the result.
@@ -135,15 +135,14 @@ class Evaluator:
                 return [], 0
             loss = self.driver.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
             if loss is not None:
-                results.append(list(terms(loss)))
+                results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
 
-        # Another rank went through the same batches, and reports them.
+        # Another rank went through the same batches and reports them.
         if not placement.reports_loss:
             return [], 0
 
         # Read back only now: one host synchronisation instead of one per batch.
-        rows = [_on_host(result) for result in results[: len(ranges)]]
-        return rows, sum(map(len, ranges))
+        return [_on_host(result) for result in results[: len(ranges)]], sum(map(len, ranges))
 
 
 def _on_host(result: list[Term]) -> Row:

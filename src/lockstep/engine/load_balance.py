@@ -8,7 +8,7 @@ processes read ahead, so a new deal takes effect at a later position in the data
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from lockstep.data.sources import MapSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import BatchSource
 
 WARM_UP = 3  # steps that are not measured: they compile, allocate, connect
@@ -45,19 +45,19 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
     if speeds == "none":
         return plan
 
-    if not isinstance(speeds, str) and len(speeds) != plan.world:
+    if not isinstance(speeds, str) and len(speeds) != plan.data_size:
         raise UserError(
-            f"load_balance={list(speeds)} has {plural(len(speeds), 'number')} for {plural(plan.world, 'rank')}",
+            f"load_balance={list(speeds)} has {plural(len(speeds), 'number')} for {plural(plan.data_size, 'rank')}",
             "",
             "give one number for each rank, or type load_balance=auto",
         )
 
-    if plan.world > 1 and plan.micro_batches <= plan.world:
+    if plan.data_size > 1 and plan.micro_batches <= plan.data_size:
         # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
-        smaller = max(1, plan.global_batch // (4 * plan.world))
-        larger_batch = f"type global_batch={4 * plan.world} or more, and micro_batch=1"
+        smaller = max(1, plan.global_batch // (4 * plan.data_size))
+        larger_batch = f"type global_batch={4 * plan.data_size} or more, and micro_batch=1"
         raise UserError(
-            f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.world} ranks",
+            f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.data_size} ranks",
             "one for each, and none to move",
             f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
@@ -76,10 +76,10 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
 
 
 def open_load_balancer(
-    speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log: Callable[..., None]
+    speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log_event: EventLogger
 ) -> LoadBalancer | None:
     """Return a balancer that measures speeds, with `auto`. Speeds that are given are applied now, and stay."""
-    if speeds == "none" or plan.world == 1:
+    if speeds == "none" or plan.data_size == 1:
         return None
 
     # From here on ranks run different numbers of micro-batches.
@@ -98,20 +98,20 @@ def open_load_balancer(
         )
 
     if isinstance(speeds, str):
-        return LoadBalancer(plan, source, runtime, log)
+        return LoadBalancer(plan, source, runtime, log_event)
     source.deal_by(speeds)
     return None
 
 
 class LoadBalancer:
-    """Measures the seconds of a micro-batch on each rank, and deals again where that makes steps shorter."""
+    """Measures the seconds of a micro-batch on each rank and deals again where that makes steps shorter."""
 
-    def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log: Callable[..., None]):
+    def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
         self._source = source
         self._runtime = runtime
-        self._log = log
-        self.dealt = tuple(len(deal(plan.micro_batches, rank, plan.world)) for rank in range(plan.world))
+        self._log_event = log_event
+        self.dealt = tuple(len(deal(plan.micro_batches, rank, plan.data_size)) for rank in range(plan.data_size))
         self._ended = 0  # steps of this process: the same number on all ranks
         self._marks: list[list[Any]] = [[]]  # moments of every measured step, and of the one that runs
 
@@ -121,7 +121,7 @@ class LoadBalancer:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
-        """End a step, and deal again after the last one of a measurement."""
+        """End a step and deal again after the last one of a measurement."""
         # We count the steps of this process, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])
@@ -153,7 +153,7 @@ class LoadBalancer:
 
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))
-        self._log(
+        self._log_event(
             "deal",
             step=step,
             reason=f"rank {slow} is {seconds[slow] / seconds[fast]:.1f}x slower than rank {fast}: micro-batches "

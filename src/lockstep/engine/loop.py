@@ -14,12 +14,13 @@ from lockstep.engine.checks import check_before_batch, check_best
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.meta_init import make_model
 from lockstep.task import MicroBatch, Task
 
 
 def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
-    """Train `task` to its end, and return the summary.
+    """Train `task` to its end and return the summary.
 
     set up:                 the model, then the data and the step, from a checkpoint if there is one
     for every global step:  take its batches -> forward, backward, all-reduce, apply -> commit
@@ -52,11 +53,11 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         if before_batch:
             batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
         result = run.stepper.step(batches, task.loss)
-        run.finish(batches, result)
+        run.end_step(batches, result)
 
         step = run.stepper.counters.step
 
-        # The user's own code may take long: in a phase of its own, the launcher does not take it for a hang.
+        # The user's code may be slow; a separate phase keeps the launcher from reporting a hang.
         if after_step:
             run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
@@ -116,8 +117,8 @@ def _show(task: Task, run: Run) -> str | None:
     run.driver.model.eval()
     run.runtime.heartbeat.beat("user code")  # the launcher allows more time in this phase
     try:
-        # Inputs that grow with every token would be compiled again and again.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), run.driver.many_forwards() as warning:
+        # Inputs may grow with every token: preparing for each shape would take far longer than the calls.
+        with torch.no_grad(), run_eagerly(run.driver.model), run.driver.many_forwards() as warning:
             if warning:
                 run.recorder.event("warning", reason=f"show(): {warning}")
             text = show(run.driver.model)

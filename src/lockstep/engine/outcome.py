@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from lockstep.engine.control import StepControl
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
 from lockstep.task import MicroBatch, StepResult
 
@@ -47,7 +46,7 @@ class Outcome:
 
     @property
     def mean_loss(self) -> float:
-        """The loss that is watched for spikes; 0 where none is."""
+        """Mean loss, for spike detection; 0 if detection is off."""
         return float(self.word.loss) / float(self.word.weight) if self.word.weight else 0.0
 
     @property
@@ -62,13 +61,13 @@ class Outcome:
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
 
-        # The host waits for the norms here. A skipped step is rare, and worth it.
+        # The host waits for the norms here. A skipped step is rare and worth it.
         bad = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
         if not bad:
             return "the gradient norm overflowed, though every parameter's own gradient is finite"
 
-        first = self.reduced.names[bad[0]]
-        return f"no finite gradient for {len(bad)} of {len(self.reduced.names)} parameters, first {first!r}"
+        names = self.reduced.names
+        return f"no finite gradient for {len(bad)} of {len(names)} parameters, first {names[bad[0]]!r}"
 
 
 def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
@@ -90,10 +89,10 @@ class SpoiledStep(NamedTuple):
 
 
 class Outcomes:
-    """Counts outcomes, and acts on a skipped step. All ranks see the same numbers, and act alike."""
+    """Counts outcomes and acts on a skipped step. All ranks see the same numbers and act alike."""
 
     def __init__(
-        self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: Callable[..., None] | None
+        self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: EventLogger | None
     ):
         self._config = config
         self._scaler = scaler
@@ -132,6 +131,7 @@ class Outcomes:
             save=word.save > 0,
             preempt=word.preempt > 0,
             save_failed=word.save_failed > 0,
+            new_metrics=word.new_metrics > 0,
         )
 
         # Nothing is wrong with a step of weight 0, but many in a row are worth a warning.
@@ -164,7 +164,7 @@ class Outcomes:
         return self._scaler.value < before
 
     def _skip(self, outcome: Outcome, result: StepResult, scale_lowered: bool) -> None:
-        """Log a skipped step, and act on it. Collective: every rank must call it."""
+        """Log a skipped step and act on it. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
         reason = self._log_skip(outcome, result)
@@ -269,7 +269,7 @@ class SpikeDetector:
 
 def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Describe the micro-batches of this rank that may have spoiled a step."""
-    # The host waits for the losses here. A skipped step is rare, and worth it.
+    # The host waits for the losses here. A skipped step is rare and worth it.
     control = outcome.control
     pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
 

@@ -239,7 +239,7 @@ class OwnStep:
         self.ended = True
         self.result = self._run.stepper.apply(self._control, self._driver.reduced())
         # Now and not after the loop's body, so that the rest of the body finds the step ended.
-        self._run.finish(self._batches, self.result)
+        self._run.end_step(self._batches, self.result)
         self._run.runtime.heartbeat.beat("user code")
         return self.result
 

@@ -1,7 +1,7 @@
 """One run in this process, from its first step on: what `fit` and the user's own loop have in common.
 
 A Run is made of finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
-the skeleton of the loop, `finish()` ends a step, and `maintain()` does what is due between two steps. It decides
+the skeleton of the loop, `end_step()` ends a step, and `maintain()` does what is due between two steps. It decides
 nothing about gradients: that is the Stepper's work.
 """
 
@@ -40,6 +40,17 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
 
 
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model under its driver, and what belongs to it."""
+
+    driver: Driver
+    optimizers: Optimizers
+    evaluator: Evaluator
+    guard: TrainableGuard
+    exactness: Exactness | None  # with `exact`
+
+
 @dataclass(eq=False, kw_only=True)
 class Run:
     """A run that is ready to train."""
@@ -52,13 +63,8 @@ class Run:
     folder: RunFolder
     recorder: Recorder
 
-    # The model.
-    driver: Driver
-    optimizers: Optimizers
-    guard: TrainableGuard
-    exactness: Exactness | None  # with `exact`
-
-    # The data and the step.
+    # The model, the data and the step.
+    model_setup: ModelSetup
     plan: Plan
     source: BatchSource
     sample_log: JsonlSink | None  # with `log.samples`: which samples this rank trained in each step
@@ -68,13 +74,22 @@ class Run:
     # What outlives a step.
     checkpoints: CheckpointManager
     resumed: Resumed | None
-    evaluator: Evaluator
     evaluation: Evaluation | None  # the newest
-    builder: Any = field(init=False, default=None, repr=False)  # keeps what built it, see RunBuilder.setup_run
-    _stop_agreed: bool = field(init=False, default=False)  # what control words asked for, until it is done
+
+    # The RunBuilder, whose `run` is this Run. The cycle leaves the run to the garbage collector: freed at the end of a
+    # function, just after the process group was left, DDP's destructor could deadlock with gloo's threads
+    # (pytorch/pytorch#179291).
+    builder: Any = field(repr=False)
+
+    # What control words asked for, until it is done.
+    _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
+
+    @property
+    def driver(self) -> Driver:
+        return self.model_setup.driver
 
     # ---- the loop ----
 
@@ -83,7 +98,7 @@ class Run:
         self.recorder.start_clock()
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
-            self.guard.check()
+            self.model_setup.guard.check()
 
             # The ranks compare digests of their first batches. Later ones follow from the same arithmetic.
             if check_first:
@@ -95,8 +110,8 @@ class Run:
             batches.micro_batches = self._timed(batches.micro_batches, batches.count)
             yield batches
 
-    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: move the data source on, and log or check what is due.
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
+        """End a step: advance the data source, and log or check what is due.
 
         `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
         """
@@ -126,12 +141,12 @@ class Run:
         else:
             self.recorder.poll()
 
-        if self.exactness:
-            self.exactness.end_step()
+        if self.model_setup.exactness:
+            self.model_setup.exactness.end_step()
 
         # Walking through all modules is too slow for every step.
         if step % self.config.checks.every == 0:
-            self.guard.check_structure()
+            self.model_setup.guard.check_structure()
 
         # The control word of the next step carries both to the other ranks.
         self.stepper.context.requests.save_failed = self.checkpoints.poll()
@@ -152,7 +167,7 @@ class Run:
             self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # the state is that of a checkpoint
 
-        # Here and not in `finish`, to include what the task or the user's loop changes after a step.
+        # Here and not in `end_step`, to include what the task or the user's loop changes after a step.
         if save_due or step % self.config.checks.every == 0:
             self._check_replicas()
 
@@ -181,7 +196,7 @@ class Run:
 
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
-        evaluation = self.evaluator.evaluate(
+        evaluation = self.model_setup.evaluator.evaluate(
             data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
         )
 
@@ -238,7 +253,7 @@ class Run:
         self.runtime.heartbeat.beat("end")
 
         # The user gets the model and the optimizers back as plain ones.
-        self.optimizers.release()
+        self.model_setup.optimizers.release()
         release_captures(self.driver.model)
         self.checkpoints.close()
 
@@ -270,7 +285,7 @@ class Run:
                 print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_loaders(self) -> None:
-        # A source of the user's own need not have anything to close.
+        # A user-defined source need not have anything to close.
         if hasattr(self.source, "close"):
             self.source.close()
         if self.sample_log:
@@ -294,7 +309,7 @@ class Run:
     # ---- parts of a step ----
 
     def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Yield `count` micro-batches, and add up how long this rank waits for them."""
+        """Yield `count` micro-batches and add up how long this rank waits for them."""
         iterator = iter(batches)
         for _ in range(count):
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
@@ -311,13 +326,13 @@ class Run:
         """Write the log line of the interval that ends with this step. `result` is the newest one known."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
-        facts: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": outcomes.skipped}
+        numbers: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": outcomes.skipped}
         if result is not None:
-            facts["grad_norm"] = result.grad_norm
+            numbers["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
-            facts["epoch"] = step / self.plan.steps_per_epoch
+            numbers["epoch"] = step / self.plan.steps_per_epoch
         if stepper.scaler:
-            facts["scale"] = stepper.scaler.value
+            numbers["scale"] = stepper.scaler.value
 
         # The control word of the same step tells all ranks that some rank saw a new metric.
         metrics = stepper.context.metrics
@@ -326,9 +341,9 @@ class Run:
             metrics.known = set(self.recorder.names)
             metrics.new = False
 
-        # The sums stay on the device: the recorder reduces them over the ranks, and reads them once they have arrived.
-        self.recorder.interval(
-            stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, facts
+        # The sums stay on the device: the recorder reduces them over the ranks and reads them once they have arrived.
+        self.recorder.end_interval(
+            stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, numbers
         )
         self._interval.clear()
         outcomes.skipped_since_log = 0
@@ -340,6 +355,7 @@ class Run:
         self._stop_agreed |= result.stop
         self._preempt_agreed |= result.preempt
         self._save_agreed |= result.save
+        self.stepper.context.metrics.new |= result.new_metrics
 
         # All ranks abandon the save in the same step, since they read it from the same control word.
         if result.save_failed:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from lockstep.engine.checks import (
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator
-from lockstep.engine.load_balance import open_load_balancer, plan_by_speed
-from lockstep.engine.run import Run
+from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
+from lockstep.engine.run import ModelSetup, Run
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -65,17 +65,6 @@ from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
 
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
-
-
-@dataclass(frozen=True)
-class ModelSetup:
-    """The model under its driver, and what belongs to it."""
-
-    driver: Driver
-    optimizers: Optimizers
-    evaluator: Evaluator
-    guard: TrainableGuard
-    exactness: Exactness | None  # with `exact`
 
 
 @dataclass(eq=False)
@@ -133,6 +122,7 @@ class RunBuilder:
         else:
             check_storage(model)
         check_supported(model)
+
         # Frozen parameters are never broadcast: they must be equal already.
         check_replicas(model, self.runtime, only_frozen=True)
 
@@ -171,46 +161,27 @@ class RunBuilder:
         self.parts[name] = part
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
-        """Make everything that depends on the data, resume if there is a checkpoint, and print the facts."""
+        """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
         setup = self.model_setup
         assert setup is not None, "setup_run() before setup_model()"
-        config, runtime, recorder = self.config, self.runtime, self.recorder
-        driver, optimizers = setup.driver, setup.optimizers
+        config, runtime, driver = self.config, self.runtime, setup.driver
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
         about_data = _attach_source(source, driver, plan, config, runtime)
+        sample_log = self._open_sample_log()
 
-        sample_log = None
-        if config.log.samples:
-            path = self.folder.path / "samples" / f"rank-{runtime.world.rank}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            sample_log = JsonlSink(path)
-            self._on_failure.callback(sample_log.close)
+        load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
+        stepper = self._make_stepper(setup, plan, load_balancer)
 
-        # The step. A rank's own time is measured up to the start of its gradient all-reduce.
-        rate = LearningRate(config.lr, optimizers.all, plan.steps, plan.global_batch)
-        load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, recorder.event)
-        stepper = Stepper(
-            driver,
-            optimizers,
-            rate,
-            self.precision,
-            config,
-            runtime,
-            plan.global_batch,
-            log_event=recorder.event,
-            mark_time=load_balancer.mark if load_balancer else None,
-        )
-
-        # The facts for the banner. A driver, and a source of the user's own, have lines of their own.
-        facts = describe_run(driver.model, config, plan, rate, self.precision, runtime)
+        # Banner lines. The driver and a user-defined source may add some.
+        facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
         facts |= driver.placement.facts
         if about_data:
             facts["data"] = about_data
 
         # Resuming restores the state of everything above, which must exist by now.
-        checkpoints = self._open_checkpoints(driver, optimizers, stepper, source, plan)
+        checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
@@ -224,28 +195,21 @@ class RunBuilder:
             name=self.name,
             started=self.started,
             folder=self.folder,
-            recorder=recorder,
-            driver=driver,
-            optimizers=optimizers,
-            guard=setup.guard,
-            exactness=setup.exactness,
+            recorder=self.recorder,
+            model_setup=setup,
             plan=plan,
             source=source,
+            sample_log=sample_log,
             stepper=stepper,
             load_balancer=load_balancer,
-            sample_log=sample_log,
             checkpoints=checkpoints,
             resumed=resumed,
-            evaluator=setup.evaluator,
             evaluation=self.evaluation,
+            builder=self,
         )
-
-        # A reference cycle, so that the run is freed by the garbage collector, not at the end of a function, just after
-        # the process group was left: DDP's destructor can deadlock with gloo's threads there (pytorch/pytorch#179291).
-        run.builder = self
-
-        # Until the run has started, an error is one of the set-up: only then is there a `self.run`.
         checkpoints.ensure_rewind(run.save_checkpoint)
+
+        # Set last: while `self.run` is None, an error counts as a set-up error.
         self.run = run
         return run
 
@@ -265,7 +229,7 @@ class RunBuilder:
         return self.evaluation
 
     def fail(self, error: BaseException) -> None:
-        """Release what exists, and write what is known to disk. The caller raises the error again."""
+        """Release what exists and write what is known to disk. The caller raises the error again."""
         # The original error is the one to see: a second one, while cleaning up, is dropped.
         with contextlib.suppress(Exception):
             self._on_failure.close()
@@ -315,24 +279,48 @@ class RunBuilder:
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
 
-        # A source of the user's own may compute its batches on the GPU: time spent in it is not waiting for data.
+        # A user-defined source may compute its batches on the GPU: time spent in it is not waiting for data.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
         check_sample_log(config, source)
         return plan, source
 
+    def _open_sample_log(self) -> JsonlSink | None:
+        if not self.config.log.samples:
+            return None
+
+        path = self.folder.path / "samples" / f"rank-{self.runtime.world.rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        sample_log = JsonlSink(path)
+        self._on_failure.callback(sample_log.close)
+        return sample_log
+
+    def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
+        return Stepper(
+            setup.driver,
+            setup.optimizers,
+            LearningRate(self.config.lr, setup.optimizers.all, plan.steps, plan.global_batch),
+            self.precision,
+            self.config,
+            self.runtime,
+            plan.global_batch,
+            log_event=self.recorder.event,
+            # A rank's own time is measured up to the start of its gradient all-reduce.
+            mark_time=load_balancer.mark if load_balancer else None,
+        )
+
     def _open_checkpoints(
-        self, driver: Driver, optimizers: Optimizers, stepper: Stepper, source: BatchSource, plan: Plan
+        self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
     ) -> CheckpointManager:
         state = RunState(
-            driver.model,
-            optimizers,
+            setup.driver.model,
+            setup.optimizers,
             stepper,
             source,
             self.parts,
             keep_frozen=self.config.checkpoint.frozen,
-            holders=driver.placement.holders,
+            holders=setup.driver.placement.holders,
             rank=self.runtime.world.rank,
-            duplicates=driver.placement.duplicates,
+            duplicates=setup.driver.placement.duplicates,
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
 
@@ -348,14 +336,15 @@ class RunBuilder:
         self.started -= resumed.seconds
         self.recorder.resume_interval(stepper.sums, resumed.interval)
         stepper.context.metrics.known = set(self.recorder.names)
-        if step == plan.steps:  # nothing is left but to end it: the summary needs the last log line
+        # Nothing is left but to end the run, and the summary needs the last log line.
+        if step == plan.steps:
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
         return describe_resume(resumed, self.folder)
 
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
         if self.runtime.is_main:
             sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
-            write_head(self.folder.path, self.resolved, asdict(plan) | sharding)
+            write_head(self.folder.path, self.resolved, plan.as_record() | sharding)
 
         start = {
             "task": self.name,
@@ -406,7 +395,7 @@ def _wrap_optimizers(
     optimizers = build_optimizers(config, own_optimizers)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
-    only_state = config.sharing.shards_optimizer and not config.sharing.shards_parameters
+    only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
     sharded = only_state and not runtime.world.alone
     stepped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 

@@ -30,7 +30,7 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import StepBatches, StepResult
 
 
@@ -65,7 +65,7 @@ class Stepper:
         config: RunConfig,
         runtime: Runtime,
         global_batch: int,
-        log_event: Callable[..., None] | None = None,
+        log_event: EventLogger | None = None,
         mark_time: Callable[[], None] | None = None,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
@@ -115,35 +115,37 @@ class Stepper:
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
         self.context.runtime.heartbeat.beat("update")
 
-        # With `exact`, what draws from now on must not depend on this rank's last forward.
+        # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
         if self.context.config.exact:
             control.seed("update")
 
         self.lr = self.learning_rate.set(self.counters.applied)
         self.counters.step += 1
 
-        apply = self._apply_late if self.reads_outcome_late else self._apply_now
-        return apply(control, reduced, torch.linalg.vector_norm(reduced.norms), self.outcomes.spikes.limit())
+        norm = torch.linalg.vector_norm(reduced.norms)
+        if self.reads_outcome_late:
+            return self._apply_late(control, reduced, norm)
+        return self._apply_now(control, reduced, norm)
 
-    def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor, loss_limit: float) -> StepResult:
+    def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
         word = reduced.codec.unpack(reduced.packed.tolist())  # on a GPU the host waits here for the device
 
         # There is nothing to learn from weight 0: with a norm of nan the step is not accepted.
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
-        outcome = Outcome(control, reduced, loss_limit, word, grad_norm)
+        outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
             self.update.step(reduced.parameters, factor, self.counters.step)
             self.counters.applied += 1
 
         return self._conclude(outcome)
 
-    def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor, loss_limit: float) -> StepResult | None:
+    def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult | None:
         """Let the device decide: its optimizer skips the step by itself. Return the previous step's result."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
-        skip = rejected_on_device(reduced, grad_norm, loss_limit)
-        self.update.step_on_device(factor, skip, self.counters.step)
+        loss_limit = self.outcomes.spikes.limit()
+        self.update.step_on_device(factor, rejected_on_device(reduced, grad_norm, loss_limit), self.counters.step)
         self.counters.applied += 1  # assumed; `wait_for_outcome` takes it back if the device skipped
 
         # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
@@ -173,7 +175,6 @@ class Stepper:
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:
             self.sums.add(outcome.control.losses, outcome.control.metrics)
-        self.context.metrics.new |= outcome.word.new_metrics > 0
         return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
@@ -185,7 +186,7 @@ class Stepper:
         if self.scaler:
             weight = weight * self.scaler.factor_on_sums
 
-        to_mean = reduced.factor / weight
+        to_mean = reduced.to_sum / weight
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 

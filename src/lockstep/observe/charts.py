@@ -18,8 +18,8 @@ from lockstep.observe.formats import escaped
 Point = tuple[float, float]
 Style = Literal["line", "smooth", "points", "marks"]
 
-MOST_POINTS = 600  # per drawn line: more than the pixels of a chart only costs bytes
-MOST_HOVERS = 150  # per series: each is an invisible circle that carries a tooltip
+MAX_POINTS = 600  # per drawn line: more than the pixels of a chart only costs bytes
+MAX_HOVERS = 150  # per series: each is an invisible circle that carries a tooltip
 CHARACTER = 9  # room for one character
 RIGHT, TOP, BOTTOM = 14, 44, 30  # margins; the left one depends on the labels
 WIDE = (1040, 340)  # (width, height)
@@ -168,7 +168,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
     """Return one stroke per run of finite values. A lone value is a stroke of length 0, which is drawn as a dot."""
     strokes: list[str] = []
     pen_down = False
-    for x, y in thinned(points, MOST_POINTS):
+    for x, y in thinned(points, MAX_POINTS):
         if math.isfinite(y):
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
             strokes.append(f"L{at}" if pen_down else f"M{at}l0 0")
@@ -198,8 +198,8 @@ def _tooltips(series: Series, x_axis: Axis, y_axis: Axis, unit: str) -> str:
 
 
 def _spread(points: list[Point]) -> list[Point]:
-    """Return at most MOST_HOVERS evenly spaced points, including the last one."""
-    every = math.ceil(len(points) / MOST_HOVERS) or 1
+    """Return at most MAX_HOVERS evenly spaced points, including the last one."""
+    every = math.ceil(len(points) / MAX_HOVERS) or 1
     return points[::-1][::every][::-1]
 
 

@@ -35,7 +35,7 @@ Record = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "off"]
 
 RECENT_STEPS = 20  # records that the time left is estimated from
-MOST_METRICS = 2  # the task's own metrics on one line
+MAX_METRICS = 2  # the task's own metrics on one line
 WIDTH = 100  # columns at which a line of several parts is wrapped
 # Keys of the summary that the last line shows. The others were shown at the start.
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
@@ -100,7 +100,7 @@ class Display:
     def __init__(self, total_steps: int, unit: str, stream: TextIO):
         self.total_steps = total_steps
         self.unit = unit
-        self.facts: Record = {}
+        self.start_event: Record = {}
         self.last: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -119,8 +119,8 @@ class Display:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
         self.last = record
 
-    def start(self, facts: Record) -> None:
-        """Begin. `facts` is the start event: task, world, device, precision, parameters."""
+    def start(self, start: Record) -> None:
+        """Begin. `start` is the start event: task, world, device, precision, parameters."""
 
     def update(self, record: Record) -> None:
         """Show one record of metrics.jsonl."""
@@ -154,9 +154,9 @@ class PlainDisplay(Display):
     """One line per record: for files, pipes and schedulers' logs."""
 
     @never_raises
-    def start(self, facts: Record) -> None:
-        self.facts = facts
-        self.message("  ".join(title_parts(facts)))
+    def start(self, start: Record) -> None:
+        self.start_event = start
+        self.message("  ".join(title_parts(start)))
 
     @never_raises
     def update(self, record: Record) -> None:
@@ -167,7 +167,7 @@ class PlainDisplay(Display):
     def event(self, record: Record) -> None:
         # The last line of a run says where its folder is.
         if record.get("event") == "end":
-            record = {"run_dir": self.facts.get("run_dir"), **record}
+            record = {"run_dir": self.start_event.get("run_dir"), **record}
         # `start` already showed the start event.
         if record.get("event") != "start":
             self.message(event_line(record))
@@ -188,9 +188,9 @@ class PlainDisplay(Display):
 # ---- lines ----
 
 
-def title_parts(facts: Record) -> list[str]:
-    task, device, precision = (one_line(facts.get(key, "-")) for key in ("task", "device", "precision"))
-    return [task, ranks(facts.get("world")), device, precision, f"{compact(facts.get('parameters'))} parameters"]
+def title_parts(start: Record) -> list[str]:
+    task, device, precision = (one_line(start.get(key, "-")) for key in ("task", "device", "precision"))
+    return [task, ranks(start.get("world")), device, precision, f"{compact(start.get('parameters'))} parameters"]
 
 
 def step_line(display: Display) -> str:
@@ -224,7 +224,7 @@ def event_line(record: Record) -> str:
     if kind == "end":
         record = {key: record.get(key) for key in END_KEYS}
 
-    # The kind has a column of its own.
+    # The kind has its own column.
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
     return _wrapped(parts) if kind in ("checkpoint", "end") else "  ".join(parts).rstrip()
 
@@ -263,4 +263,4 @@ def metric_parts(record: Record) -> list[tuple[str, str]]:
     metrics = record.get("metrics")
     if not isinstance(metrics, Mapping):
         return []
-    return [(one_line(name), figures(value, 3)) for name, value in list(metrics.items())[:MOST_METRICS]]
+    return [(one_line(name), figures(value, 3)) for name, value in list(metrics.items())[:MAX_METRICS]]

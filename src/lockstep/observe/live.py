@@ -54,8 +54,8 @@ class LiveDisplay(Display):
         )
 
     @never_raises
-    def start(self, facts: Record) -> None:
-        self.facts = facts
+    def start(self, start: Record) -> None:
+        self.start_event = start
         self._began = self._updated = time.monotonic()
         # Before `start`, while sys.stdout and sys.stderr are still the real streams.
         _restore_streams_in_children(self._live)
@@ -89,7 +89,7 @@ class LiveDisplay(Display):
     # ---- drawing, in rich's thread ----
 
     def _frame(self) -> RenderableType:
-        title = Text(" · ".join(title_parts(self.facts)), style="bold", no_wrap=True, overflow="ellipsis")
+        title = Text(" · ".join(title_parts(self.start_event)), style="bold", no_wrap=True, overflow="ellipsis")
 
         # Building and compiling a model may take minutes.
         if not self.last:

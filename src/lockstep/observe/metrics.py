@@ -146,11 +146,6 @@ class ExactSums(Sums):
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
 
-def terms(loss: Loss) -> Iterator[Term]:
-    yield "loss", loss.total.detach(), loss.weight
-    yield from metric_terms(loss)
-
-
 def metric_terms(loss: Loss) -> Iterator[Term]:
     """Yield each metric, detached. A metric without a weight has that of the loss."""
     for name, value in loss.metrics.items():
@@ -180,10 +175,9 @@ def to_exact(value: float) -> Exact:
     if not math.isfinite(value):
         return value
 
-    # The denominator is a power of two, 2^(bits - 1):
-    # value = numerator / 2^(bits - 1) = numerator * 2^(1074 - bits + 1) * 2^-1074
+    # The division leaves no rest: the denominator is a power of two, at most 2^1074.
     numerator, denominator = value.as_integer_ratio()
-    return numerator << (SMALLEST_POWER + 1 - denominator.bit_length())
+    return (numerator << SMALLEST_POWER) // denominator
 
 
 def from_exact(value: Exact) -> float:

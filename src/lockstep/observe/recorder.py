@@ -1,6 +1,6 @@
 """The recorder of a run: metrics, events, progress.
 
-The sums of an interval are reduced over ranks on the device, and copied to the host without waiting. A line is written
+The sums of an interval are reduced over ranks on the device and copied to the host without waiting. A line is written
 once its numbers have arrived, so that logging never makes the host wait for the device.
 """
 
@@ -25,7 +25,7 @@ from lockstep.runtime.context import Runtime
 
 
 class Recorder:
-    """Keeps the log of a rank. On rank 0 it also writes metrics and events, and shows progress."""
+    """Keeps the log of a rank. On rank 0 it also writes metrics and events and shows progress."""
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
         """Open the files of this rank.
@@ -44,12 +44,12 @@ class Recorder:
 
         # Only rank 0 writes records.
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
-        self._records = RunJsonl(run_dir) if runtime.is_main else None
+        self._jsonl = RunJsonl(run_dir) if runtime.is_main else None
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
-        # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the record).
+        # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the line).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
         self.start_clock()
@@ -90,11 +90,11 @@ class Recorder:
         """Exclude time that was spent on something other than training from the running interval."""
         self._since += seconds
 
-    def interval(self, sums: Sums, steps: int, samples: int, skipped: int, facts: dict[str, Any]) -> None:
+    def end_interval(self, sums: Sums, steps: int, samples: int, skipped: int, numbers: dict[str, Any]) -> None:
         """End an interval of `steps`, `skipped` of them skipped. Collective.
 
-        The sums are reduced over ranks, and written once they have arrived on the host. `facts` are the other
-        numbers of the line, which are equal on all ranks: step, learning rate, norm, epoch, loss scale.
+        The sums are reduced over ranks and written once they have arrived on the host. `numbers` are those of the line
+        that are equal on all ranks: step, learning rate, norm, epoch, loss scale.
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(self.names)
@@ -105,9 +105,9 @@ class Recorder:
         on_gpu = self.runtime.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss
 
-        facts = {
+        known = {
             "time": time.time(),
-            **facts,
+            **numbers,
             "memory_mb": memory / 2**20,
             "step_s": seconds / steps,
             "data_wait_s": self.data_wait_s / steps,
@@ -118,21 +118,21 @@ class Recorder:
         self.start_clock()
 
         # The other ranks were needed for the all-reduce, but have no line to write.
-        if self._records is None:
+        if self._jsonl is None:
             return
 
-        # Training continues during the copy. The next interval may end before this line is written, so `record` uses
-        # this interval's own values.
+        # Training continues during the copy. The next interval may end before this line is written, so `make_line`
+        # uses this interval's own values.
         host = packed.to("cpu", non_blocking=True)
         carried = self._carried_weight
         self._carried_weight = 0.0
 
-        def record() -> dict[str, Any]:
+        def make_line() -> dict[str, Any]:
             values = host.tolist()
-            self._report_waiting(values[2 * len(names) :], facts["step"])
-            return _record(names, values, seconds, facts, carried, skipped)
+            self._report_waiting(values[2 * len(names) :], numbers["step"])
+            return _metrics_line(names, values, seconds, known, carried, skipped)
 
-        self._pending.append((_arrival(packed), record))
+        self._pending.append((_arrival(packed), make_line))
         self.poll()
 
     def poll(self, wait: bool = False) -> None:
@@ -142,8 +142,8 @@ class Recorder:
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
 
-            _, record = self._pending.pop(0)
-            self.last = record()
+            _, make_line = self._pending.pop(0)
+            self.last = make_line()
             self._write(self.last)
             for display in self._displays:
                 display.update(self.last)
@@ -223,24 +223,24 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        for output in (*self._displays, self._records, self._sinks, self._log):
+        for output in (*self._displays, self._jsonl, self._sinks, self._log):
             if output is not None:
                 with self._ignoring_disk_errors():
                     output.close()
 
         # A run that fails while it closes may still record an event, which must not be written to a closed file.
         self._displays = []
-        self._records = None
+        self._jsonl = None
 
     def _write(self, record: dict[str, Any]) -> None:
         with self._ignoring_disk_errors():
-            if self._records:
-                self._records.write(record)
+            if self._jsonl:
+                self._jsonl.write(record)
         self._sinks.write(record)
 
     @contextmanager
     def _ignoring_disk_errors(self) -> Iterator[None]:
-        """Drop a record that cannot be written, and warn once: a full disk must not stop training."""
+        """Drop a record that cannot be written and warn once: a full disk must not stop training."""
         try:
             yield
         except OSError as error:
@@ -262,10 +262,10 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
     return event.query
 
 
-def _record(
-    names: list[str], packed: list[float], seconds: float, facts: dict[str, Any], carried: float, skipped: int
+def _metrics_line(
+    names: list[str], packed: list[float], seconds: float, known: dict[str, Any], carried: float, skipped: int
 ) -> dict[str, Any]:
-    """Return a line of metrics.
+    """Return a line of metrics, with what rank 0 has `known` since the interval ended.
 
     `packed` holds (sum, weight) of every name, followed by the figures of the ranks. `carried` is weight from before a
     resume, which took none of these `seconds`.
@@ -276,4 +276,4 @@ def _record(
     # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
     # steps had weight 0, or none is known yet (a GPU's results come a step late).
     loss = means.pop("loss", math.nan if skipped else None)
-    return {"loss": loss, **facts, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}
+    return {"loss": loss, **known, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}

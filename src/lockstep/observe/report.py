@@ -42,8 +42,8 @@ from lockstep.observe.sinks.jsonl import read_jsonl
 Record = dict[str, Any]
 
 # The newest events are shown, and the first of the task's own metrics.
-MOST_EVENTS = 400
-MOST_METRICS = 8
+MAX_EVENTS = 400
+MAX_METRICS = 8
 
 # The style of events that are bad news.
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
@@ -81,17 +81,17 @@ class RunRecord:
         return without_undone(flat(event) for event in self.events if event.get("event") == "eval")
 
     @cached_property
-    def facts(self) -> Record:
+    def about(self) -> Record:
         """Everything known about the run as a whole. Later records override earlier ones."""
-        facts: Record = {}
+        about: Record = {}
         for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
-            facts |= {key: value for key, value in record.items() if value is not None}
-        return facts
+            about |= {key: value for key, value in record.items() if value is not None}
+        return about
 
     @property
     def unit(self) -> str:
         """What a loss weight of 1 counts, such as one token."""
-        return str(self.facts.get("unit", SAMPLE))
+        return str(self.about.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})
@@ -152,7 +152,7 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
 
 
 def page(run: RunRecord) -> str:
-    task = str(run.facts.get("task", run.name))
+    task = str(run.about.get("task", run.name))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -247,20 +247,20 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
 
 def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return (name, value, aside) for the cards of the header, with `-` for unknown values."""
-    facts = run.facts
+    about = run.about
     unit = run.unit
 
     # Without a summary, the last record has the newest numbers.
-    known = {**(run.metrics[-1] if run.metrics else {}), **facts}
+    known = {**(run.metrics[-1] if run.metrics else {}), **about}
 
-    latest = run.evals[-1] if run.evals else {"loss": facts.get("eval_loss")}
+    latest = run.evals[-1] if run.evals else {"loss": about.get("eval_loss")}
     finite = [evaluation for evaluation in run.evals if number(evaluation.get("loss")) is not None]
     best = min(finite, key=lambda evaluation: evaluation["loss"], default=latest)
 
     # A run that has not ended may not know all of these.
     of_steps = [_plain(known[key]) for key in ("step", "steps") if key in known]
     counts = [f"{known[key]} {key}" for key in ("applied", "skipped") if key in known]
-    trainable = f"{compact(facts['trainable'])} trainable" if "trainable" in facts else ""
+    trainable = f"{compact(about['trainable'])} trainable" if "trainable" in about else ""
 
     # A task with its own unit, such as tokens, has two counts and two rates.
     tokens = f"{compact(total(run.metrics, 'weight'))} {unit}" if unit != SAMPLE else ""
@@ -276,10 +276,10 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
         ("Wall time", duration(wall_seconds(run)), ""),
         ("Mean rate", rate(mean_rate(run.metrics, counted), unit), samples_per_s),
         ("Peak memory", megabytes(max(amounts(run.metrics, "memory_mb"), default=None)), ""),
-        ("World", ranks(facts.get("world")), ""),
-        ("Device", _plain(facts.get("device")), ""),
-        ("Precision", _plain(facts.get("precision")), ""),
-        ("Parameters", compact(facts.get("parameters")), trainable),
+        ("World", ranks(about.get("world")), ""),
+        ("Device", _plain(about.get("device")), ""),
+        ("Precision", _plain(about.get("precision")), ""),
+        ("Parameters", compact(about.get("parameters")), trainable),
     ]
 
 
@@ -307,8 +307,8 @@ def mean_rate(records: Sequence[Record], key: str) -> float | None:
 
 def wall_seconds(run: RunRecord) -> float | None:
     """Return how long the run took, or the time that its records span so far."""
-    if "seconds" in run.facts:
-        return number(run.facts["seconds"])
+    if "seconds" in run.about:
+        return number(run.about["seconds"])
     times = amounts([*run.events, *run.metrics], "time")
     return max(times) - min(times) if len(times) > 1 else None
 
@@ -336,7 +336,7 @@ def curves(run: RunRecord) -> str:
 
     # A dict keeps the order in which metrics appeared.
     own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
-    charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MOST_METRICS]]
+    charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MAX_METRICS]]
     return f'<div class="grid">{"".join(charts)}</div>'
 
 
@@ -389,7 +389,7 @@ def plan_table(run: RunRecord) -> str:
 
 def events_table(run: RunRecord) -> str:
     began = number(run.events[0].get("time"))
-    shown = run.events[-MOST_EVENTS:]
+    shown = run.events[-MAX_EVENTS:]
     rows = []
     for event in shown:
         at = number(event.get("time"))

@@ -26,7 +26,7 @@ LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
 
 
 class MasterWeights:
-    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins, and rounds their updates back."""
+    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins and rounds their updates back."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
         """`rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding."""
@@ -100,7 +100,7 @@ class MasterWeights:
     def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
         """Yield what one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
-        # An optimizer of the user's own may count its calls: it gets everything at once.
+        # A user-defined optimizer may count its calls: it gets everything at once.
         if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
             yield from ([part] for part in parts)
         elif parts:
@@ -147,7 +147,7 @@ class MasterWeights:
         stand_in.grad = like(wide, gradient)
 
     def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, now: int) -> None:
-        """Write an updated stand-in into its bfloat16 parameter, and free what lives for one update only."""
+        """Write an updated stand-in into its bfloat16 parameter and free what lives for one update only."""
         parameter = self._parameters[id(stand_in)]
         wide = local(stand_in)
         shard = local(parameter)

@@ -1,4 +1,4 @@
-"""The user's optimizers, checked against the model, and stepped in one place."""
+"""The user's optimizers, checked against the model and stepped in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
 
-# An optimizer of the user's own may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
+# A user-defined optimizer may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
 OWN_FLAG = "divides_and_skips"
 
@@ -169,7 +169,7 @@ class ShardedOptimizers(Optimizers):
 
 @contextmanager
 def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
-    """Let the optimizer see nothing but these tensors, as groups with the settings of their own group."""
+    """Let the optimizer see nothing but these tensors, as groups with the settings of their group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
     try:

@@ -106,7 +106,7 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
 
     kind = OPTIMIZERS[config.optimizer]
     if kind.needs_full_rows and config.uses_axis("tp"):
-        setting = f"strategy={config.strategy}" if config.sharing.axis == "tp" else "mesh.tp"
+        setting = f"strategy={config.strategy}" if config.strategy_record.axis == "tp" else "mesh.tp"
         raise UserError(
             f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a "
             "parameter, and the state of this optimizer is per row",

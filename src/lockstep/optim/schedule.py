@@ -114,7 +114,7 @@ class LearningRate:
         return self.peaks[0] * factor(self.config, step, self.total_steps)
 
     def set(self, step: int) -> float:
-        """Set the rate of every group for this step, and return that of the first group."""
+        """Set the rate of every group for this step and return that of the first group."""
         # All groups follow one schedule, each from its own peak.
         share = factor(self.config, step, self.total_steps)
         for group, peak in zip(self.groups, self.peaks, strict=True):

@@ -17,7 +17,7 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import local
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-LEAST_WEIGHT_NORM = 1e-3  # that adaptive clipping assumes: a weight of zeros could never move otherwise
+MIN_WEIGHT_NORM = 1e-3  # floor for adaptive clipping, so that all-zero weights can still move
 
 # Returns the norm of each full tensor, also where this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
@@ -28,7 +28,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before_next: list[Callable[[], None]] = []  # called once, before the next change: a save may be copying
+        self.before_next: Callable[[], None] = lambda: None  # waits for a save that is still copying
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated
@@ -55,7 +55,7 @@ class Update:
 
     def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
         """Apply a step that the host accepted. `number` is the run's step count, including skipped steps."""
-        self._wait()
+        self.before_next()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
@@ -72,13 +72,8 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
         """Apply the step unless `skip` is true on the device. `number` is as in `step`."""
-        self._wait()
+        self.before_next()
         self._optimizers.step(number, (1.0 / factor).float(), skip.float())
-
-    def _wait(self) -> None:
-        # A list that is nearly always empty: only a save puts something into it.
-        while self.before_next:
-            self.before_next.pop()()
 
 
 def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
@@ -91,5 +86,5 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
     # A gradient may be as large as a fixed fraction of its weights. Both norms are those of full tensors.
     if clip.adaptive is not None:
         for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
-            limit = clip.adaptive * weight_norm.clamp(min=LEAST_WEIGHT_NORM)
+            limit = clip.adaptive * weight_norm.clamp(min=MIN_WEIGHT_NORM)
             grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))

@@ -1,6 +1,7 @@
-"""Apply parallelism to a model. The one place that knows the order of the techniques:
+"""Apply parallelism to a model, in this order:
 
 tensor parallelism -> BatchNorm -> float8 -> recomputation -> compile -> CUDA graphs -> pipeline, or FSDP, or DDP.
+A pipeline (pipeline/driver.py) applies tensor parallelism, compile and FSDP itself, to the stages that it has split.
 All of it happens in place: the model keeps its class and the names of its parameters.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.cudagraph.graphs import LogEvent, capture_calls
+from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
@@ -24,8 +25,8 @@ from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
-from lockstep.precision import store
-from lockstep.runtime.context import Runtime
+from lockstep.precision import cast_parameters_, choose
+from lockstep.runtime.context import EventLogger, Runtime
 
 
 def apply(
@@ -33,7 +34,7 @@ def apply(
     config: RunConfig,
     runtime: Runtime,
     task: Any = None,
-    log_event: LogEvent = lambda *_, **__: None,
+    log_event: EventLogger = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
     """Move `model` to its device and return the driver that executes it.
@@ -52,25 +53,24 @@ def apply(
     # Refuse what cannot work before anything is moved.
     check_made_as_asked(model, config)
     check_offload(config.fsdp, runtime)
-    if config.sharing.shards_parameters and not runtime.world.alone:
+    if config.strategy_record.shards_parameters and not runtime.world.alone:
         check_scalars(model, config)
 
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
     if config.init == "meta" and runtime.world.alone:
         fill(model, (), lambda _: None, config.seed, runtime)
 
-    empty = any(p.is_meta for p in model.parameters())
-    if not empty:
-        store(model, config.precision)
-    if not pipelined and not empty:
-        model.to(runtime.device)
+    if not any(p.is_meta for p in model.parameters()):
+        cast_parameters_(model, config.precision)
+        if not pipelined:
+            model.to(runtime.device)
 
     # Changes to single layers come before wrappers around the model's calls.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
-    if config.precision == "fp8":
+    if choose(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
 
@@ -80,14 +80,14 @@ def apply(
         warm_up_compile(model, config, runtime)
     capture_calls(model, config, runtime, log_event)
 
-    driver = _drive(model, task, config, runtime, axes, compiled, data)
+    driver = _make_driver(model, task, config, runtime, axes, compiled, data)
     driver.placement = replace(
         driver.placement, data_rank=mesh.coordinate("dp"), data_size=mesh.data_size, reports_loss=mesh.reports_loss
     )
     return driver
 
 
-def _drive(
+def _make_driver(
     model: nn.Module,
     task: Any,
     config: RunConfig,
@@ -106,7 +106,7 @@ def _drive(
 
         return PipelineDriver(model, task, config, axes, runtime, compiled, data)
 
-    if config.sharing.shards_parameters:
+    if config.strategy_record.shards_parameters:
         fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
         return fsdp(model, config, runtime, axes)
 

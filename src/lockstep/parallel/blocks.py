@@ -69,7 +69,7 @@ def class_to_name(model: nn.Module, typed: str = "") -> str | None:
     parts = [module for module in _candidates(model) if _has_parameters(module)]
     blocks = find_blocks(model)
 
-    # Layers without children (nn.Linear, ...) are poor blocks, and are proposed only if there is nothing else.
+    # Layers without children (nn.Linear, ...) are poor blocks and are proposed only if there is nothing else.
     likely = [module for module in parts if any(True for _ in module.children())] + blocks or parts
 
     if close := get_close_matches(typed, sorted({class_name(module) for module in likely}), 1):

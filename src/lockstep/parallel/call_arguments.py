@@ -42,7 +42,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
 def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
 
-    # A subclass (DTensor, a quantised tensor) has a layout of its own, which copying its elements would lose.
+    # A subclass (DTensor, a quantised tensor) has its own layout, which copying its elements would lose.
     if isinstance(value, Tensor):
         if kind not in (Tensor, nn.Parameter):
             raise OpaqueValue(f"a {kind.__name__}")
@@ -79,7 +79,7 @@ def _flatten_all(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Hashable
 
 def unflatten(tensors: Iterable[Tensor], spec: Any) -> Any:
     """Rebuild the value that `flatten` took apart into `tensors` and `spec`."""
-    # Tensors were flattened depth first, and are handed out in the same order.
+    # Tensors were flattened depth first and are handed out in the same order.
     remaining = iter(tensors)
     if spec == TENSOR:
         return next(remaining)

@@ -28,7 +28,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a driver keeps the model and whose samples this rank trains on: facts that do not change during a run."""
+    """Where a driver keeps the model, and which share of the data this rank trains on. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
     collective_forwards: bool = False  # a forward waits for the other ranks: all must run the same number
@@ -45,14 +45,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The gradients of one step, reduced over micro-batches and ranks; times `factor` they are sums."""
+    """The gradients of one step, reduced over micro-batches and ranks; times `to_sum` they are sums."""
 
     parameters: list[nn.Parameter]  # those of this rank that have a gradient
     names: list[str]  # of the gradients that `norms` describes; in a pipeline those of all stages
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    factor: float  # N where DDP leaves means over N ranks, else 1
+    to_sum: float  # N where DDP leaves means over N ranks, else 1
 
 
 class Control(Protocol):
@@ -114,7 +114,7 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs micro-batches in turn, and leaves the sums over ranks to subclasses (`_reduce`).
+    """Runs micro-batches in turn and leaves the sums over ranks to subclasses (`_reduce`).
 
     A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
@@ -122,7 +122,7 @@ class BaseDriver(Driver):
     placement = Placement()
     extra_state: Mapping[str, Any] = {}
     broadcasts_buffers = False  # before every step
-    gradient_factor = 1.0
+    to_sum = 1.0
     _word: Tensor  # the reduced control word of the newest step
 
     def __init__(self, model: nn.Module, runtime: Runtime):
@@ -174,7 +174,7 @@ class BaseDriver(Driver):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
         norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
-        return Reduced(parameters, names, norms, self._word, self.codec, self.gradient_factor)
+        return Reduced(parameters, names, norms, self._word, self.codec, self.to_sum)
 
     # ---- outside a step ----
 

@@ -1,7 +1,7 @@
 """The device mesh: the ranks as a grid with named axes.
 
 pp   pipeline stages of the model, one after another
-dp   replicas of the model (or shards that are gathered for use), each with samples of its own
+dp   replicas of the model (or shards that are gathered for use), each with its own samples
 tp   shards of every layer: the same samples, and a collective inside each layer
 
 Row-major in this order, so the ranks of a tp group are neighbours, inside one machine where it is large enough.
@@ -83,7 +83,7 @@ def plan_mesh(config: RunConfig, world: World) -> Mesh:
     _check_strategy(config, sizes)
 
     # One axis without a size takes the ranks that are left: the strategy's own axis, or dp.
-    filled = next((axis for axis in (config.sharing.axis, "dp") if axis and sizes[axis] is None), None)
+    filled = next((axis for axis in (config.strategy_record.axis, "dp") if axis and sizes[axis] is None), None)
     shape = {axis: sizes[axis] or 1 for axis in AXES}
     product = math.prod(shape.values())
 
@@ -120,7 +120,7 @@ def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> Us
 
 
 def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
-    strategy = config.sharing
+    strategy = config.strategy_record
     inner = [axis for axis in ("pp", "tp") if (sizes[axis] or 1) > 1]
     if inner and not strategy.composes_with_mesh:
         raise UserError(

@@ -58,11 +58,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _check_strategy(config: RunConfig) -> None:
     in_mesh = bool(config.mesh.tp or config.mesh.pp)
-    if config.sharing.shards_parameters and not in_mesh:
+    if config.strategy_record.shards_parameters and not in_mesh:
         return
 
     mesh = " and a mesh" if in_mesh else ""
-    remedy = "leave the mesh out, or type" if config.sharing.shards_parameters else "type strategy=fsdp, or"
+    remedy = "leave the mesh out, or type" if config.strategy_record.shards_parameters else "type strategy=fsdp, or"
     raise UserError(
         f"init=meta with strategy={config.strategy}{mesh} is not possible",
         "the ranks hold full layers, or shard them in another way, and would need the weights first",
@@ -147,7 +147,7 @@ class _Filling:
             self._sharded += module.parameters()
 
     def finish(self, module: nn.Module) -> None:
-        """Check the parameters inside `module`, and drop their records so that sharding frees the full tensors."""
+        """Check the parameters inside `module` and drop their records so that sharding frees the full tensors."""
         inside = {id(p) for p in module.parameters()}
         for key in [key for key, record in self._filled.items() if id(record.full) in inside]:
             record = self._filled.pop(key)

@@ -1,4 +1,4 @@
-"""Rematerialisation (activation checkpointing): drop a block's activations, and recompute them in the backward.
+"""Rematerialisation (activation checkpointing): drop a block's activations and recompute them in the backward.
 
 full        only the input of every block is kept
 selective   the outputs of matrix products and attention are also kept: recomputing the rest is cheap

@@ -81,7 +81,7 @@ def options(
 
     # Less state per rank: sharding it takes at least two ranks.
     more_ranks = " --nproc 2" if world == 1 else ""
-    strategy = config.sharing
+    strategy = config.strategy_record
     if config.strategy != LEAST_MEMORY:
         saves = round(_replicated(held, strategy) * (1 - 1 / max(2, world)))
         advice.append(Option(f"strategy={LEAST_MEMORY}{more_ranks}", saves))

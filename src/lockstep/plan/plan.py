@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
@@ -17,7 +18,7 @@ EXACT_MICRO_BATCHES = 8
 class Plan:
     """The batch arithmetic of a run."""
 
-    world: int
+    data_size: int  # data-parallel ranks, as in `Placement`
     global_batch: int
     micro_batch: int
     micro_batches: int  # of one full global step
@@ -27,9 +28,13 @@ class Plan:
     samples: int | None
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the plan as files hold it. There `data_size` is called `world`."""
+        return {"world" if key == "data_size" else key: value for key, value in asdict(self).items()}
 
-def make_plan(config: RunConfig, world: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:
-    """Derive the plan of a run on `world` data-parallel ranks.
+
+def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:
+    """Derive the plan of a run on `data_size` data-parallel ranks.
 
     samples  the length of the dataset; None for a stream
     most     the largest micro-batch that fits into memory, if an earlier attempt has found it
@@ -40,27 +45,27 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
     reasons: dict[str, str] = {}
 
     # A step: how many samples, in how many micro-batches.
-    global_batch, reasons["global_batch"] = _global_batch(config, world)
-    micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, world, most)
+    global_batch, reasons["global_batch"] = _global_batch(config, data_size)
+    micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, data_size, most)
 
     if depth > 1 and config.micro_batch in (None, "auto"):
         # Every stage of a pipeline should have a micro-batch to work on, if there are enough samples. For a stream the
         # size must divide the samples of one pipeline.
-        share = global_batch // world
+        share = global_batch // data_size
         largest = max(1, share // depth)
         if micro_batch > largest:
             micro_batch = _largest_divisor(share, largest) if samples is None else largest
             reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
 
     micro_batches = math.ceil(global_batch / micro_batch)
-    accumulation = math.ceil(micro_batches / world)
-    reasons["accumulation"] = f"{micro_batches} micro-batches on {plural(world, 'rank')}"
+    accumulation = math.ceil(micro_batches / data_size)
+    reasons["accumulation"] = f"{micro_batches} micro-batches on {_ranks(config, data_size)}"
 
-    if config.ddp.static_graph and world > 1 and accumulation > 1:
+    if config.ddp.static_graph and data_size > 1 and accumulation > 1:
         raise UserError(
             f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
             "torch's DDP, which counts the gradients of all of them in the first step, and of the last one afterwards",
-            f"type micro_batch={math.ceil(global_batch / world)}, or leave ddp.static_graph out",
+            f"type micro_batch={math.ceil(global_batch / data_size)}, or leave ddp.static_graph out",
         )
 
     # The run: how many steps.
@@ -77,7 +82,7 @@ def make_plan(config: RunConfig, world: int, samples: int | None, most: int | No
         )
 
     steps, reasons["steps"] = _steps(config, per_epoch)
-    return Plan(world, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
+    return Plan(data_size, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
 
 
 def smaller_micro_batch(plan: Plan) -> int:
@@ -87,14 +92,19 @@ def smaller_micro_batch(plan: Plan) -> int:
     return half if plan.samples is not None else _largest_divisor(plan.micro_batch, half)
 
 
+def _ranks(config: RunConfig, count: int) -> str:
+    """Count data-parallel ranks. They are all ranks, unless several share a copy of the model."""
+    return plural(count, "data-parallel rank" if config.uses_axis("tp", "pp") else "rank")
+
+
 def _largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(most, 0, -1) if number % size == 0)
 
 
-def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
+def _global_batch(config: RunConfig, data_size: int) -> tuple[int, str]:
     """Return the samples of a step. The two keys exclude each other (config/conflicts.py)."""
     if config.local_batch is not None:
-        return config.local_batch * world, f"local_batch {config.local_batch} x {plural(world, 'rank')}"
+        return config.local_batch * data_size, f"local_batch {config.local_batch} x {_ranks(config, data_size)}"
     if config.global_batch is None:
         raise UserError(
             "neither global_batch nor local_batch is set",
@@ -104,52 +114,54 @@ def _global_batch(config: RunConfig, world: int) -> tuple[int, str]:
     return config.global_batch, "as asked"
 
 
-def _micro_batch(config: RunConfig, global_batch: int, world: int, most: int | None) -> tuple[int, str]:
+def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int | None) -> tuple[int, str]:
     """Return the samples of a forward, such that every rank gets at least one micro-batch."""
-    if global_batch < world:
+    if global_batch < data_size:
         raise UserError(
-            f"global_batch={global_batch} cannot be split on {world} ranks",
-            f"{world - global_batch} ranks that would have nothing to do in every step",
-            f"type global_batch={world} or more, or --nproc {global_batch}",
+            f"global_batch={global_batch} cannot be split on {_ranks(config, data_size)}",
+            f"{_ranks(config, data_size - global_batch)} that would have nothing to do in every step",
+            f"type global_batch={data_size} or more"
+            + ("" if config.uses_axis("tp", "pp") else f", or --nproc {global_batch}"),
         )
 
     if config.exact and config.micro_batch is None:
-        return _exact_micro_batch(global_batch, world)
+        return _exact_micro_batch(global_batch, data_size)
     if config.micro_batch in (None, "auto"):
-        return _derived_micro_batch(global_batch, world, most)
+        return _derived_micro_batch(config, global_batch, data_size, most)
 
     # A size that was asked for is never changed, so it may be refused.
     count = math.ceil(global_batch / config.micro_batch)
-    if count < world:
+    if count < data_size:
         raise UserError(
-            f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split on {world} ranks",
-            f"{plural(count, 'micro-batch', 'micro-batches')} for {world} ranks",
-            f"type micro_batch={global_batch // world} or less",
+            f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split on "
+            f"{_ranks(config, data_size)}",
+            f"{plural(count, 'micro-batch', 'micro-batches')} for {_ranks(config, data_size)}",
+            f"type micro_batch={global_batch // data_size} or less",
         )
     return config.micro_batch, "as asked"
 
 
-def _exact_micro_batch(global_batch: int, world: int) -> tuple[int, str]:
+def _exact_micro_batch(global_batch: int, data_size: int) -> tuple[int, str]:
     """Divide the batch without looking at the number of ranks, which must not change the result."""
     micro = math.ceil(global_batch / EXACT_MICRO_BATCHES)
     count = math.ceil(global_batch / micro)
-    if count < world:
+    if count < data_size:
         raise UserError(
-            f"exact=true with global_batch={global_batch} cannot be split on {world} ranks",
+            f"exact=true with global_batch={global_batch} cannot be split on {data_size} ranks",
             f"{count} micro-batches of {micro}, whatever the number of ranks",
-            f"type micro_batch={global_batch // world} (on every number of ranks alike), or --nproc {count}",
+            f"type micro_batch={global_batch // data_size} (on every number of ranks alike), or --nproc {count}",
         )
     return micro, f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"
 
 
-def _derived_micro_batch(global_batch: int, world: int, most: int | None) -> tuple[int, str]:
+def _derived_micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int | None) -> tuple[int, str]:
     """Give every rank one micro-batch, unless memory does not hold it."""
-    even = math.ceil(global_batch / world)
+    even = math.ceil(global_batch / data_size)
     # 9 samples on 4 ranks: micro-batches of 3 would leave a rank idle in every step, micro-batches of 2 do not.
-    micro = even if math.ceil(global_batch / even) >= world else global_batch // world
+    micro = even if math.ceil(global_batch / even) >= data_size else global_batch // data_size
     if most is not None and most < micro:
         return most, f"{micro} did not fit into memory"
-    return micro, f"global_batch {global_batch} / {world} ranks" if world > 1 else "the whole batch"
+    return micro, f"global_batch {global_batch} / {_ranks(config, data_size)}" if data_size > 1 else "the whole batch"
 
 
 def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:

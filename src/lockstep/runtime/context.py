@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,8 @@ from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.machine import available_cores
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.world import World
+
+EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
 
 _DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
 

@@ -1,50 +1,56 @@
 """The control word: what each rank tells all others in every step, as numbers that one all-reduce can sum.
 
 Every decision that must be the same on all ranks travels here: stop, save, preemption, end of data, a failed save.
-Drivers send the packed word along with the gradients or their norms, so agreeing seldom costs another collective:
-only `ddp.hook=fp16` or `bf16` and `ddp.find_unused_parameters` need one more.
+Drivers send the packed word along with the gradients or their norms, so agreeing seldom costs a separate collective:
+only `ddp.hook=fp16` or `bf16` and `ddp.find_unused_parameters` need one.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 
 @dataclass(slots=True)
-class ControlWord:
-    """One rank's contribution to a step, or the sum over all ranks.
+class Flags:
+    """What a rank wants or knows: 0 or 1, or how many ranks set it."""
 
-    `weight` and `loss` are sums; `step` and `scale` are equal on all ranks; the rest are flags.
-    """
-
-    weight: float | Tensor = 0.0
-    stop: int = 0
-    exhausted: int = 0
-    step: int = 0  # modulo STEP_MODULUS; if it differs between ranks, they are out of step
-    scale: float = 0.0  # log2 of the loss scale; equal on all ranks
+    stop: int = 0  # end the loop
+    exhausted: int = 0  # this rank's stream has ended
     new_metrics: int = 0  # this rank saw a metric that not all ranks know
     save: int = 0  # a checkpoint is due
     preempt: int = 0  # this rank received a preemption signal
     save_failed: int = 0  # this rank could not write its file of the checkpoint
+
+
+@dataclass(slots=True, kw_only=True)
+class ControlWord(Flags):
+    """One rank's contribution to a step, or the sum over all ranks."""
+
+    weight: float | Tensor = 0.0
+    step: int = 0  # modulo STEP_MODULUS; if it differs between ranks, they are out of step
+    scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
 
 STEP_MODULUS = 4096  # step numbers are compared modulo this, so that float32 carries their sum exactly
 
-# Layout of a packed word: the weight takes three slots; step, scale and six flags take one each; then the loss.
-LENGTH = 12
+# Layout of a packed word: the weight takes three slots; step, scale and each flag take one; the last is the loss.
+FLAGS = tuple(flag.name for flag in fields(Flags))
+LENGTH = 6 + len(FLAGS)
 LOSS = LENGTH - 1
-WEIGHT = slice(0, 3)
-STOP, EXHAUSTED, STEP, SCALE = 3, 4, 5, 6
-REQUESTS = slice(7, LOSS)  # new_metrics, save, preempt, save_failed
+STEP, SCALE = 3, 4
+FLAG_SLOTS = slice(5, LOSS)
 
 LOW = 4096.0  # a weight is split into a multiple of this, the rest, and the fraction
 PINNED_BUFFERS = 4  # used in turn; the host never runs this many steps ahead of the GPU
+
+_read_flags = attrgetter(*FLAGS)
 
 
 class ControlWordCodec:
@@ -66,21 +72,7 @@ class ControlWordCodec:
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
 
         integer = math.floor(weight)
-        values = (
-            integer - integer % LOW,
-            integer % LOW,
-            weight % 1.0,
-            word.stop,
-            word.exhausted,
-            word.step,
-            word.scale,
-            word.new_metrics,
-            word.save,
-            word.preempt,
-            word.save_failed,
-            loss,
-        )
-
+        values = (integer - integer % LOW, integer % LOW, weight % 1.0, word.step, word.scale, *_read_flags(word), loss)
         packed = self._to_device([value * times for value in values])
 
         # Numbers that the GPU is still computing are filled in there.
@@ -89,8 +81,7 @@ class ControlWordCodec:
 
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
-            terms = [exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]
-            packed[WEIGHT] = torch.stack(terms) * times
+            packed[:3] = torch.stack([exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]) * times
 
         return packed
 
@@ -98,13 +89,12 @@ class ControlWordCodec:
         """Read the sum over ranks back from its `LENGTH` values."""
         # Rounding removes what a multiplication by 1/N left.
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
-        word = ControlWord(weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
+        word = ControlWord(weight=weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 
-        # Almost every step carries no request at all, and this runs in every step.
-        if values[STOP] or values[EXHAUSTED] or any(values[REQUESTS]):
-            word.stop = round(values[STOP])
-            word.exhausted = round(values[EXHAUSTED])
-            word.new_metrics, word.save, word.preempt, word.save_failed = map(round, values[REQUESTS])
+        # This runs in every step, and almost none has a flag set.
+        if any(values[FLAG_SLOTS]):
+            for name, count in zip(FLAGS, values[FLAG_SLOTS], strict=True):
+                setattr(word, name, round(count))
 
         return word
 

@@ -24,8 +24,8 @@ from lockstep import api
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
-from lockstep.engine.run import Run
-from lockstep.engine.setup import ModelSetup, RunBuilder
+from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
@@ -113,7 +113,7 @@ class RecordedRun(Run):
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
-            source.world = World(*orders["part"])
+            source.data_world = World(*orders["part"])
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
             source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
@@ -147,7 +147,7 @@ class RecordedRun(Run):
         self.runtime.collectives.final_barrier()
         raise SystemExit(0)
 
-    def finish(self, batches: StepBatches, result: StepResult | None) -> None:
+    def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
         """Record the gradients and settings of a step, before anything can change them."""
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be pending
         assert result is not None
@@ -155,12 +155,12 @@ class RecordedRun(Run):
         grads = {name: full_tensor(p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None}
         self._put(f"gradients-{len(self._steps)}", grads)
 
-        settings = [_plain(group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
+        settings = [_plain(group) for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
         self._steps.append({"micros": self._micros, "settings": settings})
-        super().finish(batches, result)
+        super().end_step(batches, result)
 
     def maintain(self, repeat_evaluation: bool = False) -> None:
-        self.guard.check_structure()  # after every step, before a checkpoint fails for that reason
+        self.model_setup.guard.check_structure()  # after every step, before a checkpoint fails for that reason
         super().maintain(repeat_evaluation)
 
     def end_training(self) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs: capture a launch-bound model's forward and backward once, and replay them.
+"""CUDA graphs: capture a launch-bound model's forward and backward once and replay them.
 
 graphs.py      decides per variant of a call (shapes, modes, arguments) whether to capture, and when to replay
 checks.py      dry run before a capture, comparison with a plain call after it

@@ -72,11 +72,11 @@ class Capture:
         self._single_backward = self.trial.has_compiled_backward
         for pattern in [self._all] if self._single_backward else self.patterns:
             starts = [start if arrives else None for start, arrives in zip(self._grad_outputs, pattern, strict=True)]
-            # The backward of all outputs is the last one, and may free the graph.
+            # The backward of all outputs is the last one and may free the graph.
             yield partial(self.trial.backward, starts, retain_graph=pattern != self._all)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Replay the call on its flattened arguments, and return what the model would return."""
+        """Replay the call on its flattened arguments and return what the model would return."""
         if self.trial.grad:
             # Parameters are arguments, so that autograd connects their gradients.
             outputs = list(_Replay.apply(self, *tensors, *self.trial.parameters))

@@ -12,7 +12,7 @@ and does not trace every model; `torch.cuda.make_graphed_callables` gives wrong 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,17 +29,15 @@ from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 
 WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the device's time to launch the work
 MAX_CAPTURES = 8
 MAX_VARIANTS = 64  # with or without a capture
 MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
-MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with a backward of its own
+MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with its own backward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-LogEvent = Callable[..., None]  # (name of the event, **fields)
 
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
@@ -59,9 +57,8 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     # replayed by all ranks in the same order, and recomputation changes what a forward launches.
     return (
         on_cuda
-        and config.sharing.local_forward
-        and not config.uses_axis("tp")
-        and not config.uses_axis("pp")
+        and config.strategy_record.local_forward
+        and not config.uses_axis("tp", "pp")
         and not config.ddp.sync_batchnorm
         and not config.ddp.find_unused_parameters
         and not config.exact
@@ -69,11 +66,13 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     )
 
 
-def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log: LogEvent) -> None:
+def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
     if wants_graph(config, runtime):
         # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
-        CallChain.of(model).install("graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log))
+        CallChain.of(model).install(
+            "graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event)
+        )
 
 
 def has_captures(model: nn.Module) -> bool:
@@ -128,14 +127,14 @@ class GraphedCall(Link):
     """The link of a model's call chain that captures and replays. Any other call goes to `inner` unchanged.
 
     `required` (graph=true): it is an error if a training call cannot be captured. Each decision is logged as
-    `log("graph", call=..., reason=...)`.
+    `log_event("graph", call=..., reason=...)`.
     """
 
-    def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log: LogEvent):
+    def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log_event: EventLogger):
         self.model = model
         self.device = device
         self.required = required
-        self.log = log
+        self.log_event = log_event
 
         self.variants: dict[Hashable, Variant] = {}
         self._logged: set[tuple[str, str]] = set()
@@ -168,7 +167,7 @@ class GraphedCall(Link):
         if variant is None or variant.refused is not None:
             return self.inner(*args, **kwargs)
 
-        # Capture after the warm-up, and compare in the call after that.
+        # Capture after the warm-up and compare in the call after that.
         if not variant.ready:
             variant.calls += 1
             if variant.capture is not None:
@@ -296,7 +295,7 @@ class GraphedCall(Link):
             host_s, device_s = self._seconds(variant)
             times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
 
-        self.log("graph", call=variant.name, reason=f"captured, and equal to a plain call{times}")
+        self.log_event("graph", call=variant.name, reason=f"captured, and equal to a plain call{times}")
 
     # ---- is a capture still valid? ----
 
@@ -362,12 +361,12 @@ class GraphedCall(Link):
         """Log a decision once: repeated in every step, it would bury the rest of the log."""
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
-            self.log("graph", call=call, reason=reason)
+            self.log_event("graph", call=call, reason=reason)
 
     # ---- timing of plain calls ----
 
     def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
-        """Call plainly, and time the forward and the backward that follows.
+        """Call plainly and time the forward and the backward that follows.
 
         The device is timed by events on its stream, so the host does not wait here.
         """

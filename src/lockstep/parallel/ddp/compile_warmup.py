@@ -30,7 +30,7 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
     Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
     """
-    collective = not config.sharing.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
+    collective = not config.strategy_record.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
     if not collective and not runtime.world.alone:
         CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timedelta(seconds=config.hang.first)))
 
@@ -72,7 +72,7 @@ class CompileWarmup(Link):
         """Run forward and backward once, without side effects, to have both compiled."""
         device = self.runtime.device
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
-        # Frozen parameters get no gradient, and need no compiled code for it.
+        # Frozen parameters get no gradient and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         # If the trial is not possible, the call is compiled later, when it is needed: its arguments are opaque, or a

@@ -32,7 +32,7 @@ class _WithControlWord(nn.Module):
     """The model plus a few numbers that look like one more parameter.
 
     Their "gradient" is this rank's control word. So the word is summed in a gradient bucket that is sent anyway, and
-    needs no collective of its own (on gloo that would cost about a fifth of the step of a tiny model).
+    needs no separate collective (on gloo that would cost about a fifth of the step of a tiny model).
     """
 
     def __init__(self, model: nn.Module, word: Tensor):
@@ -104,7 +104,7 @@ class DDPDriver(BaseDriver):
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         super().__init__(model, runtime)
-        self.gradient_factor = 1.0 if self.leaves_sums else float(runtime.world.size)
+        self.to_sum = 1.0 if self.leaves_sums else float(runtime.world.size)
 
         # bfloat16 has too few bits for the integers of a control word.
         last_dtype = self.parameters[-1].dtype
@@ -180,7 +180,7 @@ class DDPDriver(BaseDriver):
             return
 
         # DDP divides by the world size, so the word is multiplied by it first.
-        packed = self.codec.pack(word, times=self.gradient_factor)
+        packed = self.codec.pack(word, times=self.to_sum)
         torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
         self._check_complete()
@@ -226,7 +226,7 @@ class UnusedParametersDriver(BaseDriver):
         broadcast_model(model, runtime.collectives)
 
     def _reduce(self, word: ControlWord) -> None:
-        # The first sum carries the control word, and counts the ranks that used each parameter.
+        # The first sum carries the control word and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
         users = self._sum_with_word(word, used).tolist()
 

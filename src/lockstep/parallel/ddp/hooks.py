@@ -149,7 +149,7 @@ class WideHook(Hook):
 
 
 def _advance(exchanges: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each exchange to its next collective, and return those that have not ended."""
+    """Advance each exchange to its next collective and return those that have not ended."""
     return [exchange for exchange in exchanges if next(exchange, "ended") != "ended"]
 
 

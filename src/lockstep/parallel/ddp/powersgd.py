@@ -65,7 +65,7 @@ class PowerSGDHook(Hook):
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
 
-        # Vectors and small matrices are not among them, and are sent as they are.
+        # Vectors and small matrices are not among them and are sent as they are.
         self.matrices = {
             name: _fresh(p, config.powersgd_rank, derive(seed, "powersgd", number), self.feedback)
             for number, (name, p) in enumerate(named.items())
@@ -149,7 +149,7 @@ class PowerSGDHook(Hook):
             gradient.add_((matrix.error * self._unit.to(matrix.error.dtype)).view_as(gradient))
 
     def _update(self, matrix: Matrix, gradient: Tensor, basis: Tensor, own: Tensor, mean: Tensor) -> None:
-        """Write the approximation into `gradient`, and update the matrix.
+        """Write the approximation into `gradient` and update the matrix.
 
         `basis` (n, r) is P; `own` (m, r) is this rank's Q, and `mean` (m, r) the mean of all. The host does not wait
         for the device, which evaluates the conditions.

@@ -55,7 +55,7 @@ class _FullParameters(BaseDriver):
 
 
 class OrderedSingleDriver(_FullParameters, SingleDriver):
-    """One process: it runs all micro-batches in order, and keeps at most log2(their number) partial sums."""
+    """One process: it runs all micro-batches in order and keeps at most log2(their number) partial sums."""
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         super().__init__(model, runtime)
@@ -111,7 +111,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)
 
-        # One for each group of parameters, since each has a tree of its own.
+        # One for each group of parameters, since each has its own tree.
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reductions = [_OrderedReduceScatter() for _ in sharded]
         for module, reduction in zip(sharded, self._reductions, strict=True):
@@ -202,7 +202,7 @@ class _OrderedReduceScatter(ReduceScatter):
         number, total, last = self.expected
         self.expected = None
 
-        # Every rank gets all terms of its own shard, and adds them in the order of the micro-batches.
+        # Every rank gets all terms of its own shard and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         for index, term in enumerate(received.chunk(group.size()), number * group.size()):

@@ -123,7 +123,7 @@ class OrderedHook(Hook):
         chunks = list(self._start_chunks(buffer, roots, received))
         yield
 
-        # The owner adds, and sends the sum to all.
+        # The owner adds and sends the sum to all.
         for chunk in chunks:
             for work in chunk.works:
                 work.wait()

@@ -35,7 +35,7 @@ def _sum_by_halves(squares: Tensor) -> Tensor:
 
     The order in which a GPU sums a row depends on the number of rows; these are all elementwise additions.
     """
-    # Zeros pad the row to a power of two, and change no sum.
+    # Zeros pad the row to a power of two and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()
     squares = F.pad(squares, (0, width - squares.shape[1]))
     while width > 1:

@@ -58,7 +58,7 @@ class TreeSum(Generic[T]):
         self.roots.append((subtree, value))
 
     def finish(self) -> T:
-        """Return the sum of everything from micro-batch 0 on, and start empty again."""
+        """Return the sum of everything from micro-batch 0 on and start empty again."""
         assert self.roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
         # The sums that are left have different sizes; the smallest, which come last, are added first.

@@ -28,7 +28,7 @@ from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
-from lockstep.precision import BF16_STORED, store
+from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
@@ -39,7 +39,7 @@ class FSDPDriver(ShardedDriver):
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
-        self._keeps_gathered = config.sharing.keeps_gathered
+        self._keeps_gathered = config.strategy_record.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
@@ -100,11 +100,11 @@ class FSDPDriver(ShardedDriver):
 
 
 def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
-    store(module, config.precision)
+    cast_parameters_(module, config.precision)
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=not config.sharing.keeps_gathered,
+        reshard_after_forward=not config.strategy_record.keeps_gathered,
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.precision in BF16_STORED else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
@@ -141,7 +141,7 @@ def prepare(model: nn.Module) -> None:
 
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters = _keep_in_place  # pyrefly: ignore[bad-assignment]
-            # cuDNN now copies the weights in every call, and would warn about it.
+            # cuDNN now copies the weights in every call and would warn about it.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
@@ -205,7 +205,7 @@ def count_replicas(config: FSDPConfig, world: World) -> int:
 def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
     """Return the mesh to shard over: one axis, or two with replicas under hsdp."""
     kind, size = runtime.device.type, runtime.world.size
-    if not config.sharing.replica_groups:
+    if not config.strategy_record.replica_groups:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
 
     replicas = count_replicas(config.fsdp, runtime.world)

@@ -65,7 +65,7 @@ class UniformUse:
         for module in [module for module in modules if isinstance(module, FSDPModule)]:
             group = module._get_fsdp_state()._fsdp_param_group
 
-            # A module that holds no parameters of its own has no group.
+            # A module that holds no parameters itself has no group.
             if group is not None:
                 # All ranks visit the modules in the same order, so a number means the same group everywhere.
                 number = len(self.groups)

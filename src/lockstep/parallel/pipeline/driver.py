@@ -60,7 +60,7 @@ class PipelineDriver(ShardedDriver):
         self.mesh = axes.mesh
         ranks = self.mesh.sizes["pp"]
         position = self.mesh.coordinate("pp")
-        self._sharded = config.sharing.shards_parameters and self.mesh.sizes["dp"] > 1
+        self._sharded = config.strategy_record.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, compiled)
 
         self._replicas = axes.along("dp")
@@ -84,7 +84,7 @@ class PipelineDriver(ShardedDriver):
         real = held | {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
         keep_only(model, real, runtime.device)
 
-        # In the fixed order: tensor parallelism, compile, FSDP.
+        # As in apply.py, from the inside out: tensor parallelism, compile, FSDP.
         if plan:
             local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
             apply_plan(model, local_plan, axes, runtime)
@@ -162,7 +162,7 @@ class PipelineDriver(ShardedDriver):
         if holders is None:
             return full_tensor(tensor)
 
-        # The ranks of other stages have only a placeholder, and receive the tensor from the first rank that holds it.
+        # The ranks of other stages have only a placeholder and receive the tensor from the first rank that holds it.
         if self.runtime.world.rank in holders:
             full = full_tensor(tensor).contiguous()
         else:

@@ -132,7 +132,7 @@ class Pipeline:
     def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
         """Run forward and backward of all micro-batches.
 
-        Micro-batches of another shape (the short one at the end of an epoch) get a pass of their own.
+        Micro-batches of another shape (the short one at the end of an epoch) get a separate pass.
         """
         self._set_mode()
 
@@ -313,7 +313,7 @@ class _PreparedSchedule:
         try:
             self.schedule._step_microbatches(target_mbs=[None] * len(work), return_outputs=False)
         except RuntimeError as error:
-            # torch wraps an error that was raised in a stage in one of its own.
+            # torch wraps an error that was raised in a stage in its own.
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
@@ -332,7 +332,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
         # These two take one stage, the others a list.
         stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,
         count,
-        # A copy: torch detaches the stage's output in place, and still needs the loss.
+        # A copy: torch detaches the stage's output in place and still needs the loss.
         loss_fn=lambda output, _: output.clone(),
         scale_grads=False,
     )

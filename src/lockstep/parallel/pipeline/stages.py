@@ -207,7 +207,9 @@ def shard_stages(
     banner line about the blocks of all ranks. Collective.
     """
     owned = {p for name, p in model.named_parameters() if name in held}
-    shard = partial(fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.sharing.keeps_gathered)
+    shard = partial(
+        fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.strategy_record.keeps_gathered
+    )
     counts = [0, 0]  # blocks, and those that share no parameter
 
     for stage in stages:

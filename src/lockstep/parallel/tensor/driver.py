@@ -3,7 +3,7 @@
 Sharded weights and activations are DTensors; every plain tensor is full, and equal on all ranks of the group. So the
 layers between two sharded ones compute what they would on one device, or torch refuses them; a shard is never mistaken
 for the full tensor. Random numbers are seeded per micro-batch, so dropout on plain activations drops the same elements
-on every rank; on sharded activations torch draws numbers of its own, which differ from those of a single process.
+on every rank; on sharded activations torch draws its own numbers, which differ from those of a single process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def explain_mixtures(model: nn.Module) -> None:
         try:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            # torch has no error class of its own for this; all other errors pass through unchanged.
+            # torch has no special error class for this; all other errors pass through unchanged.
             if not any(
                 word in str(error) for word in ("DTensor", "sharding strategy", "Sharding prop", "unevenly sharded")
             ):

@@ -57,7 +57,7 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
-    """Return every sharded layer by its full name, and refuse what would fail in the first forward.
+    """Return every sharded layer by its full name and refuse what would fail in the first forward.
 
     task: may have a `tensor_plan(model)`
     ways: the size of a tp group

@@ -124,7 +124,7 @@ class ForwardStage(Stage):
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
 
-        # The stage of the last block also runs what follows the blocks, and returns what the model returns.
+        # The stage of the last block also runs what follows the blocks and returns what the model returns.
         self._blocks = interceptor.blocks[first : last + 1]
         self._ends_model = last == len(interceptor.blocks) - 1
 

@@ -44,7 +44,7 @@ def split_forward(
         used = []
         for start, stop in pairwise([0, *trace.choose_stops(count)]):
             tensors = trace.tensors_used(start, stop)
-            # Buffers outside the blocks that other stages change: their code may also run here, and must not count.
+            # Buffers outside the blocks that other stages change: their code may also run here and must not count.
             foreign = set().union(*trace.changed) - {id(tensor) for tensor in tensors}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
 
@@ -111,7 +111,7 @@ class _Trace:
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             self.closed.add(segment)
 
-        # A fresh leaf per output: the graph of the next segment ends here, and shows that it was used.
+        # A fresh leaf per output: the graph of the next segment ends here and shows that it was used.
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         self._detached.update({id(tensor): (tensor, segment) for tensor in detached})
         self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], rest))
@@ -174,7 +174,7 @@ def _dry_run(
     arguments: ModelInput,
     autocast: Autocast,
 ) -> None:
-    """Run every stage with NaN for all parameters that it will not have, and check that its output has no NaN."""
+    """Run every stage with NaN for all parameters that it will not have and check that its output has no NaN."""
     passed: Any = None
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
