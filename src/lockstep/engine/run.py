@@ -368,6 +368,7 @@ class Run:
 
         # The log interval is again that of the checkpoint: the steps in between are undone.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
+        self.stepper.context.metrics.known = set(self.recorder.names)
         self._interval.clear()
         self.recorder.start_clock()
 
