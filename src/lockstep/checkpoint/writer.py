@@ -137,8 +137,8 @@ class PendingSave:
         reason = f"{type(error).__name__}: {error}"
         try:
             self.delete_staged()
-            if isinstance(error, FileNotFoundError) and self.checkpoint is None:
-                # If the file system cannot even list its folders, the error itself says more.
+            if isinstance(error, FileNotFoundError | FileExistsError) and self.checkpoint is None:
+                # (`mkdir` says "exists" if a folder vanishes just then.) If nothing can be listed, `error` says more.
                 with suppress(OSError):
                     self.caused_elsewhere |= self.folder not in self.context.store.folders()
             reason = self._reason(error)
@@ -321,7 +321,7 @@ class PendingSave:
         match error:
             case SaveFailed() | Damaged():
                 return str(error)
-            case FileNotFoundError() if self.caused_elsewhere:
+            case FileNotFoundError() | FileExistsError() if self.caused_elsewhere:
                 # Rank 0 deletes the folder of a save that failed, and a new attempt deletes those of all others.
                 return "rank 0 abandoned the save, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):

@@ -277,6 +277,20 @@ def test_rank_0_learns_of_another_ranks_failure_through_the_store(store, monkeyp
     assert report.caused_elsewhere
 
 
+def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_path, monkeypatch):
+    """`mkdir` finds the staged folder, looks again, and another rank has deleted it: it says that the folder exists."""
+    [saver] = savers(tmp_path / "checkpoints")
+
+    def write(*_):
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(FileStore, "write", write)
+    saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
+    [report] = saver.wait()
+    assert report.caused_elsewhere
+    assert "the staged folder is gone" in report.error
+
+
 def test_a_real_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
