@@ -22,10 +22,11 @@ from lockstep import targets
 from lockstep.config import Layer, Resolved, check, from_object, resolve, resolve_for
 from lockstep.errors import Preempted, RanksFailed, UserError
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, append_event, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
+from lockstep.observe.sinks import JsonlSink
 from lockstep.registries import check_names
 from lockstep.runtime.world import World
 
@@ -351,7 +352,8 @@ def _launch(
 
     # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
     message = f"rank {culprit.rank}: {culprit.message}"
-    append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+    with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
+        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
     return ending

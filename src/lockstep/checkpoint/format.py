@@ -73,7 +73,8 @@ def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
 
     for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
         piece = pieces[index]
-        assert piece.name not in header, f"a rank writes one piece of each tensor, and two of {piece.name}"
+        if piece.name in header:
+            raise ValueError(f"a rank writes one piece of each tensor, and two of {piece.name}")
 
         starts[index] = position
         position += piece.bytes

@@ -231,6 +231,9 @@ class FileStore:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileStore) and self.root.resolve() == other.root.resolve()
 
+    def __hash__(self) -> int:
+        return hash(self.root.resolve())
+
     def folders(self) -> list[str]:
         return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
 

@@ -103,7 +103,7 @@ def run_folder(folder: Path, *, end: bool = True) -> Path:
 def test_report_of_a_finished_run(tmp_path):
     path = write_report(run_folder(tmp_path / "run"))
     assert path == tmp_path / "run" / "report.html"
-    assert not (tmp_path / "run" / "report.html.tmp").exists()
+    assert not list((tmp_path / "run").glob(".report*"))
     page = tree(path)
     assert having(page, "badge")[0].text == "finished"
     assert cards(page) == {
