@@ -350,7 +350,7 @@ def _launch(
     if culprit is None:
         return ending
 
-    # Rank 0 may have recorded only that a peer was gone. The launcher knows which rank failed first.
+    # Rank 0 may only have recorded a lost peer. The launcher knows which rank failed first.
     message = f"rank {culprit.rank}: {culprit.message}"
     with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})

@@ -28,7 +28,7 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same answer.
     """
-    # Rank 0 decides which ones to look at. This gather also waits until rank 0 claims the store.
+    # Rank 0 decides which ones to look at. Also a barrier: rank 0 has claimed the store before it gets here.
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
 

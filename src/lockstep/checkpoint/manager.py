@@ -340,7 +340,7 @@ class CheckpointManager:
             self._warn_of_differences()
             self._compared = True
 
-        # These names are on the disk.
+        # Keys on the disk: do not rename.
         values = {
             "state": plain_state,
             "config": _as_typed(self.config),
@@ -351,7 +351,7 @@ class CheckpointManager:
         }
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
-        # The optimizers' state may still be being copied when the next update wants to change it.
+        # The optimizers' state may still be copying when the next update runs.
         self.state.stepper.update.before_next = self.saver.wait_for_copy
 
         self._unsettled = True

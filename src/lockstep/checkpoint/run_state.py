@@ -3,7 +3,7 @@
 Nothing in it depends on a rank or a number of ranks: any world can resume from what any other saved.
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
-    optimizer.NUMBER.NAME.KEY     an optimizer's state of the parameter NAME
+    optimizer.NUMBER.NAME.KEY     the optimizer state of parameter NAME
     extra.NAME                    tensors in a module's extra state
     part.NAME                     tensors in the state of a part: anything else that has state, see `RunState`
 """
@@ -130,12 +130,12 @@ class RunState:
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
         aliases = _tied_names(state)
         for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
-            # The master has all bits of the parameter, and more.
+            # Save the float32 master instead: the parameter is its rounded copy.
             master = self._tensor_to_save(name, state[name])
             if master is not None:
                 tensors[f"model.{name}"] = master.detach()
 
-        # These names are on the disk.
+        # Keys on the disk: do not rename.
         parts = {"data": self.source, **self.parts}
         plain_state: Values = {
             "model": {
@@ -398,7 +398,7 @@ class RunState:
     # ---- parameters ----
 
     def _tensor_to_save(self, name: str, value: Tensor) -> Tensor | None:
-        """Return what is saved for a parameter: its master, if it has one. None means that another rank has it."""
+        """Return what is saved for a parameter: its master, if it has one. None: another rank holds the master."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:

@@ -6,7 +6,7 @@
        +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
 
 `save` copies what the next forward may change and starts the thread; before the next update, `wait_for_copy` waits for
-the copy of the optimizers' state. `wait` returns the saves that have ended, after any of the three ends. A failed save
+the copy of the optimizers' state. `wait` returns finished saves: committed, failed or abandoned. A failed save
 never raises, and the next save starts afresh.
 """
 
@@ -132,7 +132,7 @@ class Saver:
             self._pending.abandon(why)
             self._join()
 
-            # The thread deletes its files only if it still notices.
+            # The thread may have finished before it saw the flag, so delete here too.
             self._pending.delete_staged()
 
     def wait(self, timeout: float | None = None) -> list[PendingSave]:

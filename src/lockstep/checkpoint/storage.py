@@ -33,7 +33,7 @@ CHUNK = 16 << 20
 # Direct writes begin and end at multiples of this, in memory and in the file.
 PAGE = 4096
 
-# Two small files at the top level: the newest checkpoint's name, and the token of the attempt that may commit.
+# Two small files at the top level: the newest checkpoint's name, and the token of the only attempt allowed to commit.
 LATEST = "latest"
 OWNER = "owner"
 

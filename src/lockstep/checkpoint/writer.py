@@ -93,7 +93,7 @@ class PendingSave:
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
         self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
-        self.caused_elsewhere = False  # whether `error` only follows from that of another rank
+        self.caused_elsewhere = False  # whether another rank's error caused this one
 
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited

@@ -120,7 +120,7 @@ class MapSource:
         # Micro-batches up to this position are dealt for good: workers may already be reading them.
         self.dealt_until = 0
 
-        # (first position, speeds of the ranks), oldest first. The newest that has begun counts, also after a rewind.
+        # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
         self._deals: list[tuple[int, tuple[float, ...]]] = []
 
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.

@@ -32,7 +32,7 @@ MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step that was reduced, and the numbers that decide about it, which are the same on every rank."""
+    """A reduced step and the numbers that decide whether to apply it, which are the same on every rank."""
 
     control: StepControl
     reduced: Reduced

@@ -81,7 +81,7 @@ class Run:
     # (pytorch/pytorch#179291).
     builder: Any = field(repr=False)
 
-    # What control words asked for, until it is done.
+    # Requests agreed through the control word and not yet carried out.
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
@@ -115,7 +115,7 @@ class Run:
 
         `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
         """
-        # From here on a checkpoint would resume after these samples.
+        # A checkpoint taken after this line resumes past these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
 
@@ -366,7 +366,7 @@ class Run:
         self.stepper.outcomes.spoiled = None
         resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
 
-        # The log interval is again that of the checkpoint: the steps in between are undone.
+        # Restore the checkpoint's log interval: the steps in between are undone.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
         self.stepper.context.metrics.known = set(self.recorder.names)
         self._interval.clear()

@@ -196,7 +196,7 @@ class Agent:
         """Ask the ranks to save and exit. Their loader processes get no signal: ranks need them until the save."""
         current.preempted = True
 
-        # Before the zygote is ready no rank exists: they are reported as preempted although they never ran.
+        # Before the zygote is ready no rank exists: so report them as preempted.
         if not self._zygote.ready:
             self._zygote.forget()
             self._events += [

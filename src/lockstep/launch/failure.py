@@ -86,7 +86,7 @@ class Failure:
 def stamp(error: BaseException) -> None:
     """Note the time of an error where it is first seen, before this rank leaves the process group.
 
-    The other ranks notice that it is gone, and one of them may record its complaint first: the stamps still show which
+    The other ranks notice that it is gone, and one of them may record its own error first: the stamps still show which
     error caused the other.
     """
     # Some exception classes take no attributes.
@@ -193,7 +193,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
             went = f"cgroup oom_kill went from {before} to {after}"
             message = f"out of host memory ({went})" if after > before else "killed, but not by the kernel's OOM killer"
         case "SIGKILL":
-            message = "killed; this machine does not tell whether by the kernel's OOM killer"
+            message = "killed; cannot tell whether by the kernel's OOM killer"
         case "SIGBUS":
             # The usual cause: loader processes share batches through /dev/shm, and it is full.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
@@ -203,7 +203,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
         case _:
             message = "killed by this signal"
 
-    # A rank cannot react to SIGKILL: its stack file can only hold an answer to an earlier hang suspicion. Otherwise the
+    # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread; threads of loaders and of torch would only distract.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))

@@ -137,7 +137,7 @@ def _ask(pid: int) -> bool:
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
-    # A rank that has not registered yet would die of the signal, and a suspended one cannot answer.
+    # A rank that has not registered yet would be killed by the signal, and a suspended one cannot answer.
     registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
     if registered and "\nState:\tT" not in status:
         with contextlib.suppress(ProcessLookupError):

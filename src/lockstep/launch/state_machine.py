@@ -328,7 +328,7 @@ class JobStateMachine:
             self._gather(now)
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
-        """The process that starts a node's ranks is gone. Between two attempts that does no harm."""
+        """The process that starts a node's ranks is gone. Harmless between attempts."""
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
 

@@ -47,7 +47,7 @@ COMPILING_S = 10.0
 # A launcher that did not look for this long was itself suspended or starved, and perhaps so were its ranks.
 AWAY_S = 3.0
 
-# In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model has no such frame.
+# In any thread: on a GPU a thread of torch compiles the backward pass. A compiled model no longer shows these frames.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
 # How many ranks are described in a message.

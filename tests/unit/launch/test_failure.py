@@ -140,7 +140,7 @@ def test_out_of_memory_is_distinguished_from_a_kill(local_rank, monkeypatch):
     monkeypatch.setattr(failure, "oom_kills", lambda: 0)
     assert examine(local_rank, -signal.SIGKILL, WHEN).failure.message == "killed, but not by the kernel's OOM killer"
     monkeypatch.setattr(failure, "oom_kills", lambda: None)
-    assert "does not tell" in examine(local_rank, -signal.SIGKILL, WHEN).failure.message
+    assert "cannot tell" in examine(local_rank, -signal.SIGKILL, WHEN).failure.message
 
 
 @pytest.mark.parametrize(
