@@ -125,5 +125,5 @@ def test_groups_are_taken_over():
     kept = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert kept == [(0.1, 0.01, (0.8, 0.9)), (1e-3, 0.0, (0.8, 0.9))]
     assert build_optimizers(resolve([("test", {})]).config, made) is made
-    with pytest.raises(UserError, match=r"optimizer=adamw8bit with mesh\.tp"):
+    with pytest.raises(UserError, match=r"optimizer=adamw8bit with tensor parallelism \(mesh\.tp\)"):
         build_optimizers(resolve([("test", {"optimizer": "adamw8bit", "mesh.tp": 2})]).config, made)

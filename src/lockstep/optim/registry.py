@@ -106,9 +106,8 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
 
     kind = OPTIMIZERS[config.optimizer]
     if kind.needs_full_rows and config.uses_axis("tp"):
-        setting = f"strategy={config.strategy}" if config.strategy_record.axis == "tp" else "mesh.tp"
         raise UserError(
-            f"optimizer={config.optimizer} with {setting} is not possible: tensor parallelism shards rows of a "
+            f"optimizer={config.optimizer} with tensor parallelism (mesh.tp) is not possible: it shards rows of a "
             "parameter, and the state of this optimizer is per row",
             "",
             "type strategy=fsdp without mesh.tp, or optimizer=task",
