@@ -7,7 +7,7 @@ READY_DEV := $(VENV)/.ready-dev
 LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/faults tests/golden tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo pictures quick test test-long lint format clean
+.PHONY: setup demo pictures quick test test-long zoo lint format clean
 
 # What a user needs.
 setup: $(READY)
@@ -47,6 +47,10 @@ test-long: $(READY_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 	$(BIN)/python tests/faults/torture.py --kills 100
 	$(BIN)/python tests/golden/record.py --compare --bits
+
+# Public models under every strategy against plain PyTorch: a table, in minutes.
+zoo: $(READY_DEV)
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m zoo.compare
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check .

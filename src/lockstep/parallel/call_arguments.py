@@ -68,6 +68,8 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     # Lists, tuples and registered types. Not their subclasses, which may keep tensors in other attributes.
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
+        if type(context) is list:  # the keys of a ModelOutput, which cannot be hashed
+            return "keyed node", kind, tuple(context), _flatten_all(children, tensors)
         return "node", kind, context, _flatten_all(children, tensors)
 
     raise OpaqueValue(f"a {kind.__name__}")
@@ -92,6 +94,8 @@ def unflatten(tensors: Iterable[Tensor], spec: Any) -> Any:
     children = [unflatten(remaining, child) for child in inside[-1]]
     if what == "node":
         return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
+    if what == "keyed node":
+        return SUPPORTED_NODES[kind].unflatten_fn(children, list(inside[0]))
     if what == "namedtuple":
         return kind(*children)
 

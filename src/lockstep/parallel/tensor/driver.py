@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.tensor.plans import STYLES, LayerStyle, choose_plan
+from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
@@ -55,7 +55,7 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
 
 def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
-    styles = {name: STYLES[style] if isinstance(style, str) else style for name, style in plan.items()}
+    styles = {name: style_of(model.get_submodule(name), style) for name, style in plan.items()}
     # src_data_rank=None: nothing is sent, each rank takes its shard from its own full copy.
     parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":

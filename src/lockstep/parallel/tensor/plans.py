@@ -10,50 +10,125 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lockstep.errors import UserError
 
 LayerStyle = str | ParallelStyle  # how one layer is sharded
-STYLES: dict[str, ParallelStyle] = {
+
+
+# A model may write into the output of a layer (`mlp_output += attention_output`), which autograd refuses for the view
+# that torch's styles return.
+class _Gathered(ColwiseParallel):
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        plain = ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return plain.clone()
+
+
+class _Rowwise(RowwiseParallel):
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        plain = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return plain.clone()
+
+
+STYLES: dict[str, ColwiseParallel | RowwiseParallel] = {
     "colwise": ColwiseParallel(use_local_output=False),
-    "rowwise": RowwiseParallel(input_layouts=Replicate()),  # a plain input is full, a sharded one stays where it is
-    "gathered": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": _Rowwise(input_layouts=Replicate()),  # a plain input is full, a sharded one stays where it is
+    "gathered": _Gathered(output_layouts=Replicate()),
 }
 EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
 
-# (colwise layers, rowwise layer) of one module. An entry applies if the module has all of these layers.
-PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("w1", "w3"), "w2"),
-    (("up",), "down"),
-    (("up_proj",), "down_proj"),
-    (("fc1",), "fc2"),
-    (("linear1",), "linear2"),
-    (("c_fc",), "c_proj"),
-    (("fc_in",), "fc_out"),
-    (("q_proj", "k_proj", "v_proj"), "o_proj"),
-    (("q_proj", "k_proj", "v_proj"), "out_proj"),
-    (("wq", "wk", "wv"), "wo"),
-    (("q", "k", "v"), "o"),
-    (("q", "k", "v"), "out"),
-    (("q", "k", "v"), "proj"),
-    (("query", "key", "value"), "out"),
-    (("query", "key", "value"), "proj"),
+# (opening layers, names of the closing layer, how the opening ones are sharded). Names are relative to some module. An
+# entry applies if the module has all opening layers and one of the closing ones, which is rowwise.
+#
+# Attention is "gathered" where code between its layers mixes in full tensors (rotary positions, a bias for positions),
+# as in most models of transformers, and where one layer computes queries, keys and values: a shard of its output may
+# hold queries only. Then the weights are sharded, and attention itself is not.
+KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), ("down_proj",), "colwise"),
+    (("w1", "w3"), ("w2",), "colwise"),
+    (("up",), ("down",), "colwise"),
+    (("up_proj",), ("down_proj",), "colwise"),
+    (("fc1",), ("fc2",), "colwise"),
+    (("lin1",), ("lin2",), "colwise"),
+    (("linear1",), ("linear2",), "colwise"),
+    (("c_fc",), ("c_proj",), "colwise"),
+    (("fc_in",), ("fc_out",), "colwise"),
+    (("wi_0", "wi_1"), ("wo",), "colwise"),
+    (("wi",), ("wo",), "colwise"),
+    (("dense_h_to_4h",), ("dense_4h_to_h",), "colwise"),
+    (("intermediate.dense",), ("output.dense",), "colwise"),
+    (("wq", "wk", "wv"), ("wo",), "colwise"),
+    (("q", "k", "v"), ("out", "proj"), "colwise"),
+    (("query", "key", "value"), ("out", "proj"), "colwise"),
+    (("q", "k", "v"), ("o",), "gathered"),
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "dense"), "gathered"),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",), "gathered"),
+    (("self.query", "self.key", "self.value"), ("output.dense",), "gathered"),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",), "gathered"),
+    (("qkv",), ("out", "proj", "o", "o_proj", "out_proj"), "gathered"),
+    (("qkv_proj",), ("o_proj", "out_proj", "out"), "gathered"),
+    (("query_key_value",), ("dense",), "gathered"),
+    (("c_attn",), ("c_proj",), "gathered"),
+    (("Wqkv",), ("out_proj", "Wo"), "gathered"),
 )
-# (one layer for queries, keys and values, names of the layer after attention). A shard of the fused matrix may hold
-# queries only, while every rank needs some of all three. So its output is gathered: the weights are sharded, and
-# attention itself is not.
-FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("qkv", ("out", "proj", "o", "o_proj", "out_proj")),
-    ("qkv_proj", ("o_proj", "out_proj", "out")),
-    ("c_attn", ("c_proj",)),
-    ("Wqkv", ("out_proj", "Wo")),
-)
+MAX_PARTS = 3  # of a relative name
+
+
+def features(layer: nn.Module) -> tuple[int, int] | None:
+    """Return the input and output features of a layer that the words of a plan are for; None: it is another one."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return _transposed_features(layer)
+
+
+def _transposed_features(layer: nn.Module) -> tuple[int, int] | None:
+    # `Conv1D` of transformers: a linear layer whose weight is (inputs, outputs). Recognised without importing it.
+    weight = getattr(layer, "weight", None)
+    if type(layer).__name__ != "Conv1D" or not hasattr(layer, "nf") or weight is None:
+        return None
+    return weight.shape[0], weight.shape[1]
+
+
+class _Transposed(ParallelStyle):
+    """Shards a layer whose weight is (inputs, outputs) as `style` would shard an nn.Linear."""
+
+    def __init__(self, style: ColwiseParallel | RowwiseParallel):
+        super().__init__()
+        self._style = style
+        self._rowwise = isinstance(style, RowwiseParallel)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = self._style
+        wanted = (Shard(-1),) if self._rowwise else style.desired_input_layouts
+        return distribute_module(
+            module,
+            device_mesh,
+            self._partition,
+            partial(style._prepare_input_fn, style.input_layouts, wanted),  # pyrefly: ignore[bad-argument-type]
+            partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
+        )
+
+    def _partition(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        placements = {"weight": Shard(0 if self._rowwise else 1), "bias": Replicate() if self._rowwise else Shard(0)}
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter, device_mesh, [placements[key]], src_data_rank=None)
+            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def style_of(layer: nn.Module, style: LayerStyle) -> ParallelStyle:
+    """Return torch's style for a layer and its entry in the plan."""
+    if not isinstance(style, str):
+        return style
+    return _Transposed(STYLES[style]) if _transposed_features(layer) else STYLES[style]
 
 
 def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
@@ -88,29 +163,27 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
 
     Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits.
     """
+    # By module, the layers inside it, under their names relative to it.
+    inside: dict[str, set[str]] = {}
+    for name, layer in model.named_modules():
+        parts = name.split(".")
+        for count in range(1, min(len(parts), MAX_PARTS) + 1) if features(layer) else ():
+            inside.setdefault(".".join(parts[:-count]), set()).add(".".join(parts[-count:]))
+
     plan: dict[str, LayerStyle] = {}
-    # Names count within one module: `up` and `down` of different modules are no pair.
-    for name, module in model.named_modules():
-        children = {child for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
-        for child, style in _recognised_children(children):
+    for module, layers in inside.items():
+        for layer, style in _recognised(layers):
             # If several entries match a layer, the first one decides.
-            plan.setdefault(f"{name}.{child}" if name else child, style)
+            plan.setdefault(f"{module}.{layer}" if module else layer, style)
 
     return plan
 
 
-def _recognised_children(children: set[str]) -> Iterator[tuple[str, LayerStyle]]:
-    for opening, closing in PAIRS:
-        if closing in children and children.issuperset(opening):
-            for child in opening:
-                yield child, "colwise"
-
-            yield closing, "rowwise"
-
-    for fused, closings in FUSED:
-        closing = next((child for child in closings if child in children), None)
-        if fused in children and closing:
-            yield fused, "gathered"
+def _recognised(layers: set[str]) -> Iterator[tuple[str, LayerStyle]]:
+    for opening, closings, style in KNOWN:
+        closing = next((layer for layer in closings if layer in layers), None)
+        if closing and layers.issuperset(opening):
+            yield from ((layer, style) for layer in opening)
             yield closing, "rowwise"
 
 
@@ -147,7 +220,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
     # `*` in a pattern matches any text, dots included.
     names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
     if not names:
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        layers = [name for name, module in model.named_modules() if features(module)]
         raise UserError(
             f"{pattern!r} in tensor_plan matches no layer of {type(model).__name__}",
             "",
@@ -173,7 +246,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
                 )
 
         # For a ParallelStyle the user is responsible.
-        if isinstance(style, str) and not isinstance(layer, nn.Linear):
+        if isinstance(style, str) and features(layer) is None:
             raise UserError(
                 f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",
                 "these words are for nn.Linear",
@@ -185,9 +258,10 @@ def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int
     # colwise shards the output features, rowwise the input features.
     sizes: dict[str, int] = {}
     for name, style in plan.items():
-        layer = model.get_submodule(name)
-        if isinstance(style, str) and isinstance(layer, nn.Linear):
-            sizes[name] = layer.in_features if style == "rowwise" else layer.out_features
+        found = features(model.get_submodule(name))
+        if isinstance(style, str) and found:
+            inputs, outputs = found
+            sizes[name] = inputs if style == "rowwise" else outputs
 
     # The first one that does not divide is named; what to type instead must suit all of them.
     for name, size in sizes.items():
