@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -215,6 +217,40 @@ def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -
     found = pool.run(otherwise, how, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
     for rank in found:
         assert rank["weights"] == alone(case)["weights"]
+
+
+class _Late:
+    """A collective that runs only when somebody waits for it: as late as a busy thread of gloo may run it."""
+
+    def __init__(self, collective: Callable[[], Any]):
+        self.wait = collective
+
+
+def with_late_gathers(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
+    """A job: asynchronous gathers read their input when they are waited for."""
+    original = dist.all_gather
+
+    def late(outputs: list[Tensor], value: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        run = partial(original, outputs, value, group)
+        return _Late(run) if async_op else run()
+
+    dist.all_gather = late
+    return bits(world, store, *arguments)
+
+
+class Wide(Tokens):
+    """In float64, the format of the control word, which shares a bucket with gradients then."""
+
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+
+def test_the_control_word_is_read_before_the_bucket_is_overwritten(pool: Pool) -> None:
+    values = {"exact": True, "global_batch": 6, "micro_batch": 2, "steps": 2, "log.every": 1}
+    single = pool.run(bits, Wide("mlp"), values, world=1)[0]
+    several = pool.run(with_late_gathers, Wide("mlp"), values, world=3)
+    assert [found["weights"] for found in several] == [single["weights"]] * 3
+    assert several[0]["logged"] == single["logged"]
 
 
 # ---- what is refused ----
