@@ -46,7 +46,8 @@ def test_what_a_block_reads_is_added_inside_it_first() -> None:
     group_input_gradients(grouped, CONFIG)
     for model in (plain, grouped):
         model().backward()
-    assert plain.memory.grad is not None and grouped.memory.grad is not None
+    assert plain.memory.grad is not None
+    assert grouped.memory.grad is not None
     assert (plain.memory.grad.item(), grouped.memory.grad.item()) == (BIG, BIG + 2)
 
 
@@ -109,8 +110,10 @@ def test_tensors_are_found_in_containers_and_the_rest_stays(gradients: bool) -> 
     found = [first, second, third, pair.left, record.left, state["x"]]
     assert all((tensor is not x) == gradients and torch.equal(tensor, x) for tensor in found)
     assert (type(pair), pair.right, type(record), record.number) == (Pair, 1, Record, 3)
-    assert mask is plain and same is untouched
+    assert mask is plain
+    assert same is untouched
 
     if gradients:
         torch.stack(found[:2]).sum().backward()
-        assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0, 2.0]

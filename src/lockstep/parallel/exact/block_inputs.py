@@ -27,10 +27,11 @@ def group_input_gradients(model: nn.Module, config: RunConfig) -> None:
         module.register_forward_pre_hook(_group_inputs, prepend=True, with_kwargs=True)
 
 
-class _Group(torch.autograd.Function):
+class BlockInputs(torch.autograd.Function):
     """Passes several tensors through unchanged.
 
     Like FSDP's node it gives an input that nothing has used a gradient of zeros, if another one of them has a gradient.
+    torch's errors call the node by the name of this class.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ def _group_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
         return None
 
     # A single input needs no common node, and a view may be changed in place, as it may without exact mode.
-    outputs = iter(_Group.apply(*inputs) if len(inputs) > 1 else [inputs[0].view_as(inputs[0])])
+    outputs = iter(BlockInputs.apply(*inputs) if len(inputs) > 1 else [inputs[0].view_as(inputs[0])])
     return _replace((args, kwargs), lambda _: next(outputs))
 
 
