@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +25,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.exact_models import MODELS, WORDS, Perceptron, Tokens, bits, digests
-from ranks.support import assert_user_errors, configured, train_by_hand
+from ranks.support import assert_user_errors, configured, delay_collectives, train_by_hand
 
 WORLDS, PIECES, PATIENCE = (1, 2, 3, 4, 5, 6, 8), (8, 12, 7), timedelta(minutes=3)
 ALL_EXACT = "LOCKSTEP_ALL_EXACT" in os.environ
@@ -219,22 +217,10 @@ def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -
         assert rank["weights"] == alone(case)["weights"]
 
 
-class _Late:
-    """A collective that runs only when somebody waits for it: as late as a busy thread of gloo may run it."""
-
-    def __init__(self, collective: Callable[[], Any]):
-        self.wait = collective
-
-
-def with_late_gathers(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
-    """A job: asynchronous gathers read their input when they are waited for."""
-    original = dist.all_gather
-
-    def late(outputs: list[Tensor], value: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        run = partial(original, outputs, value, group)
-        return _Late(run) if async_op else run()
-
-    dist.all_gather = late
+def delayed(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
+    """A job: collectives run as late as they may, and buckets travel in many pieces."""
+    hook.CHUNK = 87
+    delay_collectives()
     return bits(world, store, *arguments)
 
 
@@ -245,10 +231,11 @@ class Wide(Tokens):
         return super().model().double()
 
 
-def test_the_control_word_is_read_before_the_bucket_is_overwritten(pool: Pool) -> None:
+def test_nothing_is_overwritten_while_it_travels(pool: Pool) -> None:
+    """Neither the control word, which shares its bucket, nor a gradient."""
     values = {"exact": True, "global_batch": 6, "micro_batch": 2, "steps": 2, "log.every": 1}
     single = pool.run(bits, Wide("mlp"), values, world=1)[0]
-    several = pool.run(with_late_gathers, Wide("mlp"), values, world=3)
+    several = pool.run(delayed, Wide("mlp"), values, world=3)
     assert [found["weights"] for found in several] == [single["weights"]] * 3
     assert several[0]["logged"] == single["logged"]
 
