@@ -56,7 +56,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
             raise _explain_sharded_parameters(error, builder) from error
 
-        if "is a view and is being modified inplace" in str(error) and any(node in str(error) for node in INPUT_NODES):
+        if _is_about_input(str(error), builder):
             raise _explain_changed_input(error, builder) from error
 
         raise
@@ -72,6 +72,14 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
         "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
         "weights; or type strategy=ddp, which keeps full parameters on every rank",
     )
+
+
+def _is_about_input(text: str, builder: RunBuilder) -> bool:
+    """Return whether torch complains of a block that changes an input with a node around it in place."""
+    # With both nodes, a block's only input is a plain view of what FSDP's has returned.
+    sharded = builder.driver is not None and not builder.driver.placement.replicated
+    nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
+    return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
 
 
 def _explain_changed_input(error: RuntimeError, builder: RunBuilder) -> UserError:

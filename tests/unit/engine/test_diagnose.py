@@ -19,6 +19,17 @@ EXACT = RunConfig(global_batch=4, steps=1, exact=True)
 SHARDED = RunConfig(global_batch=4, steps=1, strategy="fsdp")
 
 
+class Doubling(nn.Module):
+    """A block that changes its only input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2))
+
+
 class Changing(nn.Module):
     """A block that changes the first of its two inputs in place."""
 
@@ -47,3 +58,15 @@ def test_a_block_that_changes_an_input_in_place(config: RunConfig, setting: str)
     with pytest.raises(UserError, match=f"{setting} cannot be used with a block that changes its input") as caught:
         failing(config, torch.ones(2, 3, requires_grad=True) * 1)
     assert "x = x + y instead of x += y" in str(caught.value)
+
+
+def test_the_only_input_of_a_block_with_both_nodes() -> None:
+    """Exact mode under fsdp: FSDP's node outside, that of exact mode inside."""
+    driver = SimpleNamespace(placement=SimpleNamespace(replicated=False))
+    builder: Any = SimpleNamespace(config=EXACT, driver=driver)
+    block = Doubling()
+    group_input_gradients(block, EXACT)
+    (x,) = RegisterPostBackwardFunction.apply(None, torch.ones(2, 3, requires_grad=True) * 1)
+    problem = "exact=true cannot be used with a block that changes its input"
+    with pytest.raises(UserError, match=problem), explained(builder):
+        block(x)
