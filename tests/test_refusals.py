@@ -413,8 +413,8 @@ MODEL = {
         {"init": "meta", "strategy": "fsdp"}, "reset_parameters()", "Bare has none", "sets weight", Asked(Bare)
     ),
     "a scalar to cut": Row(
-        {"strategy": "fsdp", "exact": True},
-        "strategy=fsdp with exact=true",
+        {"strategy": "fsdp", "mesh.pp": 2},
+        "strategy=fsdp with mesh.pp",
         "'scale': it has no dimension",
         "type strategy=ddp",
         Asked(Scaled),

@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -167,6 +169,43 @@ def train_by_hand(own: OwnRun, task: Task) -> None:
             loss = task.loss(model, batch)
             step.backward(loss.total, loss.weight, **loss.metrics)
         step.apply()
+
+
+class _Late:
+    """Work that is done when somebody waits for it."""
+
+    def __init__(self, collective: Callable[[], Any]):
+        self._collective: Callable[[], Any] | None = collective
+
+    def wait(self) -> None:
+        if self._collective is not None:
+            collective, self._collective = self._collective, None
+            collective()
+
+
+def delay_collectives() -> None:
+    """Let asynchronous collectives of this process run when they are waited for, as late as they ever may.
+
+    They then read what was written to their memory in the meantime, and nobody finds a result there too early.
+    """
+    all_reduce, all_gather, transfer = dist.all_reduce, dist.all_gather, dist.batch_isend_irecv
+
+    def delayed(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            run = partial(collective, *args, **kwargs)
+            return _Late(run) if async_op else run()
+
+        return call
+
+    def transfer_late(operations: list[dist.P2POp]) -> list[Any]:
+        def run() -> None:
+            for work in transfer(operations):
+                work.wait()
+
+        return [_Late(run)]
+
+    dist.all_reduce, dist.all_gather = delayed(all_reduce), delayed(all_gather)
+    dist.batch_isend_irecv = transfer_late  # pyrefly: ignore[bad-assignment]
 
 
 def assert_user_errors(errors: Sequence[BaseException | None], *words: str) -> None:

@@ -25,7 +25,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.exact_models import MODELS, WORDS, Perceptron, Tokens, bits, digests
-from ranks.support import assert_user_errors, configured, train_by_hand
+from ranks.support import assert_user_errors, configured, delay_collectives, train_by_hand
 
 WORLDS, PIECES, PATIENCE = (1, 2, 3, 4, 5, 6, 8), (8, 12, 7), timedelta(minutes=3)
 ALL_EXACT = "LOCKSTEP_ALL_EXACT" in os.environ
@@ -215,6 +215,29 @@ def test_the_way_they_travel_leaves_no_trace(pool: Pool, alone: Any, how: str) -
     found = pool.run(otherwise, how, Tokens(case.model, case.optimizer), case.values(), world=5, limit=PATIENCE)
     for rank in found:
         assert rank["weights"] == alone(case)["weights"]
+
+
+def delayed(world: World, store: Any, *arguments: Any) -> dict[str, Any]:
+    """A job: collectives run as late as they may, and buckets travel in many pieces."""
+    hook.CHUNK = 87
+    delay_collectives()
+    return bits(world, store, *arguments)
+
+
+class Wide(Tokens):
+    """In float64, the format of the control word, which shares a bucket with gradients then."""
+
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+
+def test_nothing_is_overwritten_while_it_travels(pool: Pool) -> None:
+    """Neither the control word, which shares its bucket, nor a gradient."""
+    values = {"exact": True, "global_batch": 6, "micro_batch": 2, "steps": 2, "log.every": 1}
+    single = pool.run(bits, Wide("mlp"), values, world=1)[0]
+    several = pool.run(delayed, Wide("mlp"), values, world=3)
+    assert [found["weights"] for found in several] == [single["weights"]] * 3
+    assert several[0]["logged"] == single["logged"]
 
 
 # ---- what is refused ----

@@ -25,7 +25,7 @@ from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool
-from ranks.support import ALL_PAIRS, assert_user_errors, configured, fit, flat
+from ranks.support import ALL_PAIRS, assert_user_errors, configured, delay_collectives, fit, flat
 from ranks.test_strategies import assert_close, final
 
 POWERSGD = {"ddp.hook": "powersgd", "ddp.powersgd_rank": 2, "ddp.powersgd_start": 0}
@@ -136,6 +136,22 @@ SHAPES = [(12, 10), (10,), (4, 3, 5), (30, 8)]
 
 
 @pytest.mark.parametrize("buckets", [{}, MANY_BUCKETS], ids=["one bucket", "many buckets"])
+def exchange_late(*arguments: Any) -> dict[str, Any]:
+    """A job: the same, with collectives that run as late as they may."""
+    delay_collectives()
+    return exchange(*arguments)
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook != "none"])
+def test_nothing_is_overwritten_while_it_travels(pool: Pool, hook: str) -> None:
+    steps = [(drawn(2, SHAPES, seed=seed), words(3, 4, step=seed), 1.0) for seed in range(2)]
+    prompt, late = (pool.run(job, HOOKS[hook] | MANY_BUCKETS, steps, world=2) for job in (exchange, exchange_late))
+    for found, expected in zip(late, prompt, strict=True):
+        assert found["words"] == expected["words"]
+        for step, sums in enumerate(found["sums"]):
+            assert all(torch.equal(a, b) for a, b in zip(sums, expected["sums"][step], strict=True))
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_word_arrives_exact(pool: Pool, hook: str, buckets: dict[str, Any]) -> None:
     """Between gradients of any size, and with weights that no float32 holds."""

@@ -294,7 +294,7 @@ OPTIONS_OF = (
         SHARDED,
         "nothing is done block by block",
         "remat=full",
-        {"remat": (), "precision": ("fp8",)},
+        {"remat": (), "precision": ("fp8",), "exact": (True,)},
     ),
     OptionsOf(POWERSGD, "ddp.hook", ("powersgd",), "gradients are not compressed by powersgd", "ddp.hook=powersgd"),
     OptionsOf(("lr.min_ratio",), "lr.schedule", (), "the rate does not fall", "lr.schedule=cosine"),

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import STEP_MODULUS, ControlWord, Flags
+from lockstep.runtime.control_word import ControlWord, Flags, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
 
@@ -144,7 +144,7 @@ class StepControl:
             weight=self._weight,
             stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
-            step=self.step % STEP_MODULUS,
+            step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
             save=int(context.requests.save),

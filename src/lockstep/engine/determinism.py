@@ -28,7 +28,7 @@ WEIGHT_GRID = 2.0**32  # weights are multiples of 1/this: their sums are exact b
 LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
 
 MAX_ROUNDING = 1e-6  # relative: how much its grid may change a weight
-BATCH_SETTINGS = ("micro_batch", "global_batch")  # settings that decide which gradients are added
+ORDER_SETTINGS = ("micro_batch", "global_batch", "blocks")  # that decide which gradients are added, in which order
 
 
 def on_grid(value: float | Tensor, grid: float) -> Any:
@@ -81,7 +81,7 @@ class Exactness:
             text += "; fused optimizers step without their fused kernels"
 
         # Other settings may also change, such as the learning rate: the bits then differ because they are meant to.
-        changes = [*self._changes, *(change for change in changed_settings if change.key in BATCH_SETTINGS)]
+        changes = [*self._changes, *(change for change in changed_settings if change.key in ORDER_SETTINGS)]
         if changes:
             text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
         return text

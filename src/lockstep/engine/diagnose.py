@@ -24,6 +24,7 @@ from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# The nodes around the inputs of a block, by the names in torch's errors: that of exact mode, and that of FSDP.
+INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
 NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
@@ -53,6 +56,9 @@ def explained(builder: RunBuilder) -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
             raise _explain_sharded_parameters(error, builder) from error
 
+        if _is_about_input(str(error), builder):
+            raise _explain_changed_input(error, builder) from error
+
         raise
 
 
@@ -65,6 +71,25 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
         str(error).splitlines()[0],
         "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
         "weights; or type strategy=ddp, which keeps full parameters on every rank",
+    )
+
+
+def _is_about_input(text: str, builder: RunBuilder) -> bool:
+    """Return whether torch complains of a block that changes an input with a node around it in place."""
+    # With both nodes, a block's only input is a plain view of what FSDP's has returned.
+    sharded = builder.driver is not None and not builder.driver.placement.replicated
+    nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
+    return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
+
+
+def _explain_changed_input(error: RuntimeError, builder: RunBuilder) -> UserError:
+    config = builder.config
+    return UserError(
+        f"{'exact=true' if config.exact else f'strategy={config.strategy}'} cannot be used with a block that changes "
+        "its input in place",
+        str(error).splitlines()[0],
+        "in that block's forward write x = x + y instead of x += y, relu(x) instead of relu_(x), inplace=False; or "
+        "begin with x = x.clone()",
     )
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.control_word import STEP_MODULUS, ControlWord
+from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
@@ -115,8 +115,11 @@ class Outcomes:
         ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these two checks do not prevent it, they only end the run.
-        if word.step != ranks * (step % STEP_MODULUS):
-            raise RuntimeError(f"the ranks are out of step: their step numbers add up to {word.step}, here {step}")
+        if word.step != ranks * step_mark(step):
+            raise RuntimeError(
+                f"the ranks are out of step: their marks of step {step} add up to {word.step}, not to "
+                f"{ranks * step_mark(step)}"
+            )
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: it is {self._scaler.value} on this rank")
 

@@ -18,6 +18,7 @@ from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
 from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
@@ -73,6 +74,8 @@ def apply(
     if choose(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
+    if config.exact:
+        group_input_gradients(model, config)
 
     # From the inside out: a capture contains the compiled kernels.
     if compiled and not pipelined:

@@ -33,7 +33,7 @@ class ControlWord(Flags):
     """One rank's contribution to a step, or the sum over all ranks."""
 
     weight: float | Tensor = 0.0
-    step: int = 0  # modulo STEP_MODULUS; if it differs between ranks, they are out of step
+    step: int = 0  # `step_mark` of the step; if the sum is not that of equal marks, the ranks are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
@@ -51,6 +51,14 @@ LOW = 4096.0  # a weight is split into a multiple of this, the rest, and the fra
 PINNED_BUFFERS = 4  # used in turn; the host never runs this many steps ahead of the GPU
 
 _read_flags = attrgetter(*FLAGS)
+
+
+def step_mark(step: int) -> int:
+    """Return the number that stands for a step in a control word: 1 to STEP_MODULUS.
+
+    Never 0, so that a word that got lost, or arrived several times, shows in the first step too.
+    """
+    return step % STEP_MODULUS + 1
 
 
 class ControlWordCodec:

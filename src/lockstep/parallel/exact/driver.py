@@ -120,6 +120,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def begin(self) -> None:
         super().begin()
         self._round = -1
+        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _keep_scalars
 
         # An abandoned step may have left sums behind.
         for reduction in self._reductions:
@@ -129,11 +130,19 @@ class OrderedFSDPDriver(FSDPDriver):
         super().before_forward(micro, control)
         self._round += 1
 
+        self._total = _micro_batches(control)
         for reduction in self._reductions:
-            reduction.expected = self._round, _micro_batches(control), control.last
+            reduction.expected = self._round, self._total, control.last
 
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to it, and it has no meaning before the last round
+
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        super()._backward(total, grad_output, None)
+        if self._scalars:
+            self._keep_scalars()
+        if word is not None:
+            self._reduce(word)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
@@ -150,6 +159,9 @@ class OrderedFSDPDriver(FSDPDriver):
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
 
+        if self._scalars:
+            self._reduce_scalars()
+
         grads = [p.grad for p in self.parameters if p.grad is not None]
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # the sum of these numbers is exact in any order
@@ -158,13 +170,45 @@ class OrderedFSDPDriver(FSDPDriver):
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._norms
 
+    def _keep_scalars(self) -> None:
+        """Keep this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.
+
+        Two rows [2, scalars] of float64, which holds every format: the gradients, and whether there is one.
+        """
+        rows = self._scalars[0].new_zeros(2, len(self._scalars), dtype=torch.float64)
+        for number, parameter in enumerate(self._scalars):
+            if parameter.grad is not None:
+                rows[0, number] = parameter.grad
+                rows[1, number] = 1.0
+
+        self._scalar_terms.append(rows)
+
+    def _reduce_scalars(self) -> None:
+        """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
+        gathered = self.runtime.collectives.gather(torch.stack(self._scalar_terms)).transpose(0, 1)  # by round and rank
+        terms = gathered.flatten(0, 1)[: self._total]  # the rest is padding, which adds nothing
+
+        # On a GPU the host waits here, for models that have such parameters.
+        present = terms[:, 1].bool().tolist()
+        tree: TreeSum[Gradients] = TreeSum(add_gradients_)
+        for index, (values, has) in enumerate(zip(terms[:, 0], present, strict=True)):
+            triples = zip(self._scalars, values, has, strict=True)
+            tree.push(Subtree(index, 0), {id(p): value.to(p.dtype) for p, value, there in triples if there})
+
+        summed = tree.finish()
+        for parameter in self._scalars:
+            parameter.grad = summed.get(id(parameter))
+
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
 
-        One collective does both. The first ranks hold the same number of rows, the last ones fewer, or none.
+        One collective does both. The first ranks hold the same number of rows, the last ones fewer, or none. A scalar
+        is one row, which every rank holds: that of rank 0 counts.
         """
+        lengths = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
+
         # One gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
-        most = [-(-len(tensor) // self.runtime.world.size) for tensor in tensors]
+        most = [-(-length // self.runtime.world.size) for length in lengths]
         message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
         message[:LENGTH] = packed
 
@@ -174,7 +218,7 @@ class OrderedFSDPDriver(FSDPDriver):
 
         gathered = self.runtime.collectives.gather(message)
         shards = gathered[:, LENGTH:].split(most, dim=1)
-        return gathered[:, :LENGTH], [rows.flatten()[: len(t)] for rows, t in zip(shards, tensors, strict=True)]
+        return gathered[:, :LENGTH], [rows.flatten()[:n] for rows, n in zip(shards, lengths, strict=True)]
 
 
 class _OrderedReduceScatter(ReduceScatter):

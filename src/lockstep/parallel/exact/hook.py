@@ -91,11 +91,12 @@ class OrderedHook(Hook):
         self.tree.roots.clear()
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        # The control word is per rank, not per micro-batch: every rank gathers all words.
+        # The control word is per rank, not per micro-batch: every rank gathers all words. It sends a copy, since the
+        # gather may run while the exchange below overwrites the bucket that the word is in.
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
-            cast(dist.Work, dist.all_gather([*per_rank.unbind()], word.contiguous(), self.group, async_op=True))
+            cast(dist.Work, dist.all_gather([*per_rank.unbind()], word.clone(), self.group, async_op=True))
             for per_rank, word in zip(gathered, words, strict=True)
         ]
 

@@ -167,7 +167,6 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 def check_scalars(model: nn.Module, config: RunConfig) -> None:
     """Refuse zero-dimensional parameters where their gradients cannot be reduced together with the sharded ones."""
     obstacles = {
-        "exact=true": config.exact,
         "fsdp.offload=true": config.fsdp.offload,
         "mesh.pp": (config.mesh.pp or 1) > 1,
     }

@@ -1,0 +1,180 @@
+"""`exact: true` on models that nobody here wrote: several blocks read one tensor, layouts change inside a block, and a
+parameter has no dimension. One hash each, at one, two and three ranks, under ddp and fsdp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.exact_models import bits
+
+WORDS, SAMPLES = 32, 24
+VALUES = {"exact": True, "global_batch": 6, "steps": 3, "clip.norm": 0.5, "log.every": 1}
+LAYOUTS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (3, "fsdp")}
+
+
+class Borrowed(Task):
+    """A tiny model of transformers, randomly initialised; `tensors` are the samples."""
+
+    micro_batch = 2
+
+    def __init__(self, *tensors: Tensor):
+        self.tensors = tensors
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def data(self) -> TensorDataset:
+        return TensorDataset(*self.tensors)
+
+    def eval_data(self) -> TensorDataset:
+        return self.data()
+
+
+class T5(Borrowed):
+    """Every block of the decoder reads the encoder's output, as keys and as values."""
+
+    def __init__(self) -> None:
+        super().__init__(_words(6), _words(5))
+
+    def model(self) -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        source, target = batch
+        return _cross_entropy(model(input_ids=source, decoder_input_ids=target[:, :-1]).logits, target[:, 1:])
+
+
+class Whisper(T5):
+    """The same, with an encoder of sound."""
+
+    def __init__(self) -> None:
+        Borrowed.__init__(self, torch.randn(SAMPLES, 8, 16, generator=_generator()), _words(5))
+
+    def model(self) -> nn.Module:
+        from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+        layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        lengths = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8}
+        sizes = {"vocab_size": WORDS, "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        return WhisperForConditionalGeneration(WhisperConfig(**layers, **lengths, **sizes, **tokens))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        sound, target = batch
+        return _cross_entropy(model(input_features=sound, decoder_input_ids=target[:, :-1]).logits, target[:, 1:])
+
+
+class ConvNext(Borrowed):
+    """Convolutions choose their kernel by the strides of their input.
+
+    In a micro-batch of one sample FSDP's node changes these: torch makes up the stride of a dimension of size 1 anew.
+    """
+
+    micro_batch = 1
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(SAMPLES, 3, 32, 32, generator=_generator()), _words(1)[:, 0] % 4)
+
+    def model(self) -> nn.Module:
+        from transformers import ConvNextConfig, ConvNextForImageClassification
+
+        return ConvNextForImageClassification(
+            ConvNextConfig(num_stages=2, hidden_sizes=[8, 12], depths=[2, 2], patch_size=4, num_labels=4)
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        images, labels = batch
+        return _cross_entropy(model(pixel_values=images).logits, labels)
+
+
+class ConvNextV2(ConvNext):
+    """With a norm over the whole response, whose parameters have a single row."""
+
+    def model(self) -> nn.Module:
+        from transformers import ConvNextV2Config, ConvNextV2ForImageClassification
+
+        return ConvNextV2ForImageClassification(
+            ConvNextV2Config(num_stages=2, hidden_sizes=[8, 12], depths=[2, 2], patch_size=4, num_labels=4)
+        )
+
+
+class CLIP(Borrowed):
+    """`logit_scale` is a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(SAMPLES, 3, 8, 8, generator=_generator()), _words(6))
+
+    def model(self) -> nn.Module:
+        from transformers import CLIPConfig, CLIPModel
+
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = sizes | {"vocab_size": WORDS, "max_position_embeddings": 8, "eos_token_id": 2, "bos_token_id": 1}
+        return CLIPModel(
+            CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        images, words = batch
+        logits = model(input_ids=words, pixel_values=images).logits_per_text
+        return _cross_entropy(logits, torch.arange(len(images)))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _words(length: int) -> Tensor:
+    return torch.randint(3, WORDS, (SAMPLES, length), generator=_generator())
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Loss:
+    return Loss(F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel())
+
+
+TASKS = {type(task).__name__: task for task in (T5(), Whisper(), ConvNext(), ConvNextV2(), CLIP())}
+
+
+def bits_of_all(world: World, store: Any, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A job: what a run of each model ended with. One job for all, since importing transformers takes seconds."""
+    return {
+        name: bits(world, dist.PrefixStore(name, store), task, values | {"micro_batch": task.micro_batch})
+        for name, task in TASKS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(pool: Pool) -> Callable[[str], dict[str, dict[str, Any]]]:
+    """What every model ends with in a layout, on rank 0."""
+    seen: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def result(layout: str) -> dict[str, dict[str, Any]]:
+        if layout not in seen:
+            world, strategy = LAYOUTS[layout]
+            seen[layout] = pool.run(bits_of_all, VALUES | {"strategy": strategy}, world=world)[0]
+        return seen[layout]
+
+    return result
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
+def test_one_hash(found: Callable[[str], dict[str, dict[str, Any]]], layout: str, name: str) -> None:
+    single, several = found("one")[name], found(layout)[name]
+    differing = [tensor for tensor, digest in single["each"].items() if several["each"][tensor] != digest]
+    assert not differing
+    assert several["logged"] == single["logged"]
+    assert several["eval"] == single["eval"]

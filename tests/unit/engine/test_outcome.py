@@ -1,0 +1,35 @@
+"""What follows from the summed control word."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.config import RunConfig
+from lockstep.engine.outcome import Outcome, Outcomes
+from lockstep.runtime.control_word import ControlWord, step_mark
+
+RANKS = 3
+
+
+def concluded(step: int, summed: int) -> Any:
+    config = RunConfig(global_batch=4, steps=10)
+    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS))
+    word = ControlWord(weight=4.0, step=summed)
+    control: Any = SimpleNamespace(step=step)
+    outcome = Outcome(control, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
+    return Outcomes(config, None, runtime, None).conclude(outcome)
+
+
+@pytest.mark.parametrize("step", [0, 1, 4095, 4096])
+def test_ranks_that_are_in_step(step: int) -> None:
+    assert concluded(step, RANKS * step_mark(step)).applied
+
+
+@pytest.mark.parametrize("step", [0, 1, 4095, 4096])
+@pytest.mark.parametrize("arrived", [0, 1, RANKS - 1, RANKS + 1, RANKS * RANKS])
+def test_words_that_get_lost_or_count_twice_show_in_every_step(step: int, arrived: int) -> None:
+    with pytest.raises(RuntimeError, match="out of step"):
+        concluded(step, arrived * step_mark(step))
