@@ -61,8 +61,9 @@ def apply(
     hooks = take_hooks(model)
 
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
+    about_weights: dict[str, str] = {}
     if config.init == "meta" and runtime.world.alone:
-        fill(model, (), lambda _: None, config.seed, runtime)
+        about_weights = fill(model, (), lambda _: None, config.seed, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
         cast_parameters_(model, config.precision)
@@ -88,7 +89,11 @@ def apply(
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
     driver.placement = replace(
-        driver.placement, data_rank=mesh.coordinate("dp"), data_size=mesh.data_size, reports_loss=mesh.reports_loss
+        driver.placement,
+        data_rank=mesh.coordinate("dp"),
+        data_size=mesh.data_size,
+        reports_loss=mesh.reports_loss,
+        facts={**about_weights, **driver.placement.facts},
     )
     return driver
 

@@ -50,9 +50,10 @@ class FSDPDriver(ShardedDriver):
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
+        facts: dict[str, str] = {}
         empty = any(p.is_meta for p in model.parameters())
         if empty:
-            fill(model, unshared, shard, config.seed, runtime)
+            facts = fill(model, unshared, shard, config.seed, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
@@ -66,7 +67,7 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
-        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(unshared)))
+        self.placement = replace(self.placement, facts=facts | describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
