@@ -347,6 +347,12 @@ def halved() -> nn.Module:
     return model
 
 
+def with_a_prior() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = nn.Parameter(torch.full((3,), -2.0))
+    return model
+
+
 def drawn_from_numpy() -> nn.Module:
     np.random.seed(3)
     return FromNumpy(3, 3)
@@ -360,6 +366,7 @@ def drawn_from_numpy() -> nn.Module:
         (lambda: Small().double(), ["other weights", "'embed.weight'", "float64", "set_default_dtype"]),
         (halved, ["other weights", "'blocks.0.up.weight'", "replaces its data"]),
         (applied_by_data, ["Linear (blocks.0.up) does not set weight as a constructor does"]),
+        (with_a_prior, ["Linear (1) does not give bias the values that model() gives it"]),
         (drawn_from_numpy, ["other weights", "numpy"]),
     ],
 )

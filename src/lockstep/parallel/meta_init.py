@@ -80,6 +80,7 @@ class _Made(NamedTuple):
     empty: nn.Parameter
     dtype: torch.dtype
     memory: int
+    sample: Tensor  # of its values at that moment
 
 
 @dataclass(eq=False)
@@ -93,6 +94,7 @@ class _Construction:
     draws: bool = False  # model() draws from torch's generator for something else than parameters
     order: dict[int, int] = field(default_factory=dict)  # by the id of a module: when it got its first parameter
     written: dict[int, int] = field(default_factory=dict)  # by the id of a parameter: how often it was written
+    values: dict[int, Tensor] = field(default_factory=dict)  # by the id of a parameter: a sample of what it starts with
     made: list[_Made] = field(default_factory=list)
     writes: _CountedWrites = field(default_factory=_CountedWrites)
 
@@ -100,7 +102,7 @@ class _Construction:
         """Check what would give other weights than init=host, and keep what `fill` needs."""
         self.host_after = _host_generators()
         names = {id(p): name for name, p in model.named_parameters()}
-        for empty, dtype, memory in self.made:
+        for empty, dtype, memory, _ in self.made:
             if id(empty) in names and (empty.dtype != dtype or _memory(empty) != memory):
                 how = f"converts it from {dtype} to {empty.dtype}" if empty.dtype != dtype else "replaces its data"
                 raise _other_weights(
@@ -116,7 +118,11 @@ class _Construction:
 
         # Nothing is drawn for a parameter on the meta device.
         self.draws = not torch.equal(torch.get_rng_state(), self.torch_state)
-        self.written = {id(empty): self.writes.count(empty) for empty, _, _ in self.made if id(empty) in names}
+        # A parameter that is never written keeps the values that it came with. Random ones cannot be drawn again.
+        kept = [made for made in self.made if id(made.empty) in names]
+        self.written = {id(made.empty): self.writes.count(made.empty) for made in kept}
+        unwritten = [made for made in kept if not self.written[id(made.empty)]]
+        self.values = {id(made.empty): made.sample for made in unwritten if not self.draws or _is_constant(made.sample)}
         self.made.clear()
 
 
@@ -136,7 +142,7 @@ def _parameters_on_meta(construction: _Construction) -> Iterator[None]:
 
         if parameter not in empty:
             empty[parameter] = made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            construction.made.append(_Made(made, made.dtype, _memory(made)))
+            construction.made.append(_Made(made, made.dtype, _memory(made), _sample(parameter)))
             construction.writes.watch(made)
         return empty[parameter]
 
@@ -216,7 +222,7 @@ def fill(
         filling.fill(model, "")
         filling.finish(model)
 
-    other = "model() draws random numbers for buffers too, so weights and buffers are not those of init=host"
+    other = "model() draws random numbers outside of reset_parameters(), so they are not those of init=host"
     return {"init": f"meta: {other}"} if construction and construction.draws else {}
 
 
@@ -301,6 +307,15 @@ class _Filling:
                     record.module,
                     f"does not set {record.name} as a constructor does, which changes it once more",
                     "do that in it, or in a reset_parameters() of its block",
+                )
+
+            expected = self.construction.values.get(key) if self.construction else None
+            if expected is not None and not torch.equal(_sample(record.full), expected):
+                raise _not_filled(
+                    record.module_name,
+                    record.module,
+                    f"does not give {record.name} the values that model() gives it",
+                    "set them in a reset_parameters() of the module that assigns it",
                 )
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
@@ -394,6 +409,16 @@ def _is_blank(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor) -> int:
     """Return a number for the memory of a tensor, which exists on the meta device as well."""
     return tensor.untyped_storage()._cdata
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return up to 64 values: reading all of a large tensor that is never written would cost its memory."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 64)].clone()
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values == values[:1]).all())
 
 
 def _host_generators() -> Any:
