@@ -16,6 +16,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.parallel.hook_probe import problem_with
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
+from lockstep.verify.causes import refusal as cause_of
 from pool import Pool
 from ranks.support import assert_user_errors, open_watched
 from ranks.test_strategies import Listed, Ragged, final
@@ -224,7 +225,9 @@ def refusal(world: World, store: Any, set_hook: Callable[[Any], Any], values: di
 def test_refused_before_the_first_step(
     pool: Pool, set_hook: Callable[[Any], Any], values: dict[str, Any], world: int, words: list[str]
 ) -> None:
-    assert_user_errors(pool.errors(refusal, set_hook, values, world=world), *words)
+    errors = pool.errors(refusal, set_hook, values, world=world)
+    assert_user_errors(errors, *words)
+    assert cause_of(str(errors[0]), for_user=True).key == "hook"
 
 
 def test_a_parameter_may_be_read_where_it_is_not_replaced(pool: Pool) -> None:
@@ -259,7 +262,9 @@ def late(world: World, store: Any, values: dict[str, Any], at: str) -> None:
 
 @pytest.mark.parametrize("at", ["on the old parameter", "before the loop", "in the loop"])
 def test_a_hook_that_comes_late(pool: Pool, at: str) -> None:
-    assert_user_errors(pool.errors(late, {"strategy": "fsdp"}, at, world=2), "h.0.mlp.c_fc.weight", "run.setup")
+    errors = pool.errors(late, {"strategy": "fsdp"}, at, world=2)
+    assert_user_errors(errors, "h.0.mlp.c_fc.weight", "run.setup")
+    assert cause_of(str(errors[0]), for_user=True).key == "hook"
 
 
 def test_a_frozen_parameter_never_calls_its_hook(pool: Pool) -> None:
