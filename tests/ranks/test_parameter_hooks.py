@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
+from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.hook_probe import problem_with
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -345,3 +346,18 @@ def test_state_of_a_hook_is_as_before() -> None:
     assert problem_with(note, {}, nn.Parameter(torch.ones(3, 3))) is None
     assert halve.calls == 0
     assert box == {"norms": [1.0]}
+
+
+def test_a_hook_can_be_removed_after_it_was_taken() -> None:
+    layer = nn.Linear(2, 2)
+    double = layer.weight.register_hook(lambda grad: 2 * grad)
+    negate = layer.weight.register_post_accumulate_grad_hook(lambda p: p.grad.neg_())
+    hooks = take_hooks(layer)["weight"]
+    ones = torch.ones(2, 2)
+    assert torch.equal(hooks(ones, lambda: layer.weight), -2 * ones)
+    double.remove()
+    assert torch.equal(hooks(ones, lambda: layer.weight), -ones)
+    negate.remove()
+    assert torch.equal(hooks(ones, lambda: layer.weight), ones)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(layer.weight.grad, ones)  # torch itself no longer calls them
