@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lockstep.recipes.char_lm.model import GPT
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
 from lockstep.runtime import context
-from lockstep.runtime.seeds import derive, seed_torch
+from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured, open_watched
@@ -55,6 +56,9 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
+facts: dict[str, str] = {}  # what the banner would say of the model that was filled last
+
+
 def filled(
     make: Callable[[], nn.Module],
     cut: Callable[[nn.Module], Any] = lambda _: None,
@@ -63,7 +67,9 @@ def filled(
     model = made_by(make)
     assert all(p.is_meta for p in model.parameters())
     with context.start(World(0, 1, 0, 1), configured({}).config) as runtime:
-        fill(model, [block for block in model.modules() if type(block).__name__ == "Block"], cut, 0, runtime)
+        blocks = [block for block in model.modules() if type(block).__name__ == "Block"]
+        facts.clear()
+        facts.update(fill(model, blocks, cut, 0, runtime))
     return model
 
 
@@ -280,6 +286,107 @@ def test_what_cannot_be_filled_is_named(make: Callable[[], nn.Module], words: li
 )
 def test_what_is_lost_in_a_model_that_is_made_by_hand_is_named(make: Callable[[], nn.Module], words: list[str]) -> None:
     check_named(words, lambda: filled(make, made_by=on_meta))
+
+
+class Swapped(nn.Module):
+    """Its modules are assigned in another order than they are made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second, self.first = second, first
+
+
+class FromNumpy(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.rand(*self.weight.shape)))
+
+
+class ByData(nn.Linear):
+    """A reset that writes past torch's count of versions."""
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+        self.bias.data.zero_()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Swapped, lambda: nn.Sequential(FromNumpy(3, 3), FromNumpy(3, 3)), lambda: nn.Sequential(ByData(3, 3), Small())],
+)
+def test_the_same_bits_whatever_the_modules_draw_from(make: Callable[[], nn.Module]) -> None:
+    seed_everything(derive(0, "init"))
+    expected = make().state_dict()
+    seed_everything(derive(0, "init"))
+    found = filled(make).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(3)
+    return Small()
+
+
+def seeded_for_a_moment() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return Small()
+
+
+def applied_by_data() -> nn.Module:
+    model = Small()
+    model.blocks[0].up.weight.data.normal_(0, 0.02)
+    return model
+
+
+def halved() -> nn.Module:
+    model = Small()
+    model.blocks[0].up.weight.data = model.blocks[0].up.weight.data * 0.5
+    return model
+
+
+def with_a_prior() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = nn.Parameter(torch.full((3,), -2.0))
+    return model
+
+
+def drawn_from_numpy() -> nn.Module:
+    np.random.seed(3)
+    return FromNumpy(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (seeded, ["other weights", "torch.manual_seed", "seed=..."]),
+        (seeded_for_a_moment, ["other weights", "torch.manual_seed"]),
+        (lambda: Small().double(), ["other weights", "'embed.weight'", "float64", "set_default_dtype"]),
+        (halved, ["other weights", "'blocks.0.up.weight'", "replaces its data"]),
+        (applied_by_data, ["Linear (blocks.0.up) does not set weight as a constructor does"]),
+        (with_a_prior, ["Linear (1) does not give bias the values that model() gives it"]),
+        (drawn_from_numpy, ["other weights", "numpy"]),
+    ],
+)
+def test_other_weights_are_refused(make: Callable[[], nn.Module], words: list[str]) -> None:
+    check_named(words, lambda: filled(make))
+
+
+def test_the_banner_says_when_buffers_take_random_numbers_from_the_weights() -> None:
+    filled(Small)
+    assert facts == {}
+    filled(Tabled)
+    assert "not those of init=host" in facts["init"]
+
+
+def test_other_weights_of_a_model_made_by_hand_are_refused() -> None:
+    made(lambda: check_made_as_asked(on_meta(Small), META))
+    words = ["other weights", "lockstep.start", "torch.manual_seed"]
+    check_named(words, lambda: made(lambda: check_made_as_asked(on_meta(seeded), META)))
+    words = ["other weights", "'embed.weight'", "set_default_dtype"]
+    check_named(words, lambda: made(lambda: check_made_as_asked(on_meta(lambda: Small().double()), META)))
 
 
 def check_named(words: list[str], attempt: Callable[[], Any]) -> None:

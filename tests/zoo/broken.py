@@ -232,6 +232,15 @@ class FaintHook(Sound):
         return model
 
 
+class ClampedHook(Sound):
+    """Limits the gradient of every micro-batch, and so another one in every split."""
+
+    def model(self) -> nn.Module:
+        model = Reader()
+        model.hidden.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return model
+
+
 class LastBit(Sound):
     """The same in the last place: for `--exact` only, and so not in FOUND."""
 
@@ -410,8 +419,9 @@ FOUND: dict[type[Sound], str] = {
     HalfPrecision: "half-precision",
     LateHead: "changed-structure",
     Bypass: "bypass",
-    ScaledHook: "not-synchronised",
-    FaintHook: "not-synchronised",
+    ScaledHook: "hook",
+    FaintHook: "hook",
+    ClampedHook: "hook",
     NoisyWeights: "not-synchronised",
     MomentumPerMicroBatch: "schedule",
     TeacherPerMicroBatch: "average",

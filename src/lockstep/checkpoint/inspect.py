@@ -122,7 +122,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
 
     Tied weights are written once; the metadata map their other names to the one that is written.
     """
-    from safetensors.torch import save_file  # needs torch
+    from lockstep.observe.run_folder import write_weights  # needs torch
 
     tensors, aliases = _weights(checkpoint)
     if not tensors:
@@ -136,7 +136,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     target = out if out.suffix == ".safetensors" else out / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target, str(os.getpid())) as draft:
-        save_file(tensors, draft, metadata={**aliases, "format": "pt"})
+        write_weights(draft, tensors, aliases)
 
     return target
 

@@ -5,7 +5,8 @@ Where a check compares ranks it is collective, and raises the same error on ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Placement
+from lockstep.parallel.gradient_hooks import hook_ids
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, StepBatches
@@ -174,6 +176,32 @@ def check_enough_micro_batches(plan: Plan) -> None:
     )
 
 
+class LateHooks:
+    """Notices hooks that are set on parameters after the model was wrapped: sharded parameters never call them."""
+
+    def __init__(self, model: nn.Module, before: Mapping[str, nn.Parameter]):
+        """`before` holds the parameters from before the model was wrapped."""
+        self._now = dict(model.named_parameters())
+        self._own = {name: hook_ids(p) for name, p in self._now.items()}  # those that Lockstep set
+        self._replaced = {name: weakref.ref(p) for name, p in before.items() if self._now.get(name) is not p}
+
+    def check(self) -> None:
+        """Check before the first step, and not in every one: there may be thousands of parameters."""
+        late = [name for name, p in self._now.items() if hook_ids(p) - self._own[name]]
+        for name, original in self._replaced.items():
+            p = original()  # None: nobody holds it any more
+            if p is not None and hook_ids(p):
+                late.append(name)
+
+        if late:
+            raise UserError(
+                f"a hook was set on {late[0]!r} after the model was wrapped",
+                "the hooks of parameters are carried over when Lockstep gets the model, and a later one might never be "
+                "called",
+                "set it in model(), or before run.setup(...)",
+            )
+
+
 class TrainableGuard:
     """Notices parameters that are frozen, unfrozen or replaced during the run.
 
@@ -181,10 +209,11 @@ class TrainableGuard:
     would never be all-reduced.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, late_hooks: LateHooks):
         self.model = model
         self.named = dict(model.named_parameters())
         self.trainable = [p.requires_grad for p in self.named.values()]
+        self.late_hooks = late_hooks
 
     def check(self) -> None:
         """Check in every step that no parameter was frozen or unfrozen."""
@@ -204,6 +233,7 @@ class TrainableGuard:
                 raise _trainable_changed(f"parameter {name!r} was replaced or removed")
         if now:
             raise _trainable_changed(f"parameter {next(iter(now))!r} was added")
+        self.late_hooks.check()
 
 
 def _trainable_changed(change: str) -> UserError:

@@ -96,6 +96,7 @@ class Run:
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
+        self.model_setup.guard.late_hooks.check()
         check_first = self.config.checks.first_batch and not self.runtime.world.alone
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()

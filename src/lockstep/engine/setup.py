@@ -27,6 +27,7 @@ from lockstep.data.shard import deal
 from lockstep.data.sources import SourceOptions, open_source
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
+    LateHooks,
     TrainableGuard,
     check_enough_micro_batches,
     check_even_work,
@@ -130,6 +131,7 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
+        late_hooks = LateHooks(model, names_before)
         for name, part in self.driver.extra_state.items():
             self.add_part(name, part)
 
@@ -149,7 +151,7 @@ class RunBuilder:
             self.driver,
             wrapped,
             Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
-            TrainableGuard(model),
+            TrainableGuard(model, late_hooks),
             exactness,
         )
         return self.model_setup

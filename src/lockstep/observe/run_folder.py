@@ -156,11 +156,10 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Save weights under the model's own names, tied weights once. An older file is replaced atomically."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
         with replacing(run_dir / "model.safetensors") as draft:
-            save_file(weights, str(draft), metadata={"format": "pt", **aliases})
+            write_weights(draft, weights, aliases)
 
             # Without the fsync, a power failure after the rename could leave a file without its contents.
             with draft.open("rb") as file:
@@ -171,3 +170,23 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
             "",
             f"make room, then add --resume {run_dir} to the same command: it resumes from the last checkpoint",
         ) from error
+
+
+def write_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Write a safetensors file whose metadata map the other names of tied weights to those in it.
+
+    The same weights always make the same bytes: safetensors itself writes metadata in a random order.
+    """
+    from safetensors.torch import save_file
+
+    save_file(weights, str(path), metadata={**aliases, "format": "pt"})
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+
+        # Another order takes the same room; the format pads with spaces.
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size, "the header would run into the data"
+        file.seek(8)
+        file.write(text.ljust(size))

@@ -21,6 +21,7 @@ from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
+from lockstep.parallel.gradient_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
@@ -57,9 +58,13 @@ def apply(
     if config.strategy_record.shards_parameters and not runtime.world.alone:
         check_scalars(model, config)
 
+    # Sharding replaces parameters, and with them their hooks.
+    hooks = take_hooks(model)
+
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
+    about_weights: dict[str, str] = {}
     if config.init == "meta" and runtime.world.alone:
-        fill(model, (), lambda _: None, config.seed, runtime)
+        about_weights = fill(model, (), lambda _: None, config.seed, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
         cast_parameters_(model, config.precision)
@@ -84,8 +89,14 @@ def apply(
     capture_calls(model, config, runtime, log_event)
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
+    check_hooks(hooks, model, runtime)
+    driver.use_hooks(hooks)
     driver.placement = replace(
-        driver.placement, data_rank=mesh.coordinate("dp"), data_size=mesh.data_size, reports_loss=mesh.reports_loss
+        driver.placement,
+        data_rank=mesh.coordinate("dp"),
+        data_size=mesh.data_size,
+        reports_loss=mesh.reports_loss,
+        facts={**about_weights, **driver.placement.facts},
     )
     return driver
 

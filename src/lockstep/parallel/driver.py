@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.gradient_hooks import ParameterHooks
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -106,6 +107,9 @@ class Driver(Protocol):
     def sync_buffers(self) -> None:
         """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
 
+    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        """Call the hooks that the user set on parameters, by name. They get full gradients."""
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
         """Enclose many small forwards without gradients. Yields a warning for the user, or None.
 
@@ -193,6 +197,11 @@ class BaseDriver(Driver):
     def sync_buffers(self) -> None:
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
+    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in hooks:
+                hooks[name].register(parameter)
+
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
@@ -238,6 +247,10 @@ class ShardedDriver(BaseDriver):
     """
 
     placement = Placement(replicated=False, collective_forwards=True)
+    _hooks: Mapping[str, ParameterHooks] = {}
+
+    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        self._hooks = hooks  # called with the sums of a step
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -261,11 +274,19 @@ class ShardedDriver(BaseDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         self._reduce_gradients()
+        self._call_hooks()
         squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
         self._squared_norms = self._sum_with_word(word, squared)
 
     def _reduce_gradients(self) -> None:
         """Complete the sums of the gradients over all ranks, where the backward does not."""
+
+    def _call_hooks(self) -> None:
+        """Let the user's hooks change the sums of the step, which each rank holds a shard of."""
+        if self._hooks:
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if name in self._hooks:
+                    self._hooks[name].change_sum(parameter)
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared_norms.sqrt()

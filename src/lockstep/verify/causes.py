@@ -117,6 +117,11 @@ _TABLE = {
         "trainable weights stored in half precision: small updates round away",
         "model.float(); precision=bf16 computes in bf16 from float32 weights",
     ),
+    "hook": (
+        "a gradient hook on a parameter that depends on the layout: on the rank, or on how the batch is split",
+        "let the hook be linear in the gradient, and leave RANK and WORLD_SIZE out of it; clip.norm, clip.value and "
+        "clip.adaptive limit the gradient of the whole step",
+    ),
     "gradient": (
         "a gradient that is changed on its way: losses agree, and the gradient does not",
         "take hooks on parameters and calls of torch.distributed out of the model; Lockstep all-reduces gradients",
@@ -153,6 +158,9 @@ CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 # of its error; tests/test_verify.py fails when a message no longer contains its words.
 _REFUSALS = {
     "the loss was computed without the model": "bypass",
+    "the hook on": "hook",
+    "the ranks set different hooks": "hook",
+    "a hook was set on": "hook",
     "after the model was wrapped": "changed-structure",
     "no gradient for": "unused",
     "read the same first batch": "data",

@@ -322,11 +322,17 @@ def _close(a: float, b: float) -> bool:
 
 
 def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
-    """Tell parameters that were left out of the all-reduce from a mistake that all gradients share."""
-    wrong = sum(d.kind == "gradient" and d.step == first.step for d in comparison.divergences)
+    """Tell hooks, and parameters that were left out of the all-reduce, from a mistake that all gradients share."""
+    wrong = {d.name for d in comparison.divergences if d.kind == "gradient" and d.step == first.step}
     number = len(comparison.reference.tensors("gradients", first.step))
-    if wrong < number:
-        return named("not-synchronised", f"{first.text}; {wrong} of {number} gradients are wrong, the losses are not")
+
+    # A hook changes the gradient of its own parameter, and nothing else in that step.
+    if wrong <= set(comparison.reference.facts["hooked"]):
+        return named("hook", f"{first.text}; only gradients with a hook of the model's are wrong, the losses are not")
+
+    if len(wrong) < number:
+        many = f"{len(wrong)} of {number}"
+        return named("not-synchronised", f"{first.text}; {many} gradients are wrong, the losses are not")
     return named("gradient", first.text)
 
 

@@ -30,6 +30,7 @@ from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
+from lockstep.parallel.gradient_hooks import hook_ids
 from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
@@ -59,12 +60,14 @@ class RecordedBuilder(RunBuilder):
     ) -> ModelSetup:
         self._task = task
         tied = _tied(model)  # wrapping might untie them
+        hooked = [name for name, p in model.named_parameters() if hook_ids(p)]  # and takes the hooks off
         wrapped = super().setup_model(model, optimizers, task, data)
 
         self._facts = {
             "own_loop": task is None,
             "tied": tied,
             "tied_after": _tied(model),
+            "hooked": hooked,
             # The BatchNorm modules that take statistics.
             "batchnorm": [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training],
             # Parameter -> the class of the module that holds it.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
+from lockstep.parallel.gradient_hooks import ParameterHooks
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
@@ -48,9 +50,10 @@ class FSDPDriver(ShardedDriver):
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
+        facts: dict[str, str] = {}
         empty = any(p.is_meta for p in model.parameters())
         if empty:
-            fill(model, unshared, shard, config.seed, runtime)
+            facts = fill(model, unshared, shard, config.seed, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
@@ -64,7 +67,7 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
-        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(unshared)))
+        self.placement = replace(self.placement, facts=facts | describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
@@ -72,6 +75,31 @@ class FSDPDriver(ShardedDriver):
     def begin(self) -> None:
         super().begin()
         self._uniform_use.steps += 1
+
+    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        # Layers that tp has sharded have no full gradients.
+        if self._tp:
+            super().use_hooks(hooks)
+            return
+
+        # torch hands out no full parameter to set a hook on before the first forward, and its gradient exists only
+        # inside the private `post_backward`, which uniform_use.py wraps too. Where a block is called more than once,
+        # its gradient may come in parts; for a linear hook that is the same.
+        named = zip(self.names, self.parameters, strict=True)
+        by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
+        for module in self.model.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            if group is not None:
+                ids = [(p, id(p.sharded_param)) for p in group.fsdp_params]
+                hooked = [(p, by_parameter.pop(number)) for p, number in ids if number in by_parameter]
+                if hooked:
+                    group.post_backward = partial(_call_hooks, hooked, group.post_backward)
+
+        # What FSDP left alone.
+        for parameter in self._scalars:
+            if id(parameter) in by_parameter:
+                by_parameter.pop(id(parameter)).register(parameter)
+        assert not by_parameter, "a trainable parameter is neither sharded nor a scalar"
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
@@ -110,6 +138,16 @@ def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
     )
+
+
+def _call_hooks(hooked: list[tuple[Any, ParameterHooks]], reduce: Callable[..., None], *unused: Any) -> None:
+    """Let the user's hooks change the full gradients of a group of parameters, then reduce them."""
+    for sharded, hooks in hooked:
+        # torch makes the full parameter with the first gather.
+        full = getattr(sharded, "_unsharded_param", None)
+        if full is not None and full.grad is not None:
+            full.grad = hooks(full.grad, lambda full=full: full)
+    reduce(*unused)
 
 
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:

@@ -218,6 +218,7 @@ class PipelineDriver(ShardedDriver):
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
+        self._call_hooks()
 
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
         trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
