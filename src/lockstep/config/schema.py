@@ -146,7 +146,7 @@ class DDPConfig(Section):
     # A promise that torch relies on and does not check.
     static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
     broadcast_buffers: bool = _key(False, "broadcast rank 0's buffers at the start of every step")
-    sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks (CUDA)")
+    sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks")
 
 
 class FSDPConfig(Section):

@@ -81,6 +81,7 @@ def apply(
     capture_calls(model, config, runtime, log_event)
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
+    driver.statistics.log_event = log_event
     driver.placement = replace(
         driver.placement, data_rank=mesh.coordinate("dp"), data_size=mesh.data_size, reports_loss=mesh.reports_loss
     )

@@ -7,7 +7,7 @@ replicas, and `ShardedDriver` is the base of those whose ranks hold shards. A pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -90,6 +91,7 @@ class Driver(Protocol):
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
     extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
+    statistics: RunningStatistics  # of BatchNorm, which `sync_buffers` combines
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
@@ -104,7 +106,7 @@ class Driver(Protocol):
         """Return the model's full tensor of that name. Collective: every rank must call it."""
 
     def sync_buffers(self) -> None:
-        """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
+        """Make buffers equal on all ranks, before evaluating or saving: combined statistics, or else rank 0's."""
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
         """Enclose many small forwards without gradients. Yields a warning for the user, or None.
@@ -125,10 +127,22 @@ class BaseDriver(Driver):
     to_sum = 1.0
     _word: Tensor  # the reduced control word of the newest step
 
-    def __init__(self, model: nn.Module, runtime: Runtime):
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        replicas: Collectives | None = None,
+        held: Collection[str] | None = None,
+    ):
+        """Take over the model.
+
+        replicas: the ranks that train on different samples with the same layers; None: all ranks
+        held: the names of the tensors that this rank holds; None: it holds all
+        """
         self.model = model
         self.module: nn.Module = model
         self.runtime = runtime
+        self.statistics = RunningStatistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
@@ -154,6 +168,7 @@ class BaseDriver(Driver):
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         control.before_forward(micro)
+        self.statistics.begin(micro)
 
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
@@ -162,6 +177,8 @@ class BaseDriver(Driver):
         # After `record`: the word carries the weights of all micro-batches.
         word = control.before_reduce() if control.last else None
         self._backward(loss.total, control.constant(initial, loss.total.dtype), word)
+        if control.last:
+            self.statistics.end_step(control.batches)
         control.backwards_done += 1
 
     def reduced(self) -> Reduced:
@@ -191,12 +208,18 @@ class BaseDriver(Driver):
         return full_tensor(tensor)
 
     def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        self.statistics.combine()
+        self._broadcast_buffers()
+        self.statistics.forget()
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
         return nullcontext()
 
     # ---- for subclasses ----
+
+    def _broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers."""
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""
