@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, plural, some_names
 from lockstep.parallel.driver import Placement
 from lockstep.parallel.sync_batchnorm import is_synchronised
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, StepBatches
+from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 # Wrappers that a model must not come in, and what to type instead.
 WRAPPERS: dict[type, str] = {
@@ -318,6 +318,8 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         # Read all of them now: an error while reading is gathered too and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
+        if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
+            _check_loaders(source, micro_batches[0], own_digest)
     except UserError as error:
         problem = error
 
@@ -340,13 +342,34 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
             )
 
     # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
-    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
+    if len(digests) > 1 and (
+        not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
+    ):
         check_different(
             list(digests.values()),
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
             "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
         )
     return batches
+
+
+def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
+    """Check that a loader process has read what is read without it: data.workers must not change the training."""
+    if digest(source.read_again(micro)) == read_by_loader:
+        return
+    if isinstance(source, StreamSource):
+        raise UserError(
+            f"{source.options.config.workers} loader processes read another first micro-batch of the stream than one",
+            "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
+            "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
+        )
+    raise UserError(
+        "a loader process reads other samples than this rank does",
+        f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
+        "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
+        "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
+        "If they may differ, type checks.first_batch=false",
+    )
 
 
 def check_different(digests: Sequence[str | None], fix: str) -> None:

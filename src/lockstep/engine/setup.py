@@ -276,6 +276,7 @@ class RunBuilder:
             self.runtime.device,
             interleaved=placement.interleaved,
             collective_forwards=placement.collective_forwards,
+            exact=config.exact,
         )
         source = open_source(data, collate, options)
         if hasattr(source, "close"):
