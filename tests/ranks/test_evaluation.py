@@ -182,5 +182,5 @@ def buffers_around_evaluation(world: World, store: Any, task: Scored) -> tuple[T
 def test_running_statistics_are_made_equal_first(pool: Pool) -> None:
     (first, first_after), (second, second_after) = pool.run(buffers_around_evaluation, Normalised(20), world=2)
     assert not torch.equal(first, second), "the ranks saw different samples"
-    assert torch.equal(first_after, first)
-    assert torch.equal(second_after, first)
+    assert not torch.equal(first_after, first), "they are those of all samples, see test_batchnorm.py"
+    assert torch.equal(second_after, first_after)

@@ -138,5 +138,9 @@ def _feed(sha: Any, data: Any) -> None:
         case list() | tuple():
             for value in data:
                 _feed(sha, value)
+        case _ if type(data).__repr__ is object.__repr__:
+            # Such a text holds an address.
+            sha.update(type(data).__qualname__.encode())
+            _feed(sha, getattr(data, "__dict__", {}))
         case _:
             sha.update(repr(data).encode())

@@ -146,7 +146,7 @@ class DDPConfig(Section):
     # A promise that torch relies on and does not check.
     static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
     broadcast_buffers: bool = _key(False, "broadcast rank 0's buffers at the start of every step")
-    sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks (CUDA)")
+    sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks")
 
 
 class FSDPConfig(Section):
@@ -215,7 +215,10 @@ class LogConfig(Section):
 
 class ChecksConfig(Section):
     # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
-    first_batch: bool = _key(True, "check on the first step that the ranks have different samples")
+    first_batch: bool = _key(
+        True,
+        "check on the first step that ranks read different samples, and loader processes the right ones",
+    )
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
 

@@ -6,14 +6,19 @@ are copied on a separate stream, one micro-batch ahead, while the GPU computes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import operator
 import os
 import signal
+import stat
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from lockstep.data.sample_errors import (
+    Refusal,
+    check_sendable,
+    explain_collate,
+    is_empty,
+    name_samples,
+    unless_refused,
+)
+from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
@@ -29,6 +43,8 @@ Request = tuple[int, Sequence[int]]
 
 # After SIGTERM a loader process ends by itself, unless its rank ends it before.
 LOADER_GRACE_S = 120.0
+
+DESCRIPTORS = "/proc/self/fd"  # of Linux: opening an entry opens its file once more
 
 
 @dataclass
@@ -44,6 +60,7 @@ class SampleReader:
         plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
         if plain:
             self.collate = default_collate  # without the detour through the task
+        self._plain = plain
 
         # A Subset always has `__getitems__`, so the dataset in it decides.
         innermost = self.dataset
@@ -61,21 +78,65 @@ class SampleReader:
         if self._gathers:
             rows = torch.from_numpy(np.asarray(ids))
             return [tensor[rows] for tensor in self.dataset.tensors]
+        where = f"in epoch {epoch}"
+        numbers = [int(i) for i in ids]
         if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
-            self._seed(epoch, int(ids[0]))
-            return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
+            self._seed(epoch, numbers[0])
+            samples = self._read(self.dataset.__getitems__, numbers, numbers, where)
+        else:
+            # Each sample has its own seed, so that it does not depend on those read before it.
+            samples = []
+            for index in numbers:
+                self._seed(epoch, index)
+                samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], where))
+        return collate_named(self.collate, samples, numbers, where, self._plain)
 
-        # Each sample has its own seed, so that it does not depend on those read before it.
-        samples = []
-        for index in ids:
-            self._seed(epoch, int(index))
-            samples.append(self.dataset[int(index)])
-        return self.collate(samples)
+    def read_again(self, request: Request) -> Any:
+        """Read a micro-batch after one of its samples: state that reading changes is another one by then."""
+        epoch, ids = request
+        if not (self._gathers or self._reads_in_batches):
+            self._seed(epoch, int(ids[-1]))
+            self.dataset[int(ids[-1])]
+        return self(request)
+
+    def some_batch(self, size: int) -> Any:
+        """Return a batch that is not empty, to compute with where a collate has left nothing."""
+        for start in range(0, len(self.dataset), size):
+            batch = self((0, range(start, min(start + size, len(self.dataset)))))
+            if not is_empty(batch):
+                return batch
+        raise UserError(
+            f"collate leaves no sample of any batch of {size}",
+            "None, or tensors of length 0, for all of the dataset",
+            "return a batch from Task.collate for samples that are to be trained on",
+        )
+
+    def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], where: str) -> Any:
+        try:
+            return read(key)
+        except Exception as error:
+            name_samples(error, ids, where)
+            raise
 
     def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:
             seed_everything(derive(self.seed, "sample", epoch, index))
+
+
+def collate_named(
+    collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str, plain: bool
+) -> Any:
+    """Make a batch of samples; an error names them."""
+    try:
+        return collate(samples)
+    except UserError:
+        raise
+    except Exception as error:
+        explained = explain_collate(error, samples, ids, where, plain)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 # ---- worker processes ----
@@ -86,9 +147,18 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     """Lets torch's DataLoader carry whole requests to its workers."""
 
     reader: SampleReader
+    sent: int = 0  # by this process
 
     def __getitem__(self, index: Request) -> Any:
-        return self.reader(index)
+        try:
+            batch = self.reader(index)
+            # Of what a process sends, the first is like the rest.
+            if not self.sent:
+                check_sendable(batch, [int(i) for i in index[1]], f"in epoch {index[0]}")
+        except UserError as error:
+            return Refusal.of(error)
+        self.sent += 1
+        return batch
 
 
 def read_all(
@@ -107,12 +177,45 @@ def read_all(
         num_workers=workers,
         prefetch_factor=prefetch,
         pin_memory=pin_memory,
-        worker_init_fn=outlive_signals,
+        worker_init_fn=partial(start_worker, open_files()),
     )
-    return iter(loader)
+    return map(unless_refused, loader)
 
 
-def outlive_signals(worker: int) -> None:
+def start_worker(files: dict[int, int], worker: int) -> None:
+    """Prepare a loader process, which was forked when `files` (see `open_files`) were open."""
+    outlive_signals()
+    reopen(files)
+
+
+def open_files() -> dict[int, int]:
+    """Return the descriptors of the files that this process may read from, and where it is in each."""
+    offsets: dict[int, int] = {}
+    folder = Path(DESCRIPTORS)
+    for descriptor in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []:
+        # The listing's own descriptor is closed by now.
+        with contextlib.suppress(OSError):
+            readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if readable and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                offsets[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return offsets
+
+
+def reopen(files: dict[int, int]) -> None:
+    """Give this process its own position in each file: forked processes share one, and would move it under each other.
+
+    The descriptors keep their numbers, so file objects and libraries that hold them need not know.
+    """
+    for descriptor, offset in files.items():
+        # A file that may not be opened again stays shared; the first micro-batch is compared with the rank's own.
+        with contextlib.suppress(OSError):
+            own = os.open(f"{DESCRIPTORS}/{descriptor}", fcntl.fcntl(descriptor, fcntl.F_GETFL))
+            os.lseek(own, offset, os.SEEK_SET)
+            os.dup2(own, descriptor, inheritable=False)
+            os.close(own)
+
+
+def outlive_signals() -> None:
     """Make a loader process survive the signals of a preemption.
 
     Schedulers signal all processes of a job, but a rank needs its loaders until it has saved. They end with the

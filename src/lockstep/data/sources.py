@@ -9,28 +9,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
     Request,
     SampleReader,
     SideStream,
+    collate_named,
     one_ahead,
-    outlive_signals,
+    open_files,
     pin,
     read_all,
+    start_worker,
     to_device,
 )
+from lockstep.data.sample_errors import Refusal, check_sendable, is_empty, name_samples, unless_refused
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, deal, micro_slice, next_window
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult, Task
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class SourceOptions:
     device: torch.device
     interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
     collective_forwards: bool = False  # all ranks run the same number of micro-batches: some of weight 0 are added
+    exact: bool = False
 
     @property
     def pins_memory(self) -> bool:
@@ -126,6 +131,7 @@ class MapSource:
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.
         self._ahead: Iterator[Any] | None = None
         self._ahead_at = 0
+        self._filler: Any = None  # takes the place of an emptied micro-batch
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
@@ -148,6 +154,15 @@ class MapSource:
         """Return a few samples from all over the dataset, each as a batch of one."""
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
         return [self.reader((0, [index])) for index in sorted(ids)]
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Return a micro-batch as this process reads it, to compare with what a loader process read."""
+        return self.reader.read_again((micro.epoch, micro.ids))
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether a loader process must read what this process reads: samples are drawn with seeds of their own."""
+        return self.options.config.workers > 0 and self.options.config.seed_samples
 
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
@@ -246,7 +261,21 @@ class MapSource:
         ahead = self._read_ahead(window) if reads_ahead else None
         for micro in micros:
             micro.data = next(ahead) if ahead is not None else self.reader((window.epoch, micro.ids))
+            if is_empty(micro.data):
+                self._fill(micro)
             yield micro
+
+    def _fill(self, micro: MicroBatch) -> None:
+        """Make padding of a micro-batch that a collate has emptied: it has weight 0, but every rank must run it."""
+        if self.options.exact:
+            raise UserError(
+                f"exact=true needs samples in every micro-batch, and collate left none of {micro.ids.tolist()}",
+                "the order of additions follows the micro-batches",
+                "leave such samples out of the dataset, or leave exact out",
+            )
+        if self._filler is None:
+            self._filler = to_device(self.reader.some_batch(self.options.micro_batch), self.options.device)
+        micro.data, micro.padding = self._filler, True
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
         """Return batches on the device, an endless series from the present position on."""
@@ -356,38 +385,72 @@ class StreamSource:
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
+        self._fill(micros)
         return micros
+
+    def _fill(self, micros: list[MicroBatch]) -> None:
+        """Make padding of micro-batches that a collate has emptied: they have weight 0."""
+        empty = [micro for micro in micros if is_empty(micro.data)]
+        if not empty:
+            return
+        full = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
+        if not full:
+            raise UserError(
+                f"collate left none of the first {sum(m.samples for m in micros)} samples of this rank's stream",
+                "a rank needs one micro-batch to repeat with weight 0 while the others train",
+                "leave samples out in the stream's __iter__, not in collate",
+            )
+        for micro in empty:
+            micro.data, micro.padding = full[0].data, True
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Return the first micro-batch of the epoch, as a single loader process reads it."""
+        # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
+        return unless_refused(next(iter(self._loader(workers=1))))[1]
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether several loader processes must read the stream that one reads. One that shards itself need not."""
+        return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
         """Return an iterable over (number of samples, batch) of this rank's shard of an epoch."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
+        workers = self.options.config.workers
+        batches = map(unless_refused, self._loader(workers))
+
+        # Batches that are read in this process are pinned in this process.
+        if self.options.pins_memory and not workers and self.options.device.type != "cpu":
+            return map(pin, batches)
+        return batches
+
+    def _loader(self, workers: int) -> DataLoader:
         options = self.options
-        workers = options.config.workers
-        loader = DataLoader(
+        return DataLoader(
             _Shard(self.dataset, self.collate, options, self.epoch),
             # The shard already makes micro-batches and collates them.
             batch_size=None,
-            collate_fn=tuple,
+            collate_fn=_as_it_is,
             num_workers=workers,
             prefetch_factor=options.config.prefetch if workers else None,
             pin_memory=options.pins_memory and workers > 0,
-            worker_init_fn=outlive_signals,
+            worker_init_fn=partial(start_worker, open_files()) if workers else None,
         )
 
-        # Batches that are read in this process are pinned in this process.
-        if options.pins_memory and not workers and options.device.type != "cpu":
-            return map(pin, loader)
-        return loader
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
     """The micro-batches of one worker of one rank of a stream, as (number of samples, batch).
 
-    `stride`: every k-th sample. All ranks and workers read the whole stream, with the same random numbers at the same
-    position, so a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
+    `stride`: a rank has every k-th sample, and its loader processes take its micro-batches in turns, so that the
+    batches are the same without them. All read the whole stream, with the same random numbers at the same position, so
+    a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
     """
 
@@ -396,23 +459,42 @@ class _Shard(IterableDataset):
     options: SourceOptions
     epoch: int
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        # Readers are numbered over all workers of all ranks.
+    def __iter__(self) -> Iterator[tuple[int, Any] | Refusal]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
-        reader = world.rank * workers + worker
 
+        # (position in the stream, sample) of this rank, or of this process of a stream that shards itself.
         if self.options.config.sharding == "own":
-            samples = self._seeded(reader)
+            # Readers are numbered over all workers of all ranks.
+            samples = self._seeded(world.rank * workers + worker)
+            workers, worker = 1, 0
         else:
-            samples = itertools.islice(self._seeded(0), reader, None, world.size * workers)
+            samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
 
-        while micro_batch := list(itertools.islice(samples, self.options.micro_batch)):
-            yield len(micro_batch), self.collate(micro_batch)
+        for number in itertools.count():
+            micro_batch = list(itertools.islice(samples, self.options.micro_batch))
+            if not micro_batch:
+                return
+            # torch asks its loader processes in turns, so the batches arrive in this order.
+            if number % workers == worker:
+                yield self._batch(
+                    *map(list, zip(*micro_batch, strict=True)), check=info is not None and number < workers
+                )
 
-    def _seeded(self, stream: int) -> Iterator[Any]:
-        """Yield the dataset's samples, each with its own seeds, which also depend on `stream`."""
+    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any] | Refusal:
+        where = f"of the stream, counted from 0, in epoch {self.epoch}"
+        plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        try:
+            batch = collate_named(self.collate, samples, positions, where, plain)
+            if check:
+                check_sendable(batch, positions, where)
+        except UserError as error:
+            return Refusal.of(error)
+        return len(samples), batch
+
+    def _seeded(self, stream: int) -> Iterator[tuple[int, Any]]:
+        """Yield position and sample, each sample with its own seeds, which also depend on `stream`."""
         seed = self.options.seed
 
         # The dataset's `__iter__` may draw as well, for example the order of its files.
@@ -426,4 +508,7 @@ class _Shard(IterableDataset):
                 sample = next(samples)
             except StopIteration:
                 return
-            yield sample
+            except Exception as error:
+                name_samples(error, [position], f"of the stream, counted from 0, in epoch {self.epoch}")
+                raise
+            yield position, sample

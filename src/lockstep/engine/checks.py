@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError, plural, some_names
 from lockstep.parallel.driver import Placement
 from lockstep.parallel.gradient_hooks import hook_ids
+from lockstep.parallel.sync_batchnorm import is_synchronised
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, StepBatches
+from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 # Wrappers that a model must not come in, and what to type instead.
 WRAPPERS: dict[type, str] = {
@@ -148,7 +151,7 @@ def check_supported(model: nn.Module) -> None:
 
 def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
-    if plan.data_size == 1 or not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if plan.data_size == 1 or not any(map(is_synchronised, model.modules())):
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
@@ -158,6 +161,66 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
             f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
             f"type tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
+
+
+def refuse_single_values(model: nn.Module, plan: Plan, tail: str) -> None:
+    """Refuse micro-batches of one sample where a BatchNorm would get one value per channel: it has no variance.
+
+    Whether it would is known in its first forward, so the error comes before the first update, and not with the first
+    such micro-batch at the end of an epoch.
+    """
+    reason = _single_samples(plan, tail)
+    if reason is None:
+        return
+
+    handles: dict[str, RemovableHandle] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or is_synchronised(module):
+            continue
+
+        def look(module: nn.Module, args: Any, name: str = name) -> None:
+            if not module.training:
+                return
+            handles[name].remove()
+            if args and args[0].numel() == args[0].shape[0] * args[0].shape[1]:
+                raise UserError(
+                    f"{name!r} is a {type(module).__name__} that gets one value of each sample and channel, and "
+                    f"{reason}: one value has no variance",
+                    f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, {plan.samples} samples",
+                    _without_single_samples(plan, tail),
+                )
+
+        handles[name] = module.register_forward_pre_hook(look)
+
+
+def _step_sizes(plan: Plan, tail: str) -> list[int]:
+    """Return how many samples a full step has, and the last one of an epoch if it is short and the run reaches it."""
+    short = (plan.samples or 0) % plan.global_batch if tail == "short" else 0
+    reached = short and plan.steps >= (plan.steps_per_epoch or 0)
+    return [plan.global_batch, short] if reached else [plan.global_batch]
+
+
+def _single_samples(plan: Plan, tail: str) -> str | None:
+    """Return which micro-batches will have one sample, in words; None: none."""
+    if plan.micro_batch == 1:
+        return "every micro-batch has one sample"
+    for when, size in zip(("every step", "every epoch"), _step_sizes(plan, tail), strict=False):
+        if size % plan.micro_batch == 1:
+            return f"the last micro-batch of {when} has one sample"
+    return None
+
+
+def _without_single_samples(plan: Plan, tail: str) -> str:
+    """Return what to type so that no micro-batch has one sample."""
+    sizes = _step_sizes(plan, tail)
+    most = plan.global_batch // plan.data_size
+    fitting = [micro for micro in range(2, most + 1) if all(size % micro != 1 for size in sizes)]
+    fixes = ["use GroupNorm, which needs no other sample"]
+    if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
+        fixes.insert(0, "type tail=drop")
+    if fitting:
+        fixes.insert(0, f"type micro_batch={min(fitting, key=lambda micro: abs(micro - plan.micro_batch))}")
+    return "; or ".join(fixes)
 
 
 def check_enough_micro_batches(plan: Plan) -> None:
@@ -285,6 +348,8 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         # Read all of them now: an error while reading is gathered too and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
+        if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
+            _check_loaders(source, micro_batches[0], own_digest)
     except UserError as error:
         problem = error
 
@@ -307,13 +372,34 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
             )
 
     # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
-    if not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1:
+    if len(digests) > 1 and (
+        not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
+    ):
         check_different(
             list(digests.values()),
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
             "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
         )
     return batches
+
+
+def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
+    """Check that a loader process has read what is read without it: data.workers must not change the training."""
+    if digest(source.read_again(micro)) == read_by_loader:
+        return
+    if isinstance(source, StreamSource):
+        raise UserError(
+            f"{source.options.config.workers} loader processes read another first micro-batch of the stream than one",
+            "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
+            "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
+        )
+    raise UserError(
+        "a loader process reads other samples than this rank does",
+        f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
+        "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
+        "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
+        "If they may differ, type checks.first_batch=false",
+    )
 
 
 def check_different(digests: Sequence[str | None], fix: str) -> None:

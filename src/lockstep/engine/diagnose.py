@@ -46,6 +46,16 @@ def explained(builder: RunBuilder) -> Iterator[None]:
     """Raise known errors of torch as errors that say what to do."""
     try:
         yield
+    except ValueError as error:
+        # A map-style dataset is checked before its first step; how a stream ends is known at its end.
+        if "Expected more than 1 value per channel" in str(error):
+            raise UserError(
+                "a BatchNorm got one value per channel, which has no variance: a micro-batch of one sample",
+                str(error).splitlines()[0],
+                "type a larger micro_batch, and leave out a last sample that is alone; or use GroupNorm",
+            ) from error
+
+        raise
     except RuntimeError as error:
         # torch has no exception for the memory of the host.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import SampleReader, read_all, to_device
+from lockstep.data.sample_errors import is_empty
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
@@ -133,8 +134,17 @@ class Evaluator:
             # Where a forward is collective, a rank that stopped alone would leave the others waiting.
             if may_preempt and self.runtime.notice.signal is not None and not placement.collective_forwards:
                 return [], 0
+
+            # What a collate has emptied counts nothing, but a collective forward must run.
+            emptied = is_empty(data)
+            if emptied and not placement.collective_forwards:
+                results.append([])
+                continue
+            data = reader.some_batch(batch) if emptied else data
             loss = self.driver.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
-            if loss is not None:
+            if emptied:
+                results.append([])
+            elif loss is not None:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
 
         # Another rank went through the same batches and reports them.

@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from lockstep.data.shard import deal, deal_counts
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.sync_batchnorm import is_synchronised
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import BatchSource
@@ -90,7 +90,7 @@ def open_load_balancer(
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
 
-    if any(isinstance(module, nn.SyncBatchNorm) for module in driver.model.modules()):
+    if any(map(is_synchronised, driver.model.modules())):
         raise UserError(
             "load_balance cannot be used with SyncBatchNorm",
             "it gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for all ranks",

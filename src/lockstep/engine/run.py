@@ -97,11 +97,13 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
-        check_first = self.config.checks.first_batch and not self.runtime.world.alone
+        several = not self.runtime.world.alone or self.config.data.workers > 0
+        check_first = self.config.checks.first_batch and several
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
 
-            # The ranks compare digests of their first batches. Later ones follow from the same arithmetic.
+            # Ranks and loader processes compare digests of their first batches. Later ones follow from the same
+            # arithmetic.
             if check_first:
                 batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
                 check_first = False

@@ -37,6 +37,7 @@ from lockstep.engine.checks import (
     check_sample_log,
     check_something_left,
     check_supported,
+    refuse_single_values,
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import noted_micro_batch
@@ -263,6 +264,7 @@ class RunBuilder:
         plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
         plan = plan_by_speed(plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)
+        refuse_single_values(driver.model, plan, config.tail)
         if not placement.runs_whole_model:
             check_enough_micro_batches(plan)
 
@@ -276,6 +278,7 @@ class RunBuilder:
             self.runtime.device,
             interleaved=placement.interleaved,
             collective_forwards=placement.collective_forwards,
+            exact=config.exact,
         )
         source = open_source(data, collate, options)
         if hasattr(source, "close"):

@@ -91,6 +91,7 @@ def apply(
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
+    driver.statistics.log_event = log_event
     driver.placement = replace(
         driver.placement,
         data_rank=mesh.coordinate("dp"),

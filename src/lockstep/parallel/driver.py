@@ -7,7 +7,7 @@ replicas, and `ShardedDriver` is the base of those whose ranks hold shards. A pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.parallel.gradient_hooks import ParameterHooks
+from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -91,6 +92,7 @@ class Driver(Protocol):
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
     extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
+    statistics: RunningStatistics  # of BatchNorm, which `sync_buffers` combines
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
@@ -105,7 +107,7 @@ class Driver(Protocol):
         """Return the model's full tensor of that name. Collective: every rank must call it."""
 
     def sync_buffers(self) -> None:
-        """Make buffers (running statistics) equal on all ranks, before evaluating or saving."""
+        """Make buffers equal on all ranks, before evaluating or saving: combined statistics, or else rank 0's."""
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the hooks that the user set on parameters, by name. They get full gradients."""
@@ -129,10 +131,22 @@ class BaseDriver(Driver):
     to_sum = 1.0
     _word: Tensor  # the reduced control word of the newest step
 
-    def __init__(self, model: nn.Module, runtime: Runtime):
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        replicas: Collectives | None = None,
+        held: Collection[str] | None = None,
+    ):
+        """Take over the model.
+
+        replicas: the ranks that train on different samples with the same layers; None: all ranks
+        held: the names of the tensors that this rank holds; None: it holds all
+        """
         self.model = model
         self.module: nn.Module = model
         self.runtime = runtime
+        self.statistics = RunningStatistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
@@ -158,6 +172,7 @@ class BaseDriver(Driver):
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         control.before_forward(micro)
+        self.statistics.begin(micro)
 
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
@@ -166,6 +181,8 @@ class BaseDriver(Driver):
         # After `record`: the word carries the weights of all micro-batches.
         word = control.before_reduce() if control.last else None
         self._backward(loss.total, control.constant(initial, loss.total.dtype), word)
+        if control.last:
+            self.statistics.end_step(control.batches)
         control.backwards_done += 1
 
     def reduced(self) -> Reduced:
@@ -195,7 +212,9 @@ class BaseDriver(Driver):
         return full_tensor(tensor)
 
     def sync_buffers(self) -> None:
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        self.statistics.combine()
+        self._broadcast_buffers()
+        self.statistics.forget()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -206,6 +225,10 @@ class BaseDriver(Driver):
         return nullcontext()
 
     # ---- for subclasses ----
+
+    def _broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers."""
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""

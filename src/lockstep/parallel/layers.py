@@ -7,6 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.sync_batchnorm import HostSyncBatchNorm
 from lockstep.runtime.context import Runtime
 
 FLOAT8_MULTIPLE = 16  # float8 matrix units take dimensions that are multiples of this
@@ -41,26 +42,29 @@ def _fits_float8(module: nn.Module) -> bool:
 
 
 def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
-    """Replace every BatchNorm by torch's SyncBatchNorm, in place; parameters and names stay.
+    """Make every BatchNorm a SyncBatchNorm, in place: the modules, their parameters, hooks and names stay.
 
     Its statistics are those of the micro-batches of all ranks. One process needs no replacement.
     """
     if runtime.world.alone:
         return
 
-    # torch converts submodules, never the model itself.
-    if not any(isinstance(module, _BatchNorm) for module in model.modules() if module is not model):
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if not named:
         raise UserError(
             f"ddp.sync_batchnorm=true, but {type(model).__name__} contains no BatchNorm",
             "",
             "leave ddp.sync_batchnorm out",
         )
 
-    if runtime.device.type != "cuda":
-        raise UserError(
-            f"ddp.sync_batchnorm=true needs GPUs; the device is {runtime.device.type}",
-            "torch has SyncBatchNorm for GPUs only",
-            "use GroupNorm or LayerNorm, which need no other rank; or type device=cuda",
-        )
-
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    kind = nn.SyncBatchNorm if runtime.device.type == "cuda" else HostSyncBatchNorm
+    for name, module in named:
+        # The forward of SyncBatchNorm would take the place of one that does more, such as an activation.
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, HostSyncBatchNorm.forward):
+            raise UserError(
+                f"ddp.sync_batchnorm=true cannot replace {name!r}: a {type(module).__name__} has its own forward",
+                "what it computes beside the normalisation would be lost",
+                "use nn.BatchNorm and a separate module for the rest, or leave ddp.sync_batchnorm out",
+            )
+        module.__class__ = kind
+        vars(module)["process_group"] = None  # all ranks

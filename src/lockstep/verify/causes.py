@@ -40,8 +40,8 @@ _TABLE = {
     ),
     # Statistics and random numbers.
     "batchnorm": (
-        "BatchNorm: its statistics are those of a micro-batch, and every rank keeps its own running ones",
-        "use GroupNorm or LayerNorm; or freeze it (module.eval()); on GPUs ddp.sync_batchnorm=true, with a fixed split",
+        "BatchNorm: its statistics are those of a micro-batch, which another split divides differently",
+        "set micro_batch, the same on any number of ranks; or use GroupNorm or LayerNorm, or freeze it (module.eval())",
     ),
     "randomness": (
         "random numbers of its own: dropout, noise or masks that follow the rank or what the process drew before",

@@ -157,7 +157,7 @@ class DDPDriver(BaseDriver):
         self._replica.prepared_for_backward = False
         self._reached.clear()
 
-    def sync_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
         self.runtime.collectives.broadcast_(buffers)
 

@@ -64,7 +64,7 @@ class FSDPDriver(ShardedDriver):
         shard(model)
         prepare(model)
 
-        super().__init__(model, runtime)
+        super().__init__(model, runtime, self._replicas)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
         self.placement = replace(self.placement, facts=facts | describe_blocks(len(blocks), len(unshared)))

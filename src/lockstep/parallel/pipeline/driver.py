@@ -98,7 +98,7 @@ class PipelineDriver(ShardedDriver):
         facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
         self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
-        super().__init__(model, runtime)
+        super().__init__(model, runtime, self._replicas, held=real)
         self._held = [name in held for name in self.names]
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
         self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
@@ -123,6 +123,7 @@ class PipelineDriver(ShardedDriver):
             choose(config, runtime.device).autocast,
             self._foreign,
             shard_group=self._replicas if self._sharded else None,
+            before_forward=self.statistics.begin,
         )
 
     def begin(self) -> None:
@@ -141,6 +142,7 @@ class PipelineDriver(ShardedDriver):
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._flow.run(micros, loss_fn, control)
+        self.statistics.end_step(batches)
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
         return self.reduced()
@@ -171,7 +173,7 @@ class PipelineDriver(ShardedDriver):
         self.runtime.collectives.broadcast_([full], source=holders[0])
         return full
 
-    def sync_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         rank = self.runtime.world.rank
         holders = self.placement.holders
         # Placeholders of other stages have no memory to receive into.

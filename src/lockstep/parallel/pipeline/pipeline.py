@@ -103,6 +103,7 @@ class Pipeline:
         autocast: Autocast,
         foreign: ForeignTensors,
         shard_group: Collectives | None = None,
+        before_forward: Callable[[MicroBatch], None] = lambda micro: None,
     ):
         """Set up this rank's end of the pipeline.
 
@@ -111,6 +112,7 @@ class Pipeline:
         foreign: the tensors that only other stages hold
         shard_group: the ranks that hold the other shards of the same stages, whose forwards and backwards wait for each
             other; None: the stages are not sharded
+        before_forward: called before each stage's forward of a micro-batch
         """
         self.model = model
         self.schedule = schedule
@@ -118,6 +120,7 @@ class Pipeline:
         self.foreign = foreign
         self.shard_group = shard_group
         self.along = along
+        self.before_forward = before_forward
         self.count = len(stages)
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
         self.local_stages = {n: stage for n, stage in enumerate(stages) if n % along.world.size == along.world.rank}
@@ -257,6 +260,7 @@ class _ScheduledStage(nn.Module):
         pipeline, stage = self._behind
         micro, arguments = next(self._work)
         self._control.before_forward(micro, self.number)
+        pipeline.before_forward(micro)
 
         with pipeline.autocast():
             output = stage(arguments, received if self.number else None)

@@ -30,8 +30,8 @@ class TensorDriver(ShardedDriver):
     """Sums gradients over the replicas along dp, after the last backward."""
 
     def __init__(self, model: nn.Module, axes: Axes, runtime: Runtime):
-        super().__init__(model, runtime)
         self._replicas = axes.along("dp")
+        super().__init__(model, runtime, self._replicas)
         self._tp = axes.along("tp")
 
     def _reduce_gradients(self) -> None:

@@ -1,0 +1,287 @@
+"""BatchNorm: the running statistics of many ranks are those of one process, and of plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from transformers import (
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+from lockstep.data.samplers import make_sampler
+from lockstep.data.shard import next_window
+from lockstep.engine import loop
+from lockstep.engine.checks import refuse_single_values
+from lockstep.parallel.layers import synchronise_batchnorm
+from lockstep.parallel.sync_batchnorm import is_synchronised
+from lockstep.plan.plan import make_plan
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import assert_user_errors, configured, fit, open_watched
+
+# 22 samples: the last step of an epoch has three micro-batches of 2, so that of three or more ranks some run padding.
+SAMPLES, STEPS = 22, 5
+VALUES = {"global_batch": 8, "micro_batch": 2, "steps": STEPS, "evaluate.batch": 4}
+
+
+def resnet() -> nn.Module:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    return ResNetForImageClassification(config)
+
+
+def mobilenet() -> nn.Module:
+    """Only its classifier learns, the rest takes statistics: with momentum 0.003, in one layer the mean of all."""
+    model = MobileNetV2ForImageClassification(
+        MobileNetV2Config(depth_multiplier=0.1, num_labels=3, classifier_dropout_prob=0)
+    )
+    next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).momentum = None
+    model.mobilenet_v2.requires_grad_(False)
+    return model
+
+
+class Pictures(Task):
+    def __init__(self, network: Any):
+        self.network = network
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return self.network().double()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(1)
+        size = 32 if self.network is mobilenet else 16
+        return TensorDataset(
+            torch.randn(SAMPLES, 3, size, size, generator=g, dtype=torch.float64) * 2 + 1,
+            torch.randint(3, (SAMPLES,), generator=g),
+        )
+
+    def eval_data(self) -> Any:
+        return self.data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(F.cross_entropy(model(x).logits, y, reduction="sum"), len(y))
+
+
+def trained(world: World, store: Any, network: Any, values: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """A job: the buffers that a run saves, and the loss that it evaluates with them."""
+    with open_watched(world, store, VALUES | values) as builder:
+        loop.fit(Pictures(network), builder)
+        assert builder.run is not None
+        assert builder.run.evaluation is not None
+        return {name: b.clone() for name, b in builder.run.driver.model.named_buffers()}, builder.run.evaluation.loss
+
+
+def by_hand(
+    network: Any, micro_batch: int = VALUES["micro_batch"], tail: str = "short"
+) -> tuple[dict[str, Tensor], float]:
+    """Plain PyTorch: micro-batch after micro-batch, in one process."""
+    task = Pictures(network)
+    model, data = task.model(), task.data()
+    sampler = make_sampler(SAMPLES, seed=0)
+    optimizer, position = task.optimizer(model), 0
+    for _ in range(STEPS):
+        window = next_window(position, SAMPLES, VALUES["global_batch"], tail)
+        ids = torch.from_numpy(sampler.ids(window.epoch, window.start, window.stop))
+        for piece in ids.split(micro_batch):
+            task.loss(model, data[piece]).total.div(window.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        position = window.epoch * SAMPLES + window.stop
+    with torch.no_grad():
+        loss = task.loss(model.eval(), data[:])
+    return dict(model.named_buffers()), float(loss.total) / SAMPLES
+
+
+WAYS = [
+    (resnet, 3, {}),
+    (resnet, 3, {"strategy": "fsdp"}),
+    (resnet, 2, {"strategy": "zero1", "ddp.broadcast_buffers": True, "evaluate.every": 2}),
+    (mobilenet, 2, {"ddp.find_unused_parameters": True, "evaluate.every": 2}),
+]
+
+
+@pytest.mark.parametrize(("network", "ranks", "values"), WAYS)
+def test_many_ranks_have_the_running_statistics_of_plain_pytorch(
+    pool: Pool, network: Any, ranks: int, values: dict[str, Any]
+) -> None:
+    expected, expected_loss = by_hand(network)
+    for buffers, loss in [*pool.run(trained, network, values, world=ranks)]:
+        assert buffers.keys() == expected.keys()
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, expected[name], rtol=1e-12, atol=1e-12)
+        assert loss == pytest.approx(expected_loss, abs=1e-12)
+
+
+def test_a_resumed_run_continues_with_the_combined_statistics(pool: Pool, tmp_path: Path) -> None:
+    """Three steps on three ranks and the rest on two: what was loaded counts, not what a rank saw before."""
+    values = {"run_dir": str(tmp_path / "run"), "checkpoint.at_end": True}
+    pool.run(trained, resnet, values | {"steps": 3, "lr.schedule": "constant"}, world=3)
+    expected, _ = by_hand(resnet)
+    resumed = values | {"resume": "auto", "lr.schedule": "constant"}
+    for buffers, _ in pool.run(trained, resnet, resumed, world=2):
+        torch.testing.assert_close(buffers, expected, rtol=1e-12, atol=1e-12)
+
+
+class Twice(nn.Module):
+    """A layer that runs twice for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.norm(x).tanh())
+
+
+class Layers(Task):
+    """A plain sequence, which a pipeline can split."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(5, 4), Twice(), nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        ).double()
+
+    def data(self) -> Any:
+        return TensorDataset(torch.randn(22, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def statistics(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    """A job: the buffers of the layers that this rank holds."""
+    with open_watched(world, store, VALUES | values) as builder:
+        loop.fit(Layers(), builder)
+        assert builder.run is not None
+        driver = builder.run.driver
+        held = driver.placement.holders
+        return {n: b.clone() for n, b in driver.model.named_buffers() if n not in held or world.rank in held[n]}
+
+
+def test_stages_of_a_pipeline_combine_theirs_with_their_replicas(pool: Pool) -> None:
+    (one,) = pool.run(statistics, {}, world=1)
+    held = pool.run(statistics, {"mesh.pp": 2}, world=4)
+    for buffers in held:
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, one[name], rtol=1e-12, atol=1e-12)
+    assert {name for buffers in held for name in buffers} == set(one)
+
+
+# ---- SyncBatchNorm --------------------------------------------------------------------------------------
+
+
+def plain_over_the_whole_batch() -> tuple[dict[str, Tensor], float]:
+    """Plain BatchNorm in one process over whole batches, which ddp.sync_batchnorm=true must equal."""
+    return by_hand(resnet, micro_batch=VALUES["global_batch"], tail="drop")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sync_batchnorm_on_a_cpu_is_batchnorm_over_the_whole_batch(pool: Pool, strategy: str) -> None:
+    expected, expected_loss = plain_over_the_whole_batch()
+    values = {"strategy": strategy, "ddp.sync_batchnorm": True, "micro_batch": 4, "tail": "drop", "device": "cpu"}
+    for buffers, loss in pool.run(trained, resnet, values, world=2):
+        torch.testing.assert_close(buffers, expected, rtol=1e-12, atol=1e-12)
+        assert loss == pytest.approx(expected_loss, abs=1e-12)
+
+
+def normalised(world: World, store: Any, x: Tensor, upward: Tensor, layer: nn.Module) -> list[Tensor]:
+    """A job: output, gradients and statistics of a SyncBatchNorm that gets an uneven part of `x`."""
+    with open_watched(world, store, {"device": "cpu"}) as builder:
+        holder = nn.Sequential(layer)
+        synchronise_batchnorm(holder, builder.runtime)
+        assert is_synchronised(layer)
+        mine = slice(0, 5) if world.rank == 0 else slice(5, None)
+        part = x[mine].clone().requires_grad_()
+        output = holder(part)
+        output.backward(upward[mine])
+        builder.runtime.collectives.final_barrier()
+        grads = [p.grad for p in layer.parameters()]
+        return [output.detach(), part.grad, *grads, *(b.clone() for b in layer.buffers())]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False, "track_running_stats": False}])
+def test_sync_batchnorm_of_uneven_parts(pool: Pool, options: dict[str, Any]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3, 2, generator=g, dtype=torch.float64) * 3 + 100  # far from 0: plain squares would lose it
+    upward = torch.randn(7, 3, 2, generator=g, dtype=torch.float64)
+    layer = nn.BatchNorm1d(3, **options).double()
+    first, second = pool.run(normalised, x, upward, layer, world=2)
+    whole = x.clone().requires_grad_()
+    output = layer(whole)
+    output.backward(upward)
+    affine = len(list(layer.parameters()))
+    expected = [output.detach(), whole.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+    found = [torch.cat(pair) for pair in zip(first[:2], second[:2], strict=True)]
+    found += [a + b for a, b in zip(first[2 : 2 + affine], second[2 : 2 + affine], strict=True)] + first[2 + affine :]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class NormAct(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Small(Task):
+    """Rows of five numbers, one value per sample and channel."""
+
+    def __init__(self, norm: nn.Module, samples: int = 12):
+        self.norm, self.samples = norm, samples
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), self.norm, nn.Linear(4, 1))
+
+    def data(self) -> Any:
+        return TensorDataset(torch.randn(self.samples, 5, generator=torch.Generator().manual_seed(0)))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def test_sync_batchnorm_does_not_replace_a_forward_that_does_more(pool: Pool) -> None:
+    values = {"global_batch": 8, "steps": 1, "ddp.sync_batchnorm": True, "tail": "drop"}
+    assert_user_errors(pool.errors(fit, Small(NormAct(4)), values, world=2), "NormAct has its own forward")
+
+
+# ---- one sample -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "values", "words"),
+    [
+        (13, {"global_batch": 6, "steps": 3}, ("every epoch", "type tail=drop")),
+        (12, {"global_batch": 5, "micro_batch": 2, "steps": 2}, ("every step", "type micro_batch=3")),
+        (12, {"global_batch": 4, "micro_batch": 1, "steps": 1}, ("every micro-batch", "type micro_batch=2")),
+    ],
+)
+def test_one_sample_alone_is_refused_before_the_first_update(
+    pool: Pool, samples: int, values: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    errors = pool.errors(fit, Small(nn.BatchNorm1d(4), samples), values, world=1)
+    assert_user_errors(errors, "'1' is a BatchNorm1d", "no variance", *words)
+
+
+def test_one_sample_is_enough_for_several_values() -> None:
+    """A picture has many values per channel, and a run that ends before the single sample comes never sees it."""
+    plan = make_plan(configured({"global_batch": 6, "steps": 2}).config, data_size=1, samples=13)
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    refuse_single_values(model, plan, "short")
+    assert not model[0]._forward_pre_hooks, "the run ends before the short step"
+    refuse_single_values(model, replace(plan, steps=3), "short")
+    model(torch.randn(2, 3, 4))
+    assert not model[0]._forward_pre_hooks, "one look is enough"
