@@ -248,7 +248,7 @@ def rank_that_waits(world: World, store: Any, port: int) -> str:
     trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=2 / 60)
     trainer.training_step(numbers(4, seed=world.rank))
     if world.rank == 1:
-        time.sleep(4)
+        time.sleep(3)
         return ""
     with pytest.raises(RuntimeError) as error:
         trainer.training_step(numbers(4))
