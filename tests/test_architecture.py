@@ -22,6 +22,7 @@ ROWS = [
     {"engine"},
     {"targets", "registries"},
     {"api"},
+    {"recipes"},
     {"classic"},
     {"verify"},
     {"cli"},

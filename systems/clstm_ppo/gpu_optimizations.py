@@ -1,199 +1,23 @@
-"""GPUs for a training script: which there are, how many processes to start, and what time and money it takes.
+"""GPUs for a training script: which there are, how many processes to start, and what time and money it takes."""
 
-The engine already does what such modules usually switch on: TF32 (`precision=tf32`), cuDNN's search for the fastest
-algorithm (unless `deterministic=true`) and mixed precision (`precision`). Memory caches are not emptied: they would
-only be filled again.
-"""
+from lockstep.classic.clstm_ppo.gpu_optimizations import (
+    estimate_training_speedup,
+    get_gpu_info,
+    launch_distributed_training,
+    price_per_hour,
+    print_gpu_info,
+    print_training_speedup_estimates,
+    processes,
+    speedup_table,
+)
 
-from __future__ import annotations
-
-import json
-import math
-import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
-
-import lockstep
-from lockstep.errors import UserError
-
-# A rule of thumb, not a measurement: how much of the efficiency every doubling of the GPUs loses.
-LOST_PER_DOUBLING = 0.05
-
-SIZES = (1, 2, 4, 8)
-PRICES = Path(__file__).with_name("gpu_prices.json")
-
-
-# ---- processes -------------------------------------------------------------------------------------------
-
-
-def launch_distributed_training(task: lockstep.Task, num_gpus: int = -1, **settings: Any) -> lockstep.RunResult:
-    """Train on `num_gpus` GPUs (-1: all of them), one process each, and wait for the end.
-
-    The launcher finds a free port by itself: MASTER_ADDR and MASTER_PORT stay what they are.
-    """
-    return lockstep.fit(task, nproc=processes_to_start(processes(num_gpus)), **settings)
-
-
-def processes(num_gpus: int) -> int:
-    """Return the number of processes that train: one for each GPU, or `num_gpus` on the CPU if there is no GPU.
-
-    If a launcher such as torchrun has started this process, it has decided already, for all machines.
-    """
-    if num_gpus == 0 or num_gpus < -1:
-        raise UserError(
-            f"--num_gpus {num_gpus} is not a number of GPUs", "", "type --num_gpus -1 for all GPUs, or 1 to 8"
-        )
-
-    # All GPUs of all machines: only the launcher knows how many there are.
-    if launched():
-        return int(os.environ["WORLD_SIZE"])
-
-    available = torch.cuda.device_count()
-    if available and num_gpus > available:
-        raise UserError(
-            f"--num_gpus {num_gpus} is more than the {available} GPUs here",
-            "",
-            f"type --num_gpus {available}, or -1 for all",
-        )
-    if available:
-        return available if num_gpus == -1 else num_gpus
-
-    count = max(1, num_gpus)
-    print(f"no GPU here: training in {count} process{'es' * (count > 1)} on the CPU", file=sys.stderr)
-    return count
-
-
-def processes_to_start(count: int) -> int | None:
-    """Return `count`, or None if this process trains itself: alone, or as one of a launcher's processes."""
-    return count if count > 1 and not launched() else None
-
-
-def launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-# ---- GPUs ------------------------------------------------------------------------------------------------
-
-
-def get_gpu_info() -> list[dict[str, Any]]:
-    """Return the properties of every GPU that this process may use."""
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        gpus.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": properties.multi_processor_count,
-                "memory_gb": total / 2**30,
-                "free_gb": free / 2**30,
-                "bf16": torch.cuda.is_bf16_supported(),
-                "tf32": properties.major >= 8,
-            }
-        )
-    return gpus
-
-
-def print_gpu_info() -> None:
-    gpus = get_gpu_info()
-    if not gpus:
-        print("no GPU here")
-    for gpu in gpus:
-        # Every GPU has fp16; we mention it only if there is nothing better.
-        formats = ", ".join(name for name in ("bf16", "tf32") if gpu[name]) or "fp16"
-        print(
-            f"GPU {gpu['index']}: {gpu['name']}, capability {gpu['capability']}, {gpu['free_gb']:.1f} of "
-            f"{gpu['memory_gb']:.1f} GB free, {formats}"
-        )
-
-
-# ---- time and cost ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """How much faster several GPUs are than one."""
-
-    gpus: int
-    efficiency: float
-    measured: bool = False
-
-    @property
-    def actual(self) -> float:
-        return self.gpus * self.efficiency
-
-
-def estimate_training_speedup(num_gpus: int) -> Speedup:
-    """Estimate the speed-up: every doubling of the GPUs loses 5 % of the efficiency."""
-    if num_gpus < 1:
-        raise ValueError(f"num_gpus must be at least 1; it is {num_gpus}")
-    return Speedup(num_gpus, 1 - LOST_PER_DOUBLING * math.log2(num_gpus))
-
-
-def measured_speedup(num_gpus: int, rates: Mapping[int, float]) -> Speedup:
-    """Return the speed-up from rates (work per second) that were measured on one GPU and on `num_gpus`."""
-    return Speedup(num_gpus, rates[num_gpus] / (num_gpus * rates[1]), measured=True)
-
-
-def price_per_hour(name: str) -> float | None:
-    """Return the price of the GPU `name` from gpu_prices.json, or None if it is not there."""
-    # Names are longer than kinds: "NVIDIA H100 80GB HBM3" is an H100.
-    for kind, price in json.loads(PRICES.read_text())["per_hour"].items():
-        if kind in name:
-            return price
-    return None
-
-
-def price_here() -> float | None:
-    """Return the price of this machine's GPU, if there is one and its price is known."""
-    return price_per_hour(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-
-
-def speedup_table(hours: float, price: float | None, rates: Mapping[int, float] | None = None) -> list[str]:
-    """Return lines for 1, 2, 4 and 8 GPUs, from the `hours` on one GPU and its `price` for an hour.
-
-    `rates` are measured rates by number of GPUs. Every other line is an estimate, and says so.
-    """
-    rates = rates or {}
-    lines = ["GPUs  speed-up  efficiency        time      cost"]
-    for gpus in sorted({*SIZES, *rates}):
-        # A measured speed-up needs the rate of one GPU to compare with.
-        measured = gpus in rates and 1 in rates
-        speedup = measured_speedup(gpus, rates) if measured else estimate_training_speedup(gpus)
-        took = hours / speedup.actual
-        cost = "" if price is None else f"${price * gpus * took:.2f}"
-        source = "measured" if measured else "estimate"
-        lines.append(
-            f"{gpus:4}  {speedup.actual:7.1f}x  {speedup.efficiency:10.0%}  {duration(took):>10}  {cost:>8}  {source}"
-        )
-    return lines
-
-
-def print_training_speedup_estimates(
-    hours: float, price: float | None = None, rates: Mapping[int, float] | None = None
-) -> None:
-    """Print the table for a run that takes `hours` on one GPU; without a `price`, with that of this machine."""
-    price = price_here() if price is None else price
-    print("\n".join(speedup_table(hours, price, rates)))
-
-
-def duration(hours: float) -> str:
-    if hours * 60 < 0.1:
-        return f"{hours * 3600:.1f} s"
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-
-
-def measured_rate(run_dir: Path, epochs: int) -> float:
-    """Return the environment steps per second of a finished run, in which every day is learnt from `epochs` times."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    # Everything warms up in the first interval.
-    lines = lines[1:] or lines
-    seconds = sum(line["weight"] / line["weight_per_s"] for line in lines)
-    return sum(line["weight"] for line in lines) / seconds / epochs
+__all__ = [
+    "estimate_training_speedup",
+    "get_gpu_info",
+    "launch_distributed_training",
+    "price_per_hour",
+    "print_gpu_info",
+    "print_training_speedup_estimates",
+    "processes",
+    "speedup_table",
+]

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from small_trader import SETTINGS, attached, tiny
 from torch import nn
 
-import check_gpu_setup
 import lockstep
-from gpu_optimizations import (
+from lockstep.classic.clstm_ppo import setup_check
+from lockstep.classic.clstm_ppo.gpu_optimizations import (
     launch_distributed_training,
     price_per_hour,
     print_gpu_info,
@@ -30,6 +30,8 @@ from gpu_optimizations import (
     processes,
     speedup_table,
 )
+from lockstep.classic.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
+from lockstep.classic.clstm_ppo.trainer import main as train_script
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.clstm_ppo import ClstmPpo, counter_rng
 from lockstep.recipes.clstm_ppo.game import CueRecall
@@ -38,8 +40,6 @@ from lockstep.recipes.clstm_ppo.rollout import RunningStats, advantages, log_pro
 from lockstep.recipes.clstm_ppo.task import foresight_loss
 from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
-from train_distributed_clstm_ppo import DistributedCLSTMPPOTrainer
-from train_distributed_clstm_ppo import main as train_script
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -365,6 +365,29 @@ def test_a_short_run_of_the_script_also_comes_to_ppo_and_to_full_costs():
         assert wanted <= getattr(options, name) < wanted + 1
 
 
+def test_the_script_takes_a_precision_and_fp16_on_a_cpu_is_answered_in_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--num_gpus", "1", "--num_episodes", "13", "--batch_size", "8", "--preset", "tiny", "--run_dir", "run"]
+    assert train_script([*words, "--precision", "fp16"]) == 2
+    assert "torch has no fp16 LSTM" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    assert train_script([*words, "--precision", "bf16"]) == 0
+    assert "1 rank  cpu  bf16" in capsys.readouterr().out
+
+    # The recipe says the same, however it is started. The control has no LSTM, and its loss is scaled.
+    with pytest.raises(UserError, match="torch has no fp16 LSTM"):
+        lockstep.fit(tiny(), SETTINGS | {"precision": "fp16", "run_dir": str(tmp_path / "lstm"), "steps": 2})
+    half = {"precision": "fp16", "run_dir": str(tmp_path / "mlp"), "steps": 2, "checkpoint.every": 2}
+    lockstep.fit(tiny(variant="mlp"), SETTINGS | half)
+    assert "scale" in (tmp_path / "mlp" / "metrics.jsonl").read_text()
+
+    # On a GPU the script hands fp16 on.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trainer = DistributedCLSTMPPOTrainer(1, 13, 8, preset="tiny", precision="fp16")
+    trainer.initialize()
+    assert trainer.values["precision"] == "fp16"
+
+
 def test_processes_are_never_made_up(monkeypatch):
     with pytest.raises(UserError, match="--num_gpus 0"):
         processes(0)
@@ -392,22 +415,32 @@ def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
 
 def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert check_gpu_setup.main(["--preset", "tiny", "--num_episodes", "10"]) == 0
+    assert setup_check.main(["--preset", "tiny", "--num_episodes", "10", "--batch_size", "16"]) == 0
     output = capsys.readouterr().out
     for name in ("CUDA", "NCCL", "GPU memory", "model memory", "distributed training", "training time"):
         assert f"] {name}: " in output
     assert "two processes trained 4 steps together" in output
     assert re.search(r"[\d,]+ environment steps/s measured here: 10 episodes take", output)
+
+    # What it estimates is what the script trains, and the script is what it recommends.
+    assert "preset tiny with 16 environments a step" in output
+    words = "--num_episodes 10 --batch_size 16 --preset tiny"
+    assert re.search(rf"python train_distributed_clstm_ppo\.py --num_gpus \d+ {words}", output)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monkeypatch):
-    monkeypatch.setattr(check_gpu_setup, "get_gpu_info", lambda: [{"free_gb": 8.0}])
-    assert check_gpu_setup.model_memory("gpu", 16).state == "ok"
-    found = check_gpu_setup.model_memory("gpu", 4096)
+    monkeypatch.setattr(setup_check, "get_gpu_info", lambda: [{"free_gb": 8.0}])
+
+    def memory(batch_size: int) -> setup_check.Finding:
+        trainer = DistributedCLSTMPPOTrainer(1, 10, batch_size, preset="gpu")
+        trainer.initialize()
+        return setup_check.model_memory(trainer)
+
+    assert memory(16).state == "ok"
+    found = memory(2**16)
     assert found.state == "fail"
-    fits = int(found.advice.split()[2].rstrip(","))
-    assert check_gpu_setup.model_memory("gpu", fits).state == "ok"
+    assert memory(int(found.advice.split()[2].rstrip(","))).state == "ok"
 
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -44,6 +46,10 @@ class TrainingStep(NamedTuple):
 class AMPTrainer:
     """A trainer of one process. Autocast, loss scale, clipping and skipping are those of the engine's Stepper."""
 
+    # Which of the trainers on these ranks it is, and how long a rank waits for another one.
+    number = 0
+    time_limit = timedelta(minutes=30)
+
     def __init__(
         self,
         model: nn.Module,
@@ -77,6 +83,10 @@ class AMPTrainer:
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 
+        # With the step these tell one save from another: a step may come again after a load, and a save be retried.
+        self._loads = 0
+        self._failed_saves = Counter[str]()
+
         # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None
         self._sized = False
@@ -91,23 +101,29 @@ class AMPTrainer:
         """Return engine settings beyond those of the AMPConfig."""
         return {}
 
+    def wrap_own(self, module: nn.Module) -> nn.Module:
+        """Return `trainer.model`, from what the driver calls."""
+        return module
+
+    def wrap_other(self, model: nn.Module) -> nn.Module:
+        """Return what to call in place of a model that the trainer does not train."""
+        return model
+
     # ---- training ----
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Move the model to its device. Returns what to call from now on.
+        """Return what to call in place of `model`, on the trainer's device.
 
-        The constructor calls it for the trainer's model, and there is only one.
+        The constructor calls it for the trainer's own model, and it returns the same for it ever after. Another model
+        is prepared in the same way, but the trainer does not train it: its optimizer and its step are yours.
         """
-        if hasattr(self, "driver"):
-            raise UserError(
-                "wrap_model() was called a second time: this trainer already has a model",
-                "",
-                "make one trainer for each model you train",
-            )
-
-        # There are no pipelines here.
-        self.driver = cast(BaseDriver, apply(model, self.config.run_config(**self.settings()), self.runtime))
-        return self.driver.module
+        if not hasattr(self, "driver"):
+            # There are no pipelines here.
+            self.driver = cast(BaseDriver, apply(model, self.config.run_config(**self.settings()), self.runtime))
+            return self.wrap_own(self.driver.module)
+        if model is self._module or model is self.model:
+            return self.model
+        return self.wrap_other(model.to(self.runtime.device))
 
     def training_step(self, batch: Any) -> TrainingStep:
         """Run forward and backward; the last of `gradient_accumulation_steps` calls also steps the optimizer."""
@@ -168,12 +184,23 @@ class AMPTrainer:
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
         """Save weights, optimizer, scale and counters below the folder `path`, atomically.
 
-        Only `rank` writes. Collective: it returns on every rank when the checkpoint is committed.
+        Only `rank` writes. Call it on all ranks, and it returns when the checkpoint is committed, or raises everywhere
+        if it failed; or on that rank alone (`if rank == 0: ...`), which holds everything.
         """
-        return save_state(self._state(), self.runtime, Path(path), writer=rank)
+        state = self._state()
+        name = f"lockstep/save/{self.number}/{self._loads}/{self.stepper.counters.step}/{path}"
+        try:
+            return save_state(
+                state, self.runtime, Path(path), rank, f"{name}/{self._failed_saves[name]}", self.time_limit
+            )
+        except UserError:
+            # What is tried again must not be answered with this outcome.
+            self._failed_saves[name] += 1
+            raise
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Load the newest intact checkpoint below `path`, or exactly this one, on every rank. Returns its step."""
+        self._loads += 1
         return load_state(self._state(), self.runtime, Path(path))
 
     # ---- inside ----

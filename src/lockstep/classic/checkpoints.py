@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 from lockstep.checkpoint.load import find
 from lockstep.checkpoint.run_state import RunState
@@ -15,14 +19,32 @@ from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
 
 
-def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> Path:
-    """Save the state from one rank. Collective: the others wait and raise the same error if it fails."""
-    outcome: list[str | None] = [None, None]
-    if runtime.world.rank == writer:
-        outcome = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
+def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, name: str, limit: timedelta) -> Path:
+    """Save the state from one rank. Ranks that call it too return when it is committed, or raise the same error.
 
-    # Every rank learns how it went, so that all raise or none.
-    path, error = runtime.collectives.gather_json(outcome)[writer]
+    The writer waits for nobody: every rank holds everything, so `if rank == 0: save_checkpoint(path)` saves as well.
+    It leaves the outcome in the store under `name`, which is the same on all ranks and different for every save;
+    the others wait for it no longer than `limit`.
+    """
+    if not 0 <= writer < runtime.world.size:
+        raise UserError(
+            f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {runtime.world.size - 1}", "type rank=0"
+        )
+
+    if runtime.world.rank == writer:
+        # Whatever goes wrong, the others hear of it and raise it too.
+        outcome: list[str | None] = [None, "it was interrupted"]
+        try:
+            outcome = _write(state, FileStore(folder / "checkpoints"), runtime.world.size)
+        except OSError as failure:
+            outcome = [None, str(failure)]
+        finally:
+            if not runtime.world.alone:
+                dist.distributed_c10d._get_default_store().set(name, json.dumps(outcome))
+    else:
+        outcome = _outcome_of(writer, name, folder, limit)
+
+    path, error = outcome
     if path is None:
         raise UserError(
             f"save_checkpoint({str(folder)!r}) could not write the checkpoint",
@@ -31,6 +53,20 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int) -> 
         )
 
     return Path(path)
+
+
+def _outcome_of(writer: int, name: str, folder: Path, limit: timedelta) -> list[str | None]:
+    """Wait for what the writer leaves in the store."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        store.wait([name], limit)
+    except dist.DistStoreError:
+        raise UserError(
+            f"save_checkpoint({str(folder)!r}) waited for rank {writer}, which has not saved",
+            f"nothing from rank {writer} within {limit}",
+            f"call save_checkpoint on all ranks, or on rank {writer} alone",
+        ) from None
+    return json.loads(store.get(name))
 
 
 def _write(state: RunState, store: Store, world_size: int) -> list[str | None]:
@@ -56,6 +92,9 @@ def load_state(state: RunState, runtime: Runtime, path: Path) -> int:
     """Restore the newest valid checkpoint below `path`, or exactly this one. Collective. Return its step."""
     rank, world_size = runtime.world.rank, runtime.world.size
     gather = runtime.collectives.gather_json
+
+    # The rank that saved may have done so alone: the others look only when it is here too.
+    gather(None)
     if is_checkpoint(path):
         named = Checkpoint.at(path)
         reader = find(named.store, rank, world_size, gather, named.name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.classic.process_group import Membership, current_world, require_world_size
+from lockstep.classic.process_group import Membership, check_announced, current_world
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import deal
 from lockstep.errors import UserError
@@ -40,8 +40,9 @@ class DDPManager:
 
         `nccl` means gloo where ranks share a GPU or have none.
         """
-        # Train alone only if nothing announces other ranks.
-        require_world_size()
+        # Train alone only if nothing announces other ranks. A script that has joined by itself knows.
+        if not dist.is_initialized():
+            check_announced()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
         self.backend = self._membership.join(self.world, self.device, backend, timedelta(minutes=timeout_mins))
@@ -73,18 +74,9 @@ class DDPManager:
     ) -> nn.Module:
         """Move a model to the device and wrap it in DDP if it has something to train; a frozen one is only moved."""
         model.to(self.device)
-
-        # DDP refuses a model without trainable parameters.
-        if self.world.alone or not any(p.requires_grad for p in model.parameters()):
+        if self.world.alone:
             return model
-
-        # The name of DDP's argument for buffers depends on the version of torch.
-        options: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            BUFFERS_OPTION: broadcast_buffers,
-        }
-        return DistributedDataParallel(model, **options)
+        return wrap_in_ddp(model, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
 
     def get_dataloader(
         self,
@@ -131,6 +123,22 @@ class DDPManager:
     def cleanup(self) -> None:
         """Leave the process group together with the other ranks."""
         self._membership.leave(self.world, self.device)
+
+
+def wrap_in_ddp(
+    model: nn.Module, find_unused_parameters: bool, broadcast_buffers: bool, gradient_as_bucket_view: bool
+) -> nn.Module:
+    """Return the model under torch's DDP; a frozen one as it is, since DDP refuses to wrap it."""
+    if not any(p.requires_grad for p in model.parameters()):
+        return model
+
+    # The name of DDP's argument for buffers depends on the version of torch.
+    options: dict[str, Any] = {
+        "find_unused_parameters": find_unused_parameters,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+        BUFFERS_OPTION: broadcast_buffers,
+    }
+    return DistributedDataParallel(model, **options)
 
 
 class RankBatches(Sampler[list[int]]):

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.amp_trainer import AMPTrainer, LossFn, make_runtime
+from lockstep.classic.ddp_manager import wrap_in_ddp
 from lockstep.classic.distributed_config import DistributedConfig
-from lockstep.classic.process_group import Membership, current_world, require_world_size
+from lockstep.classic.process_group import Membership, check_announced, current_world
+from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.world import World
+from lockstep.task import Loss, StepResult
+
+# Numbers the trainers that have other ranks. They are made together, so all ranks count alike.
+_TRAINERS = count(1)
 
 
 class DistributedAMPTrainer(AMPTrainer):
@@ -38,10 +49,14 @@ class DistributedAMPTrainer(AMPTrainer):
         optimizer: torch.optim.Optimizer | None = None,
         loss_fn: LossFn | None = None,
         distributed: DistributedConfig | None = None,
+        timeout_mins: float = 30,
+        log_dir: str | Path | None = None,
     ):
         """Join the other ranks. `nccl` becomes gloo where ranks share a GPU or have none.
 
-        `distributed` replaces the four arguments before it, and has options of DDP.
+        `distributed` replaces the four arguments before it, and has options of DDP. A rank waits `timeout_mins` for
+        the others at most, and then raises; a process group that the script has joined keeps its own limit. With
+        `log_dir` every rank writes a line for each step to a file of its own there.
         """
         # In a DistributedConfig `device_ids` are those of all processes of this machine.
         self._ids_of_node = distributed is not None
@@ -49,38 +64,67 @@ class DistributedAMPTrainer(AMPTrainer):
             distributed.validate()
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
+            distributed.check_values()
+        if not timeout_mins > 0:
+            raise UserError(f"timeout_mins={timeout_mins} is no time limit", "", "type timeout_mins=30")
+
         self.distributed = distributed
         self.rank = distributed.rank
         self.world_size = distributed.world_size
+        self.time_limit = timedelta(minutes=timeout_mins)
         self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
+        self.log = RankLog(log_dir, self.rank, self.runtime.device) if log_dir is not None else None
 
     def setup(self) -> Runtime:
         return self.setup_distributed()
 
     def setup_distributed(self) -> Runtime:
-        """Choose the device and join the process group unless this process is in one already."""
+        """Choose the device and join the process group, unless this process has already done so."""
+        if hasattr(self, "runtime"):
+            return self.runtime
+
         world = _find_world(self.distributed)
         device = choose_device(self.config.device, world)
         if device.type == "cuda":
             # By the configuration's GPUs, if it names some.
             device = torch.device("cuda", own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index))
-        backend = self._membership.join(world, device, self.distributed.backend)
+        backend = self._membership.join(world, device, self.distributed.backend, self.time_limit)
 
         # The launcher or the process group decides where the arguments were left out.
         self.rank = world.rank
         self.world_size = world.size
+        if not world.alone:
+            self.number = next(_TRAINERS)
         return make_runtime(world, device, backend)
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "ddp.find_unused_parameters": self.distributed.find_unused_parameters,
-            "ddp.broadcast_buffers": self.distributed.broadcast_buffers,
-            "ddp.gradient_as_bucket_view": self.distributed.gradient_as_bucket_view,
-        }
+        return self.distributed.ddp_settings()
+
+    def wrap_own(self, module: nn.Module) -> nn.Module:
+        # With `find_unused_parameters` the driver reduces gradients itself and leaves the model as it is.
+        wrapped = isinstance(module, DistributedDataParallel) or self.runtime.world.alone
+        return module if wrapped else ReducedByTheStep(module)
+
+    def wrap_other(self, model: nn.Module) -> nn.Module:
+        if self.runtime.world.alone:
+            return model
+        options = self.distributed
+        return wrap_in_ddp(
+            model, options.find_unused_parameters, options.broadcast_buffers, options.gradient_as_bucket_view
+        )
+
+    def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
+        if self.log:
+            self.log.flush()
+        return super().save_checkpoint(path, rank)
 
     def cleanup(self) -> None:
-        """Leave the process group that this trainer joined."""
+        """Close the log, and leave the process group that this trainer joined."""
+        if self.log:
+            self.log.conclude(self.stepper.wait_for_outcome())
+            self.log.close()
+            self.log = None
         self._membership.leave(self.runtime.world, self.runtime.device)
 
     @staticmethod
@@ -89,7 +133,52 @@ class DistributedAMPTrainer(AMPTrainer):
         # The process group knows better than the environment.
         if dist.is_initialized():
             return dist.get_world_size() > 1
-        return World.launched() and World.from_env().size > 1
+        check_announced()
+        return not World.from_env().alone
+
+    def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
+        loss, result = super()._micro_step(batch, padding, exhausted)
+        if self.log:
+            if not padding:
+                self.log.add(loss)
+            # The step has ended with this batch.
+            if self._open_step is None:
+                scale = self.scaler.value if self.scaler else None
+                self.log.end_step(self.stepper.counters.step - 1, result, scale=scale)
+        return loss, result
+
+
+class ReducedByTheStep(DistributedDataParallel):
+    """DDP by its type and its attributes, for a model whose gradients the step all-reduces after the last backward.
+
+    torch's own would fill buckets during backward, which needs a gradient for every parameter in every batch, or a
+    search through the graph. It has no buckets: they would be one more copy of the gradients.
+    """
+
+    def __init__(self, model: nn.Module):
+        nn.Module.__init__(self)
+        self.module = model
+        self.find_unused_parameters = True
+        self.require_backward_grad_sync = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # Names of parameters are those of the user's model, as they are without `find_unused_parameters`.
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
 
 
 def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:
@@ -106,31 +195,30 @@ def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) 
 
 def _find_world(config: DistributedConfig) -> World:
     """Return the ranks of the process group, the environment or the configuration, in this order."""
-    if dist.is_initialized() or World.launched():
-        world = current_world()
-
-        # The defaults contradict nothing.
-        if (config.rank, config.world_size) not in ((0, 1), (world.rank, world.size)):
-            raise UserError(
-                f"rank={config.rank}, world_size={config.world_size} were given to a process that was started as rank "
-                f"{world.rank} of {world.size}",
-                "",
-                "leave rank and world_size out: they are found",
-            )
+    # Arguments that name other ranks complete what the environment leaves out.
+    if not dist.is_initialized() and config.world_size == 1:
+        check_announced()
+    world = current_world()
+    if dist.is_initialized() or World.launched() or not world.alone:
+        if problem := config.contradiction(world):
+            raise problem
         return world
-
-    require_world_size()
     if config.world_size == 1:
         return World()
 
-    # Without a launcher, the configuration says what torchrun's variables would. Variables that are set win.
-    on_nodes = config.world_size == config.num_nodes * config.num_gpus_per_node
-    return World.from_env(
-        {
-            "MASTER_ADDR": os.environ.get("MASTER_ADDR", config.master_addr),
-            "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
-            "RANK": str(config.rank),
-            "WORLD_SIZE": str(config.world_size),
-            "LOCAL_RANK": str(config.local_rank if on_nodes else config.rank),
-        }
-    )
+    given = {"RANK": str(config.rank), "WORLD_SIZE": str(config.world_size)}
+    for name, value in given.items():
+        if os.environ.get(name, value) != value:
+            raise UserError(
+                f"rank={config.rank}, world_size={config.world_size} were given, but {name}={os.environ[name]} is set",
+                "",
+                f"unset {name}, or start the ranks with torchrun and leave rank and world_size out",
+            )
+
+    # Without a launcher, the configuration says what torchrun's variables would. Other variables that are set win.
+    env = given | {
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", config.master_addr),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(config.local_rank if config.knows_nodes else config.rank)),
+    }
+    return World.from_env(env)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import join
+from lockstep.runtime.environments import slurm
 from lockstep.runtime.world import World
 
 
@@ -55,21 +56,32 @@ class Membership:
 
 def current_world() -> World:
     """Return this process's rank and world, from the environment or the process group it is in."""
+    world = World.from_env()
     if dist.is_initialized() and not World.launched():
-        # The script joined by itself. Without LOCAL_RANK we take all ranks to be on one machine.
         rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank, size, rank, size)
-    return World.from_env()
+        if (world.rank, world.size) != (rank, size):
+            # The script joined by itself. Without LOCAL_RANK we take all ranks to be on one machine.
+            return World(rank, size, rank, size)
+    return world
 
 
-def require_world_size(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse an environment that makes this process a rank without saying of how many."""
-    # Continuing alone would let every rank train and write by itself.
-    present = [f"{name}={env[name]}" for name in ("RANK", "LOCAL_RANK") if name in env]
+def check_announced(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse an environment that announces ranks, but does not say how many there are or which one this process is.
+
+    Continuing alone would let every rank train and write by itself.
+    """
+    found = [f"{name}={env[name]}" for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in env]
     missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
-    if present and missing:
-        raise UserError(
-            f"{missing[0]} is not set, but {', '.join(present)} is",
-            "",
-            "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK",
-        )
+    # A WORLD_SIZE of 1 announces nobody.
+    if not found or not missing or found == ["WORLD_SIZE=1"] or env.get("LOCKSTEP_ENVIRONMENT") == "none":
+        return
+
+    # Scripts of Slurm often export WORLD_SIZE, and `srun` gives every process its number.
+    started = slurm.read(env)
+    if started is not None and found == [f"WORLD_SIZE={started.size}"]:
+        return
+    raise UserError(
+        f"{missing[0]} is not set, but {' and '.join(found)} {'is' if len(found) == 1 else 'are'}",
+        "a process that does not know its rank would train alone, and so would all the others",
+        "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK for every process",
+    )

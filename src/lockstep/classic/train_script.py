@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep import api
 from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
-from lockstep.classic.process_group import require_world_size
+from lockstep.classic.process_group import check_announced
 from lockstep.config import Layer, flatten, read_layers, resolve_for
 from lockstep.errors import UserError, plural
 from lockstep.runtime.world import World
@@ -82,7 +82,7 @@ def check_processes(distributed: bool, elastic_gpu: bool) -> None:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
         return
 
-    require_world_size()
+    check_announced()
     if distributed:
         raise UserError(
             "--distributed was given, but WORLD_SIZE is not set: no launcher started ranks",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import UserError
 from lockstep.recipes.clstm_ppo.game import GameShape
 
 # Hidden state and cell of the LSTM across days, (n, memory) each.
@@ -200,12 +201,22 @@ class WindowReader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not self.attentions:
             return self.out(read_daily(self.lstms[0], x)[-1])
+        if not x.is_cuda and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+            raise no_half_lstm()
         for number, lstm in enumerate(self.lstms):
             # (n, W, hidden)
             x = torch.stack(read_daily(lstm, x), dim=1) if x.is_cuda else lstm(x)[0]
             if self.attentions:
                 x = x + self.attentions[number](x, x, x, need_weights=False)[0]
         return self.out(x[:, -1])
+
+
+def no_half_lstm() -> UserError:
+    return UserError(
+        "precision=fp16 cannot be used on a CPU for this agent: torch has no fp16 LSTM there",
+        "",
+        "type precision=bf16 or precision=fp32 (--precision bf16 for the script), or train on a GPU",
+    )
 
 
 def read_daily(lstm: nn.Module, x: Tensor) -> list[Tensor]:

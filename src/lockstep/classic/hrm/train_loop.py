@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lockstep
+from lockstep.classic.hrm.pretrain_config import PretrainConfig
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import PuzzleDatasetMetadata, read_metadata
 from lockstep.recipes.hrm.losses import correct_cells, solved
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel
 from lockstep.recipes.hrm.task import HRM
 from lockstep.task import MicroBatch
-from pretrain_config import PretrainConfig
 
 Sums = dict[str, tuple[Any, Any]]  # a sum and the number of its terms, which are divided once, at the end
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.classic.hrm.messages import check_names
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.data import read_metadata
-from messages import check_names
 
 ADJECTIVES = (
     "amber", "brisk", "calm", "dusky", "eager", "frosty", "gentle", "ivory", "keen", "lucid", "nimble", "quiet",
