@@ -22,8 +22,8 @@ from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
 from lockstep.engine.checks import refuse_single_values
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.layers import synchronise_batchnorm
-from lockstep.parallel.sync_batchnorm import is_synchronised
 from lockstep.plan.plan import make_plan
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task

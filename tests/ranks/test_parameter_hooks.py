@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
-from lockstep.parallel.gradient_hooks import take_hooks
-from lockstep.parallel.hook_probe import problem_with
+from lockstep.parallel.hooks.parameter_hooks import take_hooks
+from lockstep.parallel.hooks.probe import problem_with
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from lockstep.verify.causes import refusal as cause_of

@@ -20,9 +20,9 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError, plural, some_names
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.driver import Placement
-from lockstep.parallel.gradient_hooks import hook_ids
-from lockstep.parallel.sync_batchnorm import is_synchronised
+from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches

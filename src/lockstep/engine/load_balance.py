@@ -18,8 +18,8 @@ import torch
 from lockstep.data.shard import deal, deal_counts
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError, plural
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.sync_batchnorm import is_synchronised
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import BatchSource

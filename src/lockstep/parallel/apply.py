@@ -21,7 +21,7 @@ from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
-from lockstep.parallel.gradient_hooks import check_hooks, take_hooks
+from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.gradient_hooks import ParameterHooks
-from lockstep.parallel.running_statistics import RunningStatistics
+from lockstep.parallel.batchnorm.statistics import RunningStatistics
+from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.sync import HostSyncBatchNorm
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.sync_batchnorm import HostSyncBatchNorm
 from lockstep.runtime.context import Runtime
 
 FLOAT8_MULTIPLE = 16  # float8 matrix units take dimensions that are multiples of this

@@ -30,7 +30,7 @@ from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
-from lockstep.parallel.gradient_hooks import hook_ids
+from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult

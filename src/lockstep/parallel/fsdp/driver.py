@@ -26,7 +26,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
-from lockstep.parallel.gradient_hooks import ParameterHooks
+from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta_init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError, some_names
-from lockstep.parallel.sync_batchnorm import is_synchronised
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch, StepBatches
