@@ -137,6 +137,14 @@ def test_a_scheduler_does_what_it_does_in_plain_pytorch(pool: Pool, kind: str, j
         assert_same(pool.run(JOBS[job], task, VALUES, world=world), plain_pytorch(task))
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "fsdp-grads", "pp"])
+def test_the_rates_are_the_same_under_every_strategy(pool: Pool, strategy: str) -> None:
+    task = Regression(SCHEDULERS["one cycle"])
+    expected = [rates for rates, _ in plain_pytorch(task)]
+    for trace in pool.run(fit_with, task, VALUES | {"strategy": strategy}, world=2):
+        assert [note.optimizer_lrs for note in trace.steps] == [pytest.approx(rates, rel=1e-14) for rates in expected]
+
+
 def test_a_skipped_step_does_not_move_the_scheduler(pool: Pool) -> None:
     third = windows(56, BATCH, "drop", STEPS)[2]
     task = Regression(SCHEDULERS["one cycle"], spoiled=third[3])

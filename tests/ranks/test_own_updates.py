@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine.own_loop import OwnRun
 from lockstep.runtime.world import World
+from lockstep.task import Loss
 from pool import Pool
 from ranks.support import assert_user_errors, open_watched, windows
 
@@ -99,6 +100,47 @@ def plain_pytorch(plan: Plan) -> Tensor:
     return flat(model)
 
 
+def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[Tensor, float]:
+    """The usual loop, in its usual words."""
+    with open_watched(world, store, VALUES | {"evaluate.batch": 8} | values) as builder:
+        own = OwnRun(builder)
+        plain = Gan()
+        parts = plain.generator, plain.discriminator, *optimizers_of(plain)
+        generator, discriminator, first, second, _ = own.setup(*parts, scheduler_of(parts[-1]))
+        assert next(generator.parameters()) is next(plain.generator.parameters())
+        for step in own.steps(DATA, passes=2):
+            for (x,) in step:
+                fake = generator(x.flip(0) * 0.5)
+                loss = F.softplus(-discriminator(x)).sum() + F.softplus(discriminator(fake.detach())).sum()
+                step.backward(loss, weight=len(x))
+            step.apply(second)
+            for (x,) in step:
+                fake = generator(x.flip(0) * 0.5)
+                step.backward(F.softplus(-discriminator(fake)).sum(), weight=len(x))
+            step.apply(first)
+
+        def eval_loss(models: Any, batch: Any) -> Loss:
+            generate, discriminate = models
+            return Loss(F.softplus(-discriminate(generate(batch[0]))).sum(), len(batch[0]))
+
+        evaluated = own.evaluate(DATA, eval_loss)["loss"]
+        whole = builder.driver.model
+        full = [builder.driver.fetch(name, p).detach().flatten() for name, p in whole.named_parameters()]
+        own.close()
+        return torch.cat(full), evaluated
+
+
+@pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=lambda value: str(value))
+def test_two_models_are_what_they_are_in_plain_pytorch(pool: Pool, world: int, values: dict[str, Any]) -> None:
+    expected = plain_pytorch(both)
+    reference = Gan()
+    nn.utils.vector_to_parameters(expected, reference.parameters())
+    loss = F.softplus(-reference.discriminator(reference.generator(DATA[:][0]))).mean().item()
+    for weights, evaluated in pool.run(train_two_models, values, world=world):
+        assert (weights - expected).abs().max() <= 1e-12
+        assert evaluated == pytest.approx(loss, rel=1e-12)
+
+
 def train_gan(world: World, store: Any, plan: Plan, values: dict[str, Any]) -> Tensor:
     with open_watched(world, store, VALUES | values) as builder:
         own = OwnRun(builder)
@@ -122,6 +164,64 @@ def test_a_gan_is_what_it_is_in_plain_pytorch(pool: Pool, plan: Plan, world: int
     expected = plain_pytorch(plan)
     for weights in pool.run(train_gan, plan, values, world=world):
         assert (weights - expected).abs().max() <= 1e-12
+
+
+# ---- a model of transformers ------------------------------------------------------------------------------
+
+TOKENS = TensorDataset(torch.randint(0, 17, (LENGTH, 6), generator=torch.Generator().manual_seed(2)))
+
+
+def language_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(9)
+    size = {"vocab_size": 17, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+
+
+def bodies_and_tables(model: Any) -> tuple[Any, Any, Any]:
+    """Two optimizers, and a scheduler for the first."""
+    from transformers import get_cosine_schedule_with_warmup
+
+    tables = [model.transformer.wte.weight, model.transformer.wpe.weight]
+    bodies = [p for p in model.parameters() if not any(p is table for table in tables)]
+    adam = torch.optim.AdamW(bodies, lr=0.01)
+    return adam, torch.optim.SGD(tables, lr=0.1, momentum=0.9), get_cosine_schedule_with_warmup(adam, 1, STEPS)
+
+
+def token_loss(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def train_language_model(world: World, store: Any, values: dict[str, Any]) -> Tensor:
+    with open_watched(world, store, VALUES | values) as builder:
+        own = OwnRun(builder)
+        plain = language_model()
+        model, adam, sgd, _ = own.setup(plain, *bodies_and_tables(plain))
+        for step in own.steps(TOKENS):
+            for (tokens,) in step:
+                step.backward(token_loss(model, tokens), weight=tokens[:, 1:].numel())
+            step.apply(sgd if step.index % 2 else adam)
+        full = [builder.driver.fetch(name, p).detach().flatten() for name, p in plain.named_parameters()]
+        own.close()
+        return torch.cat(full)
+
+
+@pytest.mark.parametrize(("world", "values"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})], ids=str)
+def test_a_model_of_transformers_with_two_optimizers_in_turn(pool: Pool, world: int, values: dict[str, Any]) -> None:
+    model = language_model()
+    adam, sgd, scheduler = bodies_and_tables(model)
+    for step, ids in enumerate(windows(LENGTH, BATCH, "drop", STEPS)):
+        model.zero_grad()
+        (tokens,) = TOKENS[ids]
+        (token_loss(model, tokens) / tokens[:, 1:].numel()).backward()
+        (sgd if step % 2 else adam).step()
+        if step % 2 == 0:
+            scheduler.step()
+
+    for weights in pool.run(train_language_model, values, world=world):
+        assert (weights - flat(model)).abs().max() <= 1e-12
 
 
 # ---- two gradients for one update -------------------------------------------------------------------------
@@ -187,6 +287,29 @@ def test_sam_is_what_it_is_in_plain_pytorch(pool: Pool, world: int, values: dict
     expected = plain_sam()
     for weights in pool.run(train_sam, values, world=world):
         assert (weights - expected).abs().max() <= 1e-12
+
+
+def test_passes_draw_the_same_numbers(pool: Pool) -> None:
+    def job(world: World, store: Any) -> list[list[float]]:
+        drawn: list[list[float]] = []
+        with open_watched(world, store, VALUES | {"log.every": 1}) as builder:
+            own = OwnRun(builder)
+            plain = network()
+            model, _ = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+            for step in own.steps(DATA, passes=2):
+                for _ in range(2):
+                    drawn.append([])
+                    for (x,) in step:
+                        drawn[-1].append(float(torch.rand(())))
+                        step.backward(cost(model, x), weight=len(x))
+                    step.apply()
+            own.close()
+        return drawn
+
+    drawn = pool.run(job, world=2)[0]
+    assert len(drawn) == 2 * STEPS  # a step is one step, however many passes it makes
+    assert drawn[::2] == drawn[1::2]
+    assert len({number for numbers in drawn for number in numbers}) == STEPS * BATCH // 2 // 2
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

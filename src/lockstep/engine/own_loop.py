@@ -23,6 +23,7 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
+from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
@@ -42,27 +43,32 @@ class OwnRun:
         self._run: Run | None = None
         self._in_loop = False
 
-    def setup(self, model: nn.Module, *optimizers_and_schedulers: Any) -> Any:
+    def setup(self, model: nn.Module, *others: Any) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
 
-        Schedulers may follow, torch's or a function of the step, and are returned in their places. A model with nothing
-        to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
+        All that a run trains comes in one call: several models, several optimizers, and schedulers, torch's or a
+        function of the step. They are returned in their places. A model with nothing to train (a frozen teacher) may be
+        passed alone: it is moved to the device, not wrapped.
         """
-        schedulers = [part for part in optimizers_and_schedulers if is_scheduler(part)]
-        optimizers = [part for part in optimizers_and_schedulers if not is_scheduler(part)]
+        parts = [model, *others]
+        models = [part for part in parts if isinstance(part, nn.Module)]
+        schedulers = [part for part in parts if is_scheduler(part)]
+        optimizers = [part for part in parts if not (isinstance(part, nn.Module) or is_scheduler(part))]
 
         # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
         if not optimizers:
-            if any(p.requires_grad for p in model.parameters()):
+            if any(p.requires_grad for model in models for p in model.parameters()):
                 raise UserError(
                     f"run.setup(model) has no optimizer, and {type(model).__name__} has trainable parameters",
                     "nothing would update them",
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
-            return model.to(self.device)
+            moved = [model.to(self.device) for model in models]
+            return moved[0] if len(moved) == 1 else moved
 
-        setup = self._builder.setup_model(model, lambda _: optimizers, schedulers=lambda _: schedulers)
+        several = SeveralModels(models) if len(models) > 1 else None
+        setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         if not setup.driver.placement.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
@@ -74,10 +80,11 @@ class OwnRun:
         # A direct optimizer.step() would apply sums that are not yet divided.
         setup.optimizers.refuse_direct_steps()
 
-        # `optimizer=NAME` puts others in their places.
-        stepped = iter(setup.optimizers.all)
-        parts = [part if is_scheduler(part) else next(stepped) for part in optimizers_and_schedulers]
-        return setup.driver.module, *parts
+        # `optimizer=NAME` puts others in the places of the optimizers.
+        module = setup.driver.module
+        called, stepped = several.called_by(module) if several else iter([module]), iter(setup.optimizers.all)
+        new = {id(part): next(called) for part in models} | {id(part): next(stepped) for part in optimizers}
+        return tuple(new.get(id(part), part) for part in parts)
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
@@ -296,6 +303,8 @@ class OwnStep:
                 f"go over the batches once more: run.steps(dataset, passes={self._passes + 1})",
             )
 
+        # On a GPU the outcome of the update before may still be on its way, and comes first.
+        self._run.end_pass(self._run.stepper.wait_for_outcome())
         self.result = self._run.stepper.measure(self._control, self._driver.reduced())
         self._end_pass()
         return self.result

@@ -113,10 +113,10 @@ class RunBuilder:
         """
         if self.driver is not None:
             raise UserError(
-                "a run trains one model, and a second one was passed to setup",
+                "run.setup was called a second time with a model to train",
                 "",
-                "put both into one nn.Module, whose forward gets an argument that selects one, and name the optimizer: "
-                "step.apply(optimizer); or pass a frozen one alone: teacher = run.setup(teacher)",
+                "pass all models at once: first, second, optimizer = run.setup(first, second, optimizer); a frozen one "
+                "may be passed alone: teacher = run.setup(teacher)",
             )
 
         check_plain(model)

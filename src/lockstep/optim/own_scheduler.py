@@ -24,7 +24,8 @@ PEAK_KEYS = ("lr.peak", "lr.scaling", "lr.reference_batch")
 
 def is_scheduler(value: Any) -> bool:
     """Whether this is a torch scheduler or a function of the step, and not an optimizer, a module or a class."""
-    return isinstance(value, LRScheduler) or (callable(value) and not isinstance(value, nn.Module | type))
+    others = torch.optim.Optimizer | nn.Module | type
+    return isinstance(value, LRScheduler) or (callable(value) and not isinstance(value, others))
 
 
 def make_rate(
@@ -44,7 +45,7 @@ def make_rate(
     for scheduler in own:
         _check_kind(scheduler, alone=len(own) == 1)
     if own:
-        _check_settings(own[0], sources)
+        _check_settings(own[0], config, sources)
 
     if torch_schedulers:
         return SchedulerRate(torch_schedulers, optimizers)
@@ -189,9 +190,11 @@ def _check_kind(scheduler: Any, alone: bool) -> None:
         )
 
 
-def _check_settings(scheduler: Any, sources: Mapping[str, str]) -> None:
+def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]) -> None:
+    # A value that is the default contradicts nothing: the config.yaml of a run sets every key.
+    defaults = LrConfig().model_dump()
+    keys = [f"lr.{name}" for name, value in config.model_dump().items() if value != defaults[name]]
     is_function = not isinstance(scheduler, LRScheduler)
-    keys = [key for key, source in sources.items() if key.startswith("lr.") and source != "default"]
     contradicting = [key for key in keys if not (is_function and key in PEAK_KEYS)]
     if contradicting:
         name = "a function of the step" if is_function else type(scheduler).__name__
