@@ -31,6 +31,7 @@ STRATEGIES: list[tuple[int, dict[str, Any]]] = [
     (2, {"strategy": "fsdp"}),
     (2, {"strategy": "zero1", **UNUSED}),
 ]
+EXACT = (3, {"strategy": "fsdp", "exact": True})
 DATA = TensorDataset(torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(1)).double())
 
 
@@ -130,7 +131,7 @@ def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[
         return torch.cat(full), evaluated
 
 
-@pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=str)
 def test_two_models_are_what_they_are_in_plain_pytorch(pool: Pool, world: int, values: dict[str, Any]) -> None:
     expected = plain_pytorch(both)
     reference = Gan()
@@ -139,6 +140,12 @@ def test_two_models_are_what_they_are_in_plain_pytorch(pool: Pool, world: int, v
     for weights, evaluated in pool.run(train_two_models, values, world=world):
         assert (weights - expected).abs().max() <= 1e-12
         assert evaluated == pytest.approx(loss, rel=1e-12)
+
+
+def test_two_models_are_two_calls_for_exact_fsdp(pool: Pool) -> None:
+    world, values = EXACT
+    errors = pool.errors(train_two_models, values, world=world)
+    assert_user_errors(errors, "a block of the model is called more than once in a forward", "a module around it")
 
 
 def train_gan(world: World, store: Any, plan: Plan, values: dict[str, Any]) -> Tensor:
@@ -158,7 +165,7 @@ def train_gan(world: World, store: Any, plan: Plan, values: dict[str, Any]) -> T
         return torch.cat(full)
 
 
-@pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "values"), [*STRATEGIES, EXACT], ids=str)
 @pytest.mark.parametrize("plan", [critic_first, both])
 def test_a_gan_is_what_it_is_in_plain_pytorch(pool: Pool, plan: Plan, world: int, values: dict[str, Any]) -> None:
     expected = plain_pytorch(plan)

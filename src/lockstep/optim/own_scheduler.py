@@ -206,14 +206,13 @@ def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]
 
 
 def check_none_left_out(optimizers: Any, schedulers: Any) -> None:
-    """Refuse an optimizer that some scheduler has marked, if Lockstep was not given any torch scheduler."""
-    if any(isinstance(scheduler, LRScheduler) for scheduler in as_list(schedulers)):
-        return
-
-    groups = [group for optimizer in as_list(optimizers) for group in getattr(optimizer, "param_groups", ())]
-    if any("initial_lr" in group for group in groups):
-        raise UserError(
-            "a scheduler was made for this optimizer, and Lockstep does not have it",
-            "its parameter groups have initial_lr: their rates are those of the scheduler's first step, not peaks",
-            GuardedRates.advice,
-        )
+    """Refuse an optimizer that a scheduler has marked, if Lockstep was not given a scheduler for it."""
+    served = [scheduler.optimizer for scheduler in as_list(schedulers) if isinstance(scheduler, LRScheduler)]
+    for optimizer in as_list(optimizers):
+        marked = any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
+        if marked and not any(optimizer is other for other in served):
+            raise UserError(
+                f"a scheduler was made for this {type(optimizer).__name__}, and Lockstep does not have it",
+                "its parameter groups have initial_lr: their rates are those of the scheduler's first step, not peaks",
+                GuardedRates.advice,
+            )
