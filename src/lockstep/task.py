@@ -185,6 +185,14 @@ class Task:
         ]
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, fused=True)
 
+    def scheduler(self, optimizer: Any) -> Any:
+        """Return what sets the learning rates, or None for the settings under `lr`.
+
+        `optimizer` is what `optimizer(model)` returned, or a list of several. A torch LRScheduler is stepped after each
+        applied step, a function of the step (from 0) returns a share of the optimizer's own rate.
+        """
+        return None
+
     def tensor_plan(self, model: nn.Module) -> dict[str, Any] | None:
         """For mesh.tp, return how layers are sharded: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.
 

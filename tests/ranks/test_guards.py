@@ -453,7 +453,7 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "steps without a model": "run.steps(dataset) was called before run.setup",
             "evaluate without a model": "run.evaluate(dataset, loss) was called before run.setup",
             "no optimizer": "run.setup(model) has no optimizer, and Perceptron has trainable parameters",
-            "second model": "a run trains one model, and a second one was passed to setup",
+            "second model": "run.setup was called a second time with a model to train",
             "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
             "no state": "run.register('part', part) needs a part with a state; int has none",

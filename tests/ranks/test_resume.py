@@ -293,7 +293,7 @@ def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path)
             own, task, steps = OwnRun(open_run(resolved, runtime, "own")), Averaged(), []
             counts = CountsUp()
             plain = task.model()
-            model, *_ = own.setup(plain, *task.optimizer(plain))
+            model, *optimizers = own.setup(plain, *task.optimizer(plain))
             own.register("counts", counts)
             try:
                 for step in own.steps(task.data()):
@@ -304,7 +304,7 @@ def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path)
                     for batch in step:
                         loss = task.loss(model, batch)
                         step.backward(loss.total, loss.weight)
-                    step.apply()
+                    step.apply(*optimizers)
                 own.close()
             except Preempted:
                 pass

@@ -80,6 +80,7 @@ class AMPTrainer:
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
+        rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
         precision = choose(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 

@@ -21,6 +21,7 @@ from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.errors import plural
+from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
@@ -52,7 +53,7 @@ def describe_run(
     model: nn.Module,
     config: RunConfig,
     plan: Plan,
-    rate: LearningRate,
+    rate: LearningRate | SchedulerRate,
     precision: Precision,
     runtime: Runtime,
 ) -> dict[str, str]:
@@ -134,8 +135,8 @@ def _data(plan: Plan, config: RunConfig) -> str:
     )
 
 
-def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
-    landmarks = ", ".join(f"{name} {value:.3g}" for name, value in rate.landmarks().items())
+def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: Plan) -> str:
+    landmarks = rate.describe()
     if config.lr.scaling == "none":
         return landmarks
     # The landmarks are already scaled. Without the rule they would look like a mistake.

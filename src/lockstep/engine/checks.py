@@ -59,6 +59,16 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
             )
 
 
+def check_evaluations(needed: bool, every: int | None, evaluates: bool) -> None:
+    """Check that there are evaluations if the learning rate depends on them: otherwise it would never change."""
+    if needed and not every:
+        raise UserError(
+            "ReduceLROnPlateau follows the loss of evaluations, and none is made before the end",
+            "" if evaluates else "eval_data() returns None",
+            "type evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
+        )
+
+
 def check_best(config: RunConfig, evaluates: bool) -> None:
     """Check that checkpoints are evaluated if the best one is wanted: otherwise none would ever be kept."""
     if config.checkpoint.best and not (evaluates and config.evaluate.every):

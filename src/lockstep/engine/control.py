@@ -7,7 +7,7 @@ each micro-batch, the `grad_output` of its backward, and the control word that t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,17 @@ class StepContext:
 
 
 class StepControl:
-    """One step on this rank, from its first micro-batch to the control word."""
+    """One step on this rank, from its first micro-batch to the control word.
 
-    def __init__(self, context: StepContext, batches: StepBatches, step: int):
+    A loop of the user's own may make several passes over the batches of a step, each with an update of its own.
+    """
+
+    def __init__(self, context: StepContext, batches: StepBatches, step: int, number: int = 0, passes: int = 1):
         self.batches = batches
         self.step = step
+        self.number = number  # of this pass
+        self.passes = passes  # of the step
+        self.moved: Sequence[int] = ()  # the numbers of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
 
@@ -71,6 +77,16 @@ class StepControl:
         self._context = context
         self._weight: float | Tensor = 0.0
         self._loss: float | Tensor = 0.0
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether this is the last pass over the batches of the step."""
+        return self.number + 1 == self.passes
+
+    @property
+    def update_number(self) -> int:
+        """The number of this pass's update among all of the run, from 1."""
+        return self.step * self.passes + self.number + 1
 
     @property
     def last(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.checks import check_before_batch, check_best
+from lockstep.engine.checks import check_before_batch, check_best, check_evaluations
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
@@ -28,7 +28,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     at the end:             save the weights, evaluate, show
     """
     data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
-    setup = builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data)
+    scheduler = _own_method(task, "scheduler") or (lambda _: None)
+    setup = builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data, scheduler)
     before_batch = _own_method(task, "before_batch")
     after_step = _own_method(task, "after_step")
     if before_batch:
@@ -41,6 +42,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     # The evaluation data is checked before the first step, not when the first evaluation is due.
     held_out = _held_out(task, run)
     evaluate_every = run.config.evaluate.every if held_out is not None else None
+    check_evaluations(run.stepper.learning_rate.needs_evaluations, evaluate_every, held_out is not None)
 
     def evaluate() -> None:
         run.evaluate(held_out, task.eval_loss, task.collate, may_preempt=True)

@@ -10,7 +10,7 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,10 +21,12 @@ from torch.utils.data import default_collate
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
+from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
+from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
-from lockstep.task import Loss, Metric, StepBatches, StepResult, Weight
+from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
 BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
 
@@ -41,23 +43,32 @@ class OwnRun:
         self._run: Run | None = None
         self._in_loop = False
 
-    def setup(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+    def setup(self, model: nn.Module, *others: Any) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
 
-        A model with nothing to train (a frozen teacher) may be passed alone: it is moved to the device, not wrapped.
+        All that a run trains comes in one call: several models, several optimizers, and schedulers, torch's or a
+        function of the step. They are returned in their places. A model with nothing to train (a frozen teacher) may be
+        passed alone: it is moved to the device, not wrapped.
         """
+        parts = [model, *others]
+        models = [part for part in parts if isinstance(part, nn.Module)]
+        schedulers = [part for part in parts if is_scheduler(part)]
+        optimizers = [part for part in parts if not (isinstance(part, nn.Module) or is_scheduler(part))]
+
         # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
         if not optimizers:
-            if any(p.requires_grad for p in model.parameters()):
+            if any(p.requires_grad for model in models for p in model.parameters()):
                 raise UserError(
                     f"run.setup(model) has no optimizer, and {type(model).__name__} has trainable parameters",
                     "nothing would update them",
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
-            return model.to(self.device)
+            moved = [model.to(self.device) for model in models]
+            return moved[0] if len(moved) == 1 else moved
 
-        setup = self._builder.setup_model(model, lambda _: list(optimizers))
+        several = SeveralModels(models) if len(models) > 1 else None
+        setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         if not setup.driver.placement.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
@@ -68,7 +79,12 @@ class OwnRun:
 
         # A direct optimizer.step() would apply sums that are not yet divided.
         setup.optimizers.refuse_direct_steps()
-        return setup.driver.module, *setup.optimizers.all
+
+        # `optimizer=NAME` puts others in the places of the optimizers.
+        module = setup.driver.module
+        called, stepped = several.called_by(module) if several else iter([module]), iter(setup.optimizers.all)
+        new = {id(part): next(called) for part in models} | {id(part): next(stepped) for part in optimizers}
+        return tuple(new.get(id(part), part) for part in parts)
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
@@ -89,9 +105,15 @@ class OwnRun:
 
         self._builder.add_part(name, part)
 
-    def steps(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> Iterator[OwnStep]:
-        """Yield every step of the run, epoch after epoch."""
+    def steps(
+        self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate, passes: int = 1
+    ) -> Iterator[OwnStep]:
+        """Yield every step of the run, epoch after epoch.
+
+        `passes`: how often the loop goes over the batches of a step, each time with an update of its own.
+        """
         self._check_model("run.steps(dataset)")
+        self._check_passes(passes)
         if self._run is not None:
             raise UserError(
                 "run.steps(dataset) was called a second time",
@@ -104,13 +126,14 @@ class OwnRun:
         # Still True in close() if the user's code leaves the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            step = OwnStep(run, batches)
+            step = OwnStep(run, batches, passes)
             yield step
             if not step.ended:
+                in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
                 raise UserError(
-                    f"step {step.index} ended without step.apply()",
+                    f"step {step.index} ended without step.apply(){in_pass}",
                     "",
-                    "call step.apply() after the loop over its batches",
+                    "call step.apply() after the loop over its batches" + (", once per pass" if passes > 1 else ""),
                 )
 
             run.maintain()
@@ -159,8 +182,21 @@ class OwnRun:
                 "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
             )
 
+        rate = run.stepper.learning_rate
+        if isinstance(rate, SchedulerRate) and rate.needs_evaluations and not rate.evaluations:
+            run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
         run.end_training()
         run.close()
+
+    def _check_passes(self, passes: int) -> None:
+        if passes < 1:
+            raise UserError(f"run.steps(passes={passes}) makes no sense", "", "pass 1 or more")
+        if passes > 1 and self._builder.config.load_balance == "auto":
+            raise UserError(
+                f"run.steps(passes={passes}) cannot be used with load_balance=auto",
+                "it measures steps of one pass",
+                "leave load_balance out",
+            )
 
     def _check_model(self, call: str) -> None:
         if self._builder.model_setup is None:
@@ -172,12 +208,15 @@ class OwnRun:
 
 
 class OwnStep:
-    """One optimizer step: iterate over its batches, call `backward` for each, then `apply`."""
+    """One optimizer step: iterate over its batches, call `backward` for each, then `apply`; once in every pass."""
 
-    def __init__(self, run: Run, batches: StepBatches):
+    def __init__(self, run: Run, batches: StepBatches, passes: int = 1):
         self._run = run
         self._batches = batches
-        self._taken = 0  # batches yielded so far
+        self._taken = 0  # batches yielded so far, in this pass
+        self._passes = passes
+        self._kept: list[MicroBatch] = []  # for further passes
+        self.passes_done = 0
         self.index = run.stepper.counters.step
         self.first = 0  # position of this batch's first sample in the global step, on any rank
         self.ended = False
@@ -186,11 +225,23 @@ class OwnStep:
         # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
-        self._control = run.stepper.begin(batches)
-        self._driver.begin()
+        self._begin_pass()
 
     def __iter__(self) -> Iterator[Any]:
-        for micro in self._batches:
+        if self.ended:
+            raise UserError(
+                f"the loop went over the batches of step {self.index} again, after step.apply() had ended the step",
+                "",
+                f"say how often it goes over them: run.steps(dataset, passes={self._passes + 1})",
+            )
+
+        # Not at the end of the pass before: its gradients stay until now.
+        if self._control.number != self.passes_done:
+            self._begin_pass()
+
+        for micro in self._batches if self.passes_done == 0 else self._kept:
+            if self.passes_done == 0 and self._passes > 1:
+                self._kept.append(micro)
             self._taken += 1
             self.first = micro.first
             self._driver.before_forward(micro, self._control)
@@ -218,30 +269,103 @@ class OwnStep:
         with full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
 
-    def apply(self) -> StepResult | None:
-        """Divide by the global weight, clip, and step. Returns the newest outcome known (on a GPU, the previous)."""
-        if self.ended or self._control is not self._run.stepper.control:
+    def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
+        """Divide by the global weight, clip, and step the optimizers; with several, name those to step.
+
+        The gradients of the others are dropped. Returns the newest outcome known (on a GPU, the previous).
+        """
+        self._check_pass("step.apply()")
+        moved = self._numbers(optimizers)
+        reduced = self._driver.reduced()
+        if moved is not None:
+            reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(moved))
+            if not reduced.parameters:
+                raise UserError(
+                    f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
+                    "the loss does not depend on them",
+                    "pass the optimizer of the parameters that the loss depends on",
+                )
+
+        self.result = self._run.stepper.apply(self._control, reduced, moved)
+        self._end_pass()
+        return self.result
+
+    def measure(self) -> StepResult:
+        """End a pass without an update: p.grad is the gradient of the mean until the next pass begins.
+
+        The result has its norm over all ranks. Not in the last pass of a step.
+        """
+        self._check_pass("step.measure()")
+        if self._control.ends_step:
             raise UserError(
-                f"step.apply() was called on step {self.index}, which has ended",
-                "",
-                "call apply() once per step, before the next one begins",
+                f"step.measure() was called in the last of {self._passes} passes over the batches of step {self.index}",
+                "a step ends with step.apply()",
+                f"go over the batches once more: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        done = self._control.backwards_done
+        # On a GPU the outcome of the update before may still be on its way, and comes first.
+        self._run.end_pass(self._run.stepper.wait_for_outcome())
+        self.result = self._run.stepper.measure(self._control, self._driver.reduced())
+        self._end_pass()
+        return self.result
+
+    def _begin_pass(self) -> None:
+        self._taken = 0
+        self._control = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._driver.begin()
+
+    def _end_pass(self) -> None:
+        self.passes_done += 1
+        if self.passes_done < self._passes:
+            self._run.end_pass(self.result)
+        else:
+            # Now and not after the loop's body, so that the rest of the body finds the step ended.
+            self.ended = True
+            self._kept.clear()
+            self._run.end_step(self._batches, self.result)
+        self._run.runtime.heartbeat.beat("user code")
+
+    def _check_pass(self, call: str) -> None:
+        if self.ended or self._control is not self._run.stepper.control:
+            raise UserError(
+                f"{call} was called on step {self.index}, which has ended",
+                "",
+                "call apply() once per step, before the next one begins; to go over its batches more than once, "
+                "run.steps(dataset, passes=2)",
+            )
+
+        done = self._control.backwards_done if self._control.number == self.passes_done else 0
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
-                f"step.apply() was called after {done} of {self._batches.count} batches of the step",
+                f"{call} was called after {done} of {self._batches.count} batches of the step",
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
 
-        self.ended = True
-        self.result = self._run.stepper.apply(self._control, self._driver.reduced())
-        # Now and not after the loop's body, so that the rest of the body finds the step ended.
-        self._run.end_step(self._batches, self.result)
-        self._run.runtime.heartbeat.beat("user code")
-        return self.result
+    def _numbers(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
+        """Return the numbers of the optimizers to step; None stands for all."""
+        known = self._run.model_setup.optimizers.all
+        if len(known) == 1 and not optimizers:
+            return None
+        if not optimizers:
+            raise UserError(
+                f"step.apply() does not say which of the {len(known)} optimizers to step",
+                "a GAN's discriminator must not learn from the generator's loss",
+                "step.apply(optimizer) for one of them, the gradients of the others are dropped; or name them all",
+            )
+
+        numbers = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
+        if None in numbers:
+            raise UserError(
+                "step.apply(optimizer) got something else than the optimizers of run.setup",
+                "",
+                "pass what run.setup returned: model, first, second = run.setup(model, first, second)",
+            )
+
+        # With all of them there is nothing to drop.
+        distinct = {number for number in numbers if number is not None}
+        return sorted(distinct) if len(distinct) < len(known) else None
 
     def _miscounted(self, times: str) -> UserError:
         return UserError(

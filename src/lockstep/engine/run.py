@@ -49,6 +49,7 @@ class ModelSetup:
     evaluator: Evaluator
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
+    schedulers: Any = None  # of the user's own, as `make_rate` takes them
 
 
 @dataclass(eq=False, kw_only=True)
@@ -112,6 +113,10 @@ class Run:
 
             batches.micro_batches = self._timed(batches.micro_batches, batches.count)
             yield batches
+
+    def end_pass(self, result: StepResult | None) -> None:
+        """End a pass over the batches of a step that is not its last."""
+        self._accept_requests(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
         """End a step: advance the data source, and log or check what is due.
@@ -210,6 +215,7 @@ class Run:
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
+        self.stepper.learning_rate.observe(evaluation.loss)
         return evaluation
 
     @property
@@ -257,6 +263,7 @@ class Run:
 
         # The user gets the model and the optimizers back as plain ones.
         self.model_setup.optimizers.release()
+        self.stepper.learning_rate.release()
         release_captures(self.driver.model)
         self.checkpoints.close()
 
@@ -329,7 +336,7 @@ class Run:
         """Write the log line of the interval that ends with this step. `result` is the newest one known."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
-        numbers: dict[str, Any] = {"step": step, "lr": stepper.lr, "skipped": outcomes.skipped}
+        numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:

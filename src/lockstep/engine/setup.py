@@ -53,8 +53,8 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
+from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_rate
 from lockstep.optim.registry import build_optimizers
-from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, LossFn, trainable
@@ -106,16 +106,19 @@ class RunBuilder:
         optimizers: Callable[[nn.Module], Any],
         task: Any = None,
         data: Callable[[], Any] | None = None,
+        schedulers: Callable[[Any], Any] = lambda _: None,
     ) -> ModelSetup:
         """Put the model on its device and under its driver, and make its optimizers.
 
-        `task` may say how the model is sharded; otherwise samples of `data` may show it.
+        `task` may say how the model is sharded; otherwise samples of `data` may show it. `schedulers` gets the
+        optimizers (a single one as itself) and returns what sets their rates; None: the settings under `lr` do.
         """
         if self.driver is not None:
             raise UserError(
-                "a run trains one model, and a second one was passed to setup",
+                "run.setup was called a second time with a model to train",
                 "",
-                "put both into one nn.Module, or pass a frozen one alone: teacher = run.setup(teacher)",
+                "pass all models at once: first, second, optimizer = run.setup(first, second, optimizer); a frozen one "
+                "may be passed alone: teacher = run.setup(teacher)",
             )
 
         check_plain(model)
@@ -142,6 +145,9 @@ class RunBuilder:
         wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
         self._on_failure.callback(wrapped.release)
 
+        own_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
+        check_none_left_out(own_optimizers, own_schedulers)
+
         # A checkpoint holds what Exactness knows of the platform: a resumed run must compute as before.
         exactness = None
         if self.config.exact:
@@ -154,6 +160,7 @@ class RunBuilder:
             Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
             TrainableGuard(model, late_hooks),
             exactness,
+            own_schedulers,
         )
         return self.model_setup
 
@@ -300,10 +307,18 @@ class RunBuilder:
         return sample_log
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
+        optimizers = setup.optimizers.all
+        rate = make_rate(
+            self.config.lr, self.resolved.sources, optimizers, setup.schedulers, plan.steps, plan.global_batch
+        )
+        self._on_failure.callback(rate.release)
+        if isinstance(rate, SchedulerRate):
+            self.add_part("scheduler", rate)
+
         return Stepper(
             setup.driver,
             setup.optimizers,
-            LearningRate(self.config.lr, setup.optimizers.all, plan.steps, plan.global_batch),
+            rate,
             self.precision,
             self.config,
             self.runtime,

@@ -14,8 +14,8 @@ a GPU the host reads it one step late, and the device itself decides whether to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lockstep.engine.control import StepContext, StepControl
 from lockstep.engine.outcome import Outcome, Outcomes, rejected_on_device
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
 from lockstep.parallel.driver import Driver, LossFn, Reduced
@@ -60,7 +61,7 @@ class Stepper:
         self,
         driver: Driver,
         optimizers: Optimizers,
-        learning_rate: LearningRate,
+        learning_rate: LearningRate | SchedulerRate,
         precision: Precision,
         config: RunConfig,
         runtime: Runtime,
@@ -105,13 +106,20 @@ class Stepper:
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
 
-    def begin(self, batches: StepBatches) -> StepControl:
-        self.control = StepControl(self.context, batches, self.counters.step)
+    def begin(self, batches: StepBatches, number: int = 0, passes: int = 1) -> StepControl:
+        """Begin a step, or the pass `number` of the `passes` that it makes over its batches."""
+        self.control = StepControl(self.context, batches, self.counters.step, number, passes)
         return self.control
 
-    def apply(self, control: StepControl, reduced: Reduced) -> StepResult | None:
-        """Divide once, clip and step: everything that changes the size of a gradient is one factor."""
+    def apply(
+        self, control: StepControl, reduced: Reduced, optimizers: Sequence[int] | None = None
+    ) -> StepResult | None:
+        """Divide once, clip and step: everything that changes the size of a gradient is one factor.
+
+        `optimizers`: the numbers of those to step, all by default. The gradients of the others must be gone.
+        """
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
+        control.moved = self.update.all if optimizers is None else optimizers
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
         self.context.runtime.heartbeat.beat("update")
 
@@ -120,12 +128,21 @@ class Stepper:
             control.seed("update")
 
         self.lr = self.learning_rate.set(self.counters.applied)
-        self.counters.step += 1
+        self.counters.step += control.ends_step
 
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(control, reduced, norm)
         return self._apply_now(control, reduced, norm)
+
+    def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
+        """End a pass without an update, and leave the mean's gradient where it is."""
+        word = reduced.codec.unpack(reduced.packed.tolist())
+        norm = torch.linalg.vector_norm(reduced.norms)
+        grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight := float(word.weight) or math.nan)
+        self.update.multiply(reduced.parameters, self._to_mean(reduced, weight))
+        outcome = Outcome(control, reduced, math.inf, word, grad_norm)
+        return replace(self.outcomes.conclude(outcome), applied=False)
 
     def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
@@ -135,8 +152,8 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
         outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
-            self.update.step(reduced.parameters, factor, self.counters.step)
-            self.counters.applied += 1
+            self.update.step(reduced.parameters, factor, control.update_number, control.moved)
+            self._count(control, 1)
 
         return self._conclude(outcome)
 
@@ -145,8 +162,9 @@ class Stepper:
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
         loss_limit = self.outcomes.spikes.limit()
-        self.update.step_on_device(factor, rejected_on_device(reduced, grad_norm, loss_limit), self.counters.step)
-        self.counters.applied += 1  # assumed; `wait_for_outcome` takes it back if the device skipped
+        rejected = rejected_on_device(reduced, grad_norm, loss_limit)
+        self.update.step_on_device(factor, rejected, control.update_number, control.moved)
+        self._count(control, 1)  # assumed; `wait_for_outcome` takes it back if the device skipped
 
         # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
         previous = self.wait_for_outcome()
@@ -168,9 +186,13 @@ class Stepper:
         word = pending.reduced.codec.unpack(values)
         outcome = Outcome(pending.control, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
-            self.counters.applied -= 1
+            self._count(pending.control, -1)
 
         return self._conclude(outcome)
+
+    def _count(self, control: StepControl, change: int) -> None:
+        self.counters.applied += change * control.ends_step
+        self.learning_rate.count(control.moved, change)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:
@@ -182,13 +204,15 @@ class Stepper:
 
         `norm` and `weight` are numbers, or tensors on the device.
         """
+        to_mean = self._to_mean(reduced, weight)
+        grad_norm = norm * to_mean
+        return grad_norm, to_mean * self.update.clip_factor(grad_norm)
+
+    def _to_mean(self, reduced: Reduced, weight: Any) -> Any:
         # Without a scaler the weight is not multiplied by 1, which would cost a kernel in every step on a device.
         if self.scaler:
             weight = weight * self.scaler.factor_on_sums
-
-        to_mean = reduced.to_sum / weight
-        grad_norm = norm * to_mean
-        return grad_norm, to_mean * self.update.clip_factor(grad_norm)
+        return reduced.to_sum / weight
 
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "an outcome is still on its way"
@@ -201,6 +225,7 @@ class Stepper:
         # Sums and a pending outcome belong to steps that are being undone.
         self.sums = self._no_sums()
         self._pending = None
+        self.learning_rate.note()  # loading made new parameter groups
         self.lr = self.learning_rate.at(self.counters.applied)
 
     def _no_sums(self) -> Sums:

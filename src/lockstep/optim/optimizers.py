@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +68,22 @@ class Optimizers:
         self.divides_gradients = True
         self.skips_by_itself = self._all_fused(SKIPPING)
 
-    def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Step every optimizer.
+    def step(
+        self,
+        number: int,
+        moved: Sequence[int] | None = None,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Step the optimizers whose numbers are in `moved`, or all of them.
 
-        `number` is the run's step count, including skipped steps; it seeds the bits of stochastic rounding.
+        `number` counts the updates of the run, including skipped ones; it seeds the bits of stochastic rounding.
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
         """
         self._updating = True  # `_refuse` lets these steps pass
 
         # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
-        for optimizer in self.all:
+        for optimizer in self.all if moved is None else [self.all[i] for i in moved]:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
@@ -91,6 +97,10 @@ class Optimizers:
                 optimizer.step()
 
         self._updating = False
+
+    def parameters_of(self, numbers: Sequence[int]) -> set[int]:
+        """Return the ids of the model's parameters that these optimizers move, on any rank."""
+        return {id(p) for number in numbers for group in self.groups[number] for p in group}
 
     def refuse_direct_steps(self) -> None:
         """Raise when the user calls `optimizer.step()`: it would apply sums that are not yet divided."""
@@ -147,12 +157,18 @@ class ShardedOptimizers(Optimizers):
             for p in [p for p in optimizer.state if id(p) not in own]:
                 del optimizer.state[p]
 
-    def step(self, number: int, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(
+        self,
+        number: int,
+        moved: Sequence[int] | None = None,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
         """Step this rank's parameters, then broadcast them. Collective: every rank must call it.
 
         The arguments are those of `Optimizers.step`.
         """
-        super().step(number, divisor, skip)
+        super().step(number, moved, divisor, skip)
         with torch.no_grad():
             for owner, parameters in enumerate(self._owned):
                 # A flat buffer has one dtype.
@@ -207,7 +223,8 @@ def _check_kind(optimizer: Any) -> None:
         raise UserError(
             "LBFGS cannot be used: an optimizer must take one gradient per step",
             "LBFGS evaluates the loss again and again inside its step",
-            "use AdamW or SGD",
+            "use AdamW or SGD; if a step needs gradients at several points, as in SAM, go over its batches several "
+            "times: run.steps(dataset, passes=2)",
         )
 
 

@@ -1,14 +1,14 @@
 """Learning-rate schedules: the rate of a step is a pure function of its number.
 
-There is no scheduler object, hence nothing to call once per process and nothing to save. A new shape is one function
-and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the name of a schedule
-before it starts any process.
+There is no scheduler object, hence nothing to call once per process and nothing to save; own_scheduler.py has those of
+the user. A new shape is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher
+can check the name of a schedule before it starts any process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import LrConfig
@@ -78,19 +78,85 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
 
 
-class LearningRate:
+class GuardedRates:
+    """The learning rates of all parameter groups, which nobody else may set: that would be overwritten, silently."""
+
+    advice = (
+        "pass the scheduler to Lockstep: run.setup(model, optimizer, scheduler) in a loop of your own, "
+        "scheduler(optimizer) in a task; or use lr.schedule, lr.warmup and the other settings in docs/schedules.md"
+    )
+    needs_evaluations = False  # whether a rate depends on the results of evaluations
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        self.note()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers. They are looked up each time: loading a state replaces them."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def note(self) -> None:
+        """Take the rates as they are now for those that Lockstep set."""
+        self._noted = [_mark(group["lr"]) for group in self.groups]
+
+    def check(self) -> None:
+        """Raise if a rate is not what Lockstep set."""
+        for number, (group, noted) in enumerate(zip(self.groups, self._noted, strict=True)):
+            if _mark(group["lr"]) != noted:
+                was = "" if isinstance(noted, tuple) else f"; Lockstep set {noted:.6g}"
+                raise UserError(
+                    f"the learning rate of parameter group {number} was changed by somebody else than Lockstep",
+                    f"it is {float(group['lr']):.6g}{was}: a scheduler that your code steps, or an assignment to "
+                    'param_groups[...]["lr"]',
+                    self.advice,
+                )
+
+    def count(self, moved: Sequence[int], change: int) -> None:
+        """Learn that these optimizers made a step (`change` is 1), or that the device skipped it after all (-1)."""
+
+    def observe(self, loss: float) -> None:
+        """Learn the mean loss of an evaluation."""
+
+    def release(self) -> None:
+        """Give the rates back to the user."""
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    # A captured or compiled optimizer holds its rate in a tensor, which must stay the same object.
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _mark(rate: Any) -> Any:
+    """Return what changes when somebody sets this rate. Reading a tensor would make the host wait for the device."""
+    return (id(rate), rate._version) if hasattr(rate, "fill_") else rate
+
+
+class LearningRate(GuardedRates):
     """Sets the rate of every parameter group: its own peak x the batch rule x the schedule.
 
     `lr.peak` is the peak of the first group; the other groups keep their ratio to it.
     """
 
-    def __init__(self, config: LrConfig, optimizers: list[torch.optim.Optimizer], total_steps: int, global_batch: int):
+    def __init__(
+        self,
+        config: LrConfig,
+        optimizers: list[torch.optim.Optimizer],
+        total_steps: int,
+        global_batch: int,
+        function: Callable[[int], float] | None = None,
+    ):
+        """`function(step)`, the share of the peak, takes the place of `lr.schedule` and `lr.warmup`."""
+        super().__init__(optimizers)
         if config.schedule not in SCHEDULES:
             raise unknown_name("lr.schedule", config.schedule, SCHEDULES)
 
         self.config = config
-        self.optimizers = optimizers
         self.total_steps = total_steps
+        self._function = function
 
         # The rates that the task gave its groups are their peaks, unless `lr.peak` sets another one.
         own = [float(group["lr"]) for group in self.groups]
@@ -104,35 +170,43 @@ class LearningRate:
         ratio = 1.0 if config.peak is None else config.peak / own[0]
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own]
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers. They are looked up each time: loading a state replaces them."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
     def at(self, step: int) -> float:
         """Return the rate of the first group at a step."""
-        return self.peaks[0] * factor(self.config, step, self.total_steps)
+        return self.peaks[0] * self._share(step)
 
     def set(self, step: int) -> float:
         """Set the rate of every group for this step and return that of the first group."""
-        # All groups follow one schedule, each from its own peak.
-        share = factor(self.config, step, self.total_steps)
-        for group, peak in zip(self.groups, self.peaks, strict=True):
-            # A captured or compiled optimizer holds its rate in a tensor, which must stay the same object.
-            if hasattr(group["lr"], "fill_"):
-                group["lr"].fill_(peak * share)
-            else:
-                group["lr"] = peak * share
+        self.check()
 
+        # All groups follow one schedule, each from its own peak.
+        share = self._share(step)
+        for group, peak in zip(self.groups, self.peaks, strict=True):
+            set_rate(group, peak * share)
+
+        self.note()
         return self.peaks[0] * share
 
+    def _share(self, step: int) -> float:
+        if self._function is None:
+            return factor(self.config, step, self.total_steps)
+
+        share = float(self._function(step))
+        if not 0 <= share < math.inf:
+            raise UserError(
+                f"the learning-rate function returned {share} for step {step}",
+                "",
+                "return a finite share of the peak, 0 or more; the peak is the rate that the optimizer was made with",
+            )
+        return share
+
     def landmarks(self) -> dict[str, float]:
-        """Return the rate at four points. Most schedule mistakes show in these numbers before a run."""
+        """Return the rate at a few points. Most schedule mistakes show in these numbers before a run."""
         last = self.total_steps - 1
-        points = {
-            "start": 0,
-            "warm-up end": min(self.config.warmup, last),
-            "half": self.total_steps // 2,
-            "end": last,
-        }
+        points = {"start": 0, "warm-up end": min(self.config.warmup, last), "half": self.total_steps // 2, "end": last}
+        if self._function:
+            del points["warm-up end"]  # only the function knows
         return {name: self.at(step) for name, step in points.items()}
+
+    def describe(self) -> str:
+        """Return a line for the banner."""
+        return ", ".join(f"{name} {value:.3g}" for name, value in self.landmarks().items())

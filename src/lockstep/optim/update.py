@@ -6,7 +6,7 @@ Clipping by global norm is part of that factor. Clipping by value, or relative t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Update:
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
         self.before_next: Callable[[], None] = lambda: None  # waits for a save that is still copying
+        self.all = range(len(optimizers.all))  # the numbers of the optimizers
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated
@@ -53,27 +54,35 @@ class Update:
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
-    def step(self, parameters: list[nn.Parameter], factor: float, number: int) -> None:
-        """Apply a step that the host accepted. `number` is the run's step count, including skipped steps."""
+    def step(self, parameters: list[nn.Parameter], factor: float, number: int, moved: Sequence[int]) -> None:
+        """Apply a step that the host accepted.
+
+        `number` counts the updates of the run, including skipped ones; `moved` names the optimizers to step.
+        """
         self.before_next()
         if self._fused:
             # The optimizers divide, hence the inverse.
-            self._optimizers.step(number, torch.tensor(1.0 / factor, device=self._device))
+            self._optimizers.step(number, moved, torch.tensor(1.0 / factor, device=self._device))
             return
 
         # A pipeline stage may have nothing to train.
         if parameters:
-            grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
-            torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
+            grads = self.multiply(parameters, factor)
             if self._clips_elements:
                 clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
 
-        self._optimizers.step(number)
+        self._optimizers.step(number, moved)
 
-    def step_on_device(self, factor: Tensor, skip: Tensor, number: int) -> None:
-        """Apply the step unless `skip` is true on the device. `number` is as in `step`."""
+    def step_on_device(self, factor: Tensor, skip: Tensor, number: int, moved: Sequence[int]) -> None:
+        """Apply the step unless `skip` is true on the device. `number` and `moved` are as in `step`."""
         self.before_next()
-        self._optimizers.step(number, (1.0 / factor).float(), skip.float())
+        self._optimizers.step(number, moved, (1.0 / factor).float(), skip.float())
+
+    def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
+        """Multiply the gradients in place by a factor, and return them."""
+        grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+        torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
+        return grads
 
 
 def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,20 @@ class Reduced:
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
     to_sum: float  # N where DDP leaves means over N ranks, else 1
+
+    def only(self, ids: Collection[int]) -> Reduced:
+        """Drop the gradients of all parameters but those with these ids. Not in a pipeline."""
+        kept = [number for number, p in enumerate(self.parameters) if id(p) in ids]
+        for p in self.parameters:
+            if id(p) not in ids:
+                p.grad = None
+
+        return replace(
+            self,
+            parameters=[self.parameters[number] for number in kept],
+            names=[self.names[number] for number in kept],
+            norms=self.norms[kept],
+        )
 
 
 class Control(Protocol):

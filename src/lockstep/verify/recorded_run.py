@@ -56,12 +56,17 @@ class RecordedBuilder(RunBuilder):
     orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
     def setup_model(
-        self, model: nn.Module, optimizers: Callable[[nn.Module], Any], task: Any = None, data: Any = None
+        self,
+        model: nn.Module,
+        optimizers: Callable[[nn.Module], Any],
+        task: Any = None,
+        data: Any = None,
+        schedulers: Callable[[Any], Any] = lambda _: None,
     ) -> ModelSetup:
         self._task = task
         tied = _tied(model)  # wrapping might untie them
         hooked = [name for name, p in model.named_parameters() if hook_ids(p)]  # and takes the hooks off
-        wrapped = super().setup_model(model, optimizers, task, data)
+        wrapped = super().setup_model(model, optimizers, task, data, schedulers)
 
         self._facts = {
             "own_loop": task is None,

@@ -40,6 +40,7 @@ class TrainState:
 
     task: HRM
     model: Any  # the model to call
+    optimizers: list[Any]  # all of them are stepped in every step
     run: Any  # from `lockstep.start`
     batches: Iterator[Any]  # global steps; each yields this rank's micro-batches
     step: int = 0  # steps of the run so far
@@ -53,9 +54,9 @@ def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
         # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
         task = HRM(**config.options())
         model = create_model(config, read_metadata(Path(config.data_path) / "train"), run.world_size)
-        called, *_ = run.setup(model, *task.optimizer(model))
+        called, *optimizers = run.setup(model, *task.optimizer(model))
         run.register("task", task)
-        yield TrainState(task, called, run, run.steps(task.data(), task.collate))
+        yield TrainState(task, called, optimizers, run, run.steps(task.data(), task.collate))
 
 
 def create_model(
@@ -95,7 +96,7 @@ def train_batch(
         # A padding batch weighs nothing.
         factor = 0 if batch.padding else 1
         sums = _add(sums, {"loss": (loss.total.detach(), loss.weight), **loss.metrics}, factor)
-    batch.apply()
+    batch.apply(*train_state.optimizers)
 
     # The index of the run, not a count of our own: a resumed run does not begin at 0.
     train_state.step = batch.index + 1

@@ -1,0 +1,218 @@
+"""Learning rates by a scheduler of the user's own: torch's LRScheduler, of which transformers' schedules are examples.
+
+Lockstep steps it, once for every applied step of its optimizer, and saves its state with the run. ReduceLROnPlateau is
+stepped by evaluations instead, with their mean loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.config import LrConfig
+from lockstep.errors import UserError, some_names
+from lockstep.optim.optimizers import as_list
+from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate
+
+# Settings of the peak, which a function of the step leaves alone: it returns shares of the peak.
+PEAK_KEYS = ("lr.peak", "lr.scaling", "lr.reference_batch")
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether this is a torch scheduler or a function of the step, and not an optimizer, a module or a class."""
+    others = torch.optim.Optimizer | nn.Module | type
+    return isinstance(value, LRScheduler) or (callable(value) and not isinstance(value, others))
+
+
+def make_rate(
+    config: LrConfig,
+    sources: Mapping[str, str],
+    optimizers: list[torch.optim.Optimizer],
+    schedulers: Any,
+    total_steps: int,
+    global_batch: int,
+) -> LearningRate | SchedulerRate:
+    """Return what sets the rates: the schedule of the settings, or the user's own, which settings must not contradict.
+
+    `sources`: where each setting comes from. `schedulers`: one scheduler, a list of them, a function, or None.
+    """
+    own = [] if schedulers is None else as_list(schedulers)
+    torch_schedulers = [scheduler for scheduler in own if isinstance(scheduler, LRScheduler)]
+    for scheduler in own:
+        _check_kind(scheduler, alone=len(own) == 1)
+    if own:
+        _check_settings(own[0], config, sources)
+
+    if torch_schedulers:
+        return SchedulerRate(torch_schedulers, optimizers)
+    return LearningRate(config, optimizers, total_steps, global_batch, own[0] if own else None)
+
+
+class _Stepped(NamedTuple):
+    """A scheduler, and which of the optimizers it sets."""
+
+    scheduler: LRScheduler
+    optimizer: int
+    by_evaluations: bool
+
+
+class SchedulerRate(GuardedRates):
+    """Lets the user's schedulers set the rates (and momenta, as OneCycleLR does).
+
+    An optimizer without a scheduler keeps its rate.
+    """
+
+    def __init__(self, schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]):
+        self._stepped = [_stepped(scheduler, optimizers) for scheduler in schedulers]
+        self.needs_evaluations = any(stepped.by_evaluations for stepped in self._stepped)
+        self.evaluations = 0  # that the schedulers learned of
+
+        # A scheduler has made as many steps as its optimizer, or one less: its next one is made when the next rate is
+        # needed. On a GPU it may be one more, if the device skipped the last step.
+        self._moves = [0] * len(optimizers)
+        self._positions = [0] * len(schedulers)
+        for scheduler in schedulers:
+            vars(scheduler)["step"] = _refuse_direct_step
+        super().__init__(optimizers)
+
+    def at(self, step: int) -> Any:
+        """Return the rate of the first group as it is now: only the scheduler knows the others."""
+        return self.groups[0]["lr"]
+
+    def set(self, step: int) -> Any:
+        """Step the schedulers whose optimizers have moved since, and return the rate of the first group."""
+        self.check()
+        for number, (scheduler, optimizer, by_evaluations) in enumerate(self._stepped):
+            if not by_evaluations and self._positions[number] < self._moves[optimizer]:
+                type(scheduler).step(scheduler)
+                self._positions[number] += 1
+
+        self.note()
+        return self.groups[0]["lr"]
+
+    def count(self, moved: Sequence[int], change: int) -> None:
+        for optimizer in moved:
+            self._moves[optimizer] += change
+
+    def observe(self, loss: float) -> None:
+        self.check()
+        self.evaluations += 1
+        for scheduler, _, by_evaluations in self._stepped:
+            if by_evaluations:
+                type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
+        self.note()
+
+    def release(self) -> None:
+        for stepped in self._stepped:
+            vars(stepped.scheduler).pop("step", None)
+
+    def describe(self) -> str:
+        names = " and ".join(dict.fromkeys(type(stepped.scheduler).__name__ for stepped in self._stepped))
+        return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "schedulers": [{"kind": type(s.scheduler).__name__, "state": _state(s.scheduler)} for s in self._stepped],
+            "moves": list(self._moves),
+            "positions": list(self._positions),
+            # Most schedulers compute the next rate from the present one.
+            "rates": [float(group["lr"]) for group in self.groups],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        there = [saved["kind"] for saved in state["schedulers"]]
+        here = [type(stepped.scheduler).__name__ for stepped in self._stepped]
+        if there != here or len(state["rates"]) != len(self.groups):
+            raise UserError(
+                f"the checkpoint holds the state of {', '.join(there)} for {len(state['rates'])} parameter groups; "
+                f"here it is {', '.join(here)} for {len(self.groups)}",
+                "",
+                "make the schedulers that the run began with, or start a new run from the exported weights",
+            )
+
+        for stepped, saved in zip(self._stepped, state["schedulers"], strict=True):
+            own = _state(stepped.scheduler)
+            # A checkpoint turns a Counter, as MultiStepLR has one, into a plain dict.
+            kinds = {key: type(value) for key, value in own.items() if isinstance(value, dict)}
+            stepped.scheduler.load_state_dict(
+                {key: kinds[key](value) if key in kinds else value for key, value in saved["state"].items()}
+            )
+
+        self._moves, self._positions = list(state["moves"]), list(state["positions"])
+        for group, rate in zip(self.groups, state["rates"], strict=True):
+            set_rate(group, rate)
+        self.note()
+
+
+def _state(scheduler: LRScheduler) -> dict[str, Any]:
+    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}  # `step` is our refusal
+
+
+def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UserError(
+        "scheduler.step() was called, and Lockstep steps this scheduler itself",
+        "once for every applied step of its optimizer; ReduceLROnPlateau after every evaluation",
+        "remove the call",
+    )
+
+
+def _stepped(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) -> _Stepped:
+    number = next((i for i, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
+    if number is None:
+        raise UserError(
+            f"{type(scheduler).__name__} sets the rates of an optimizer that this run does not have",
+            "another optimizer was passed to Lockstep, or the setting optimizer=NAME has replaced it",
+            "make the scheduler for the optimizer that you pass; with optimizer=NAME, return it from the task's "
+            "scheduler(optimizer), or pass a function of the step",
+        )
+
+    return _Stepped(scheduler, number, isinstance(scheduler, ReduceLROnPlateau))
+
+
+def _check_kind(scheduler: Any, alone: bool) -> None:
+    if not is_scheduler(scheduler):
+        raise UserError(
+            f"a {type(scheduler).__name__} is not a scheduler that Lockstep can step",
+            "",
+            "pass a torch.optim.lr_scheduler.LRScheduler, or a function of the step that returns a share of the peak",
+        )
+    if not (alone or isinstance(scheduler, LRScheduler)):
+        raise UserError(
+            "a function of the step sets the rates of all optimizers, and a second scheduler was passed with it",
+            "",
+            "pass one function and nothing else, or a torch scheduler for each optimizer",
+        )
+
+
+def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]) -> None:
+    # A value that is the default contradicts nothing: the config.yaml of a run sets every key.
+    defaults = LrConfig().model_dump()
+    keys = [f"lr.{name}" for name, value in config.model_dump().items() if value != defaults[name]]
+    is_function = not isinstance(scheduler, LRScheduler)
+    contradicting = [key for key in keys if not (is_function and key in PEAK_KEYS)]
+    if contradicting:
+        name = "a function of the step" if is_function else type(scheduler).__name__
+        raise UserError(
+            f"{name} sets the learning rate, and so does {some_names(contradicting)}",
+            ", ".join(f"{key}: {sources[key]}" for key in contradicting),
+            f"leave {', '.join(contradicting)} out, or the scheduler",
+        )
+
+
+def check_none_left_out(optimizers: Any, schedulers: Any) -> None:
+    """Refuse an optimizer that a scheduler has marked, if Lockstep was not given a scheduler for it."""
+    served = [scheduler.optimizer for scheduler in as_list(schedulers) if isinstance(scheduler, LRScheduler)]
+    for optimizer in as_list(optimizers):
+        marked = any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
+        if marked and not any(optimizer is other for other in served):
+            raise UserError(
+                f"a scheduler was made for this {type(optimizer).__name__}, and Lockstep does not have it",
+                "its parameter groups have initial_lr: their rates are those of the scheduler's first step, not peaks",
+                GuardedRates.advice,
+            )

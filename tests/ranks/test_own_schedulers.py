@@ -1,0 +1,291 @@
+"""A scheduler of the user's own: stepped by Lockstep, saved with the run; a rate that anybody else sets is an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+from lockstep.engine import loop
+from lockstep.engine.own_loop import OwnRun
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import Trace, assert_user_errors, open_watched, trace_of, windows
+
+STEPS, BATCH = 7, 8
+VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS}
+
+
+def cosine(optimizer: Any) -> Any:
+    from transformers import get_cosine_schedule_with_warmup
+
+    return get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=3, num_training_steps=STEPS)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=STEPS + 1),
+    "transformers": cosine,
+    "milestones": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.MultiStepLR(optimizer, [2, 4])],
+        milestones=[2],
+    ),
+    "step of 3": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
+}
+
+
+class Regression(Task):
+    """A regression in float64; each of its parameter groups has a rate of its own."""
+
+    def __init__(self, scheduler: Any = None, spoiled: int | None = None, evaluated: bool = False):
+        """`spoiled` is the sample whose loss is infinite."""
+        self.make_scheduler, self.spoiled, self.evaluated = scheduler, spoiled, evaluated
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def optimizer(self, model: Any) -> Any:
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def scheduler(self, optimizer: Any) -> Any:
+        return self.make_scheduler(optimizer) if self.make_scheduler else None
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(1)
+        x, y = torch.randn(56, 3, generator=g).double(), torch.randn(56, generator=g).double()
+        if self.spoiled is not None:
+            y[self.spoiled] = torch.inf
+        return TensorDataset(x, y)
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*self.data()[:8]) if self.evaluated else None
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(((model(x).squeeze(-1) - y) ** 2).sum(), len(x))
+
+
+def fit_with(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
+    with open_watched(world, store, values) as builder:
+        loop.fit(task, builder)
+        return trace_of(builder)
+
+
+def loop_with(world: World, store: Any, task: Regression, values: dict[str, Any]) -> Trace:
+    with open_watched(world, store, values) as builder:
+        own = OwnRun(builder)
+        plain = task.model()
+        made = task.optimizer(plain)
+        model, optimizer, _ = own.setup(plain, made, task.scheduler(made))
+        assert optimizer is made
+        for step in own.steps(task.data(), task.collate):
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight)
+            step.apply()
+        own.close()
+        return trace_of(builder)
+
+
+JOBS = {"fit": fit_with, "own loop": loop_with}
+
+
+def plain_pytorch(task: Regression) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """What plain PyTorch does: the rates of every applied step, and the weights after it."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    scheduler = task.scheduler(optimizer)
+    x, y = task.data()[:]
+    found = []
+    for ids in windows(56, BATCH, "drop", STEPS):
+        loss = ((model(x[ids]).squeeze(-1) - y[ids]) ** 2).mean()
+        optimizer.zero_grad()
+        if torch.isfinite(loss):
+            loss.backward()
+            rates = [group["lr"] for group in optimizer.param_groups]
+            optimizer.step()
+            scheduler.step()
+        found.append((rates, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    return found
+
+
+def assert_same(traces: list[Trace], expected: list[tuple[list[float], dict[str, Tensor]]]) -> None:
+    for trace in traces:
+        for note, (rates, weights) in zip(trace.steps, expected, strict=True):
+            if note.result.applied:
+                assert note.optimizer_lrs == pytest.approx(rates, rel=1e-14)
+            for name, weight in weights.items():
+                assert (note.weights[name] - weight).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_does_what_it_does_in_plain_pytorch(pool: Pool, kind: str, job: str) -> None:
+    task = Regression(SCHEDULERS[kind])
+    for world in (1, 2):
+        assert_same(pool.run(JOBS[job], task, VALUES, world=world), plain_pytorch(task))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "fsdp-grads", "pp"])
+def test_the_rates_are_the_same_under_every_strategy(pool: Pool, strategy: str) -> None:
+    task = Regression(SCHEDULERS["one cycle"])
+    expected = [rates for rates, _ in plain_pytorch(task)]
+    for trace in pool.run(fit_with, task, VALUES | {"strategy": strategy}, world=2):
+        assert [note.optimizer_lrs for note in trace.steps] == [pytest.approx(rates, rel=1e-14) for rates in expected]
+
+
+def test_a_skipped_step_does_not_move_the_scheduler(pool: Pool) -> None:
+    third = windows(56, BATCH, "drop", STEPS)[2]
+    task = Regression(SCHEDULERS["one cycle"], spoiled=third[3])
+    traces = pool.run(fit_with, task, VALUES, world=2)
+    assert [note.result.applied for note in traces[0].steps] == [True, True, False, True, True, True, True]
+    assert_same(traces, plain_pytorch(task))
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "milestones", "transformers"])
+def test_a_resumed_run_goes_on_with_the_schedulers_state(pool: Pool, tmp_path: Path, kind: str) -> None:
+    task = Regression(SCHEDULERS[kind])
+    expected = plain_pytorch(task)
+    values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
+    assert_same(pool.run(fit_with, task, values | {"steps": 3}, world=2), expected[:3])
+    assert_same(pool.run(fit_with, task, values, world=1), expected[3:])
+
+
+def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Path) -> None:
+    values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
+    pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), values | {"steps": 3}, world=1)
+    errors = pool.errors(fit_with, Regression(SCHEDULERS["one cycle"]), values, world=2)
+    assert_user_errors(errors, "the state of StepLR", "here it is OneCycleLR")
+
+
+def test_a_function_of_the_step_is_a_share_of_the_peak(pool: Pool) -> None:
+    task = Regression(lambda optimizer: lambda step: 1 / (1 + step))
+    for job in JOBS.values():
+        traces = pool.run(job, task, VALUES | {"lr.peak": 0.04}, world=2)
+        found = [note.optimizer_lrs for note in traces[0].steps]
+        assert found == [[pytest.approx(0.04 / (1 + n)), pytest.approx(0.02 / (1 + n))] for n in range(STEPS)]
+
+
+def test_a_plateau_follows_the_evaluations(pool: Pool) -> None:
+    def plateau(optimizer: Any) -> Any:
+        # No loss is better than the first by that much.
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+
+    task = Regression(plateau, evaluated=True)
+    traces = pool.run(fit_with, task, VALUES | {"evaluate.every": 2, "evaluate.batch": 8}, world=2)
+    for trace in traces:
+        assert [note.optimizer_lrs[0] / 0.02 for note in trace.steps] == [1, 1, 1, 1, 0.5, 0.5, 0.25]
+
+    assert_user_errors(pool.errors(fit_with, task, VALUES, world=2), "ReduceLROnPlateau", "type evaluate.every=100")
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "words"),
+    [
+        (SCHEDULERS["one cycle"], {"lr.warmup": 3}, ("OneCycleLR sets the learning rate", "leave lr.warmup out")),
+        (SCHEDULERS["one cycle"], {"lr.peak": 0.1}, ("OneCycleLR sets the learning rate", "leave lr.peak out")),
+        (lambda _: abs, {"lr.schedule": "cosine"}, ("a function of the step sets", "leave lr.schedule out")),
+        (lambda _: lambda step: -1.0, {}, ("returned -1.0 for step 0", "a finite share of the peak")),
+        (lambda _: 0.1, {}, ("a float is not a scheduler", "LRScheduler")),
+        (lambda o: [cosine(o), abs], {}, ("a second scheduler was passed",)),
+        (
+            lambda _: cosine(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
+            {},
+            ("LambdaLR sets the rates of an optimizer that this run does not have",),
+        ),
+    ],
+)
+def test_what_contradicts_is_refused(
+    pool: Pool, make: Callable[[Any], Any], values: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    assert_user_errors(pool.errors(fit_with, Regression(make), VALUES | values, world=1), *words)
+
+
+def test_a_scheduler_can_be_made_for_an_optimizer_by_name(pool: Pool) -> None:
+    traces = pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), VALUES | {"optimizer": "adamw"}, world=1)
+    assert [note.optimizer_lrs[0] for note in traces[0].steps] == [0.02] * 3 + [0.01] * 3 + [0.005]
+
+
+# ---- rates that somebody else sets ------------------------------------------------------------------------
+
+
+class Assigns(Regression):
+    def optimizer(self, model: Any) -> Any:
+        self.made = super().optimizer(model)
+        return self.made
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            self.made.param_groups[1]["lr"] = 0.5
+
+
+class AssignsToTensor(Assigns):
+    def optimizer(self, model: Any) -> Any:
+        self.made = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), capturable=False, foreach=False)
+        self.made.add_param_group({"params": [], "lr": torch.tensor(0.01)})
+        return self.made
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            self.made.param_groups[1]["lr"].fill_(0.5)
+
+
+class StepsItsOwn(Assigns):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 1:
+            self.late = lr_scheduler.StepLR(self.made, 1, 0.5)
+        self.late.step()
+
+
+class StepsOurs(Regression):
+    def scheduler(self, optimizer: Any) -> Any:
+        self.own = lr_scheduler.StepLR(optimizer, 100)
+        return self.own
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.own.step()
+
+
+class KeepsItself(Regression):
+    def optimizer(self, model: Any) -> Any:
+        made = super().optimizer(model)
+        self.own = cosine(made)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Assigns, ("the learning rate of parameter group 1 was changed", "it is 0.5; Lockstep set 0.01", "run.setup")),
+        (AssignsToTensor, ("the learning rate of parameter group 1 was changed", "it is 0.5")),
+        (StepsItsOwn, ("the learning rate of parameter group 0 was changed", "it is 0.01; Lockstep set 0.02")),
+        (StepsOurs, ("scheduler.step() was called", "remove the call")),
+        (KeepsItself, ("a scheduler was made for this SGD", "run.setup(model, optimizer, scheduler)")),
+    ],
+)
+def test_a_rate_that_lockstep_did_not_set_is_an_error(pool: Pool, task: type[Task], words: tuple[str, ...]) -> None:
+    assert_user_errors(pool.errors(fit_with, task(), VALUES, world=2), *words)
+
+
+def test_the_scheduler_is_given_back(pool: Pool) -> None:
+    def job(world: World, store: Any) -> list[float]:
+        task = StepsOurs()
+        task.after_step = lambda model, step: None  # type: ignore[method-assign]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of a scheduler that is stepped too early
+            fit_with(world, store, task, VALUES)
+        task.own.step()
+        return task.own.get_last_lr()
+
+    assert pool.run(job, world=1)[0] == [0.02, 0.01]
