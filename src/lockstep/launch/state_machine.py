@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import Preempted, plural
-from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, root_cause
+from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, left_early, root_cause
 from lockstep.launch.job import Cluster, Job, Node
 from lockstep.launch.protocol import (
     Announce,
@@ -53,6 +53,9 @@ GATHER_S = 300.0
 
 # After an exception, how long to wait for the report of a peer whose death may have caused it.
 CAUSE_WAIT_S = 1.0
+
+# The same after an exception that only says that a peer is gone: a large process takes a while to die.
+COMPLAINT_WAIT_S = 5.0
 
 # Seconds without progress before the user is warned.
 WARN_S = 45.0
@@ -295,7 +298,7 @@ class JobStateMachine:
 
         # No later report can explain this exit, so decide now.
         if rank_exit.is_cause:
-            self._fail(root_cause(self.attempt.exits), now)
+            self._fail(self._root_cause(), now)
             return
 
         if not rank_exit.clean:
@@ -303,7 +306,8 @@ class JobStateMachine:
             if self.job_phase is JobPhase.ASK:
                 self.job_phase = JobPhase.RUN
 
-            self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
+            wait = COMPLAINT_WAIT_S if rank_exit.is_complaint else CAUSE_WAIT_S
+            self._deadline = min(self._deadline, now + wait)
         elif rank_exit.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves and not this launcher.
             if self.job_phase is not JobPhase.PREEMPT:
@@ -316,10 +320,21 @@ class JobStateMachine:
         if not self.attempt.running:
             self._all_exited(now)
 
+    def _root_cause(self) -> Failure | None:
+        failure = root_cause(self.attempt.exits)
+        ended = [rank for rank, rank_exit in self.attempt.exits.items() if rank_exit.code == 0 and rank_exit.clean]
+
+        # Complaints about a lost rank, and no rank that failed: it is one that ended before the others.
+        if failure is not None and failure.is_complaint and ended:
+            node, _ = self.attempt.slots[ended[0]]
+            return left_early(ended[0], self.cluster.nodes[node].host, failure)
+
+        return failure
+
     def _all_exited(self, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
-            self._fail(root_cause(self.attempt.exits), now)
+            self._fail(self._root_cause(), now)
         elif not self.attempt.any_preempted:
             self._end(JobEnd(0))
         elif self._preempt_signal:
@@ -350,7 +365,8 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
-        if self.job_phase is not JobPhase.RUN:
+        # After a failure the other ranks stand still: that is no hang, and its cause is about to be known.
+        if self.job_phase is not JobPhase.RUN or not self.attempt.all_clean:
             return
 
         # Tell a user in front of the screen, long before the limit is reached.
@@ -468,7 +484,7 @@ class JobStateMachine:
                 # A rank raised. If a node has gone quiet, its loss may be the cause: wait for that report.
                 beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
                 if now - min(beats, default=now) <= QUIET_S:
-                    self._fail(root_cause(self.attempt.exits), now)
+                    self._fail(self._root_cause(), now)
 
     def _overdue(self) -> Failure:
         late = self.attempt.running

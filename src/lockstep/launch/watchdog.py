@@ -17,8 +17,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,26 +186,97 @@ def awaited_ranks(views: list[RankView]) -> list[int]:
 # ---- the explanation ----
 
 
-def explain(suspicion: Suspicion, stacks: dict[int, str], collectives: Sequence[str] = ()) -> Failure:
-    """Return a failure that names first the rank that the others wait for, then where they wait, then `collectives`."""
-    # If the phases do not show which rank the others wait for, the stacks may: the ranks in the smallest group, if one
-    # is smaller than all others. Otherwise the rank that has been silent for longest is named.
-    groups = group(stacks)
-    one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
-    awaited = suspicion.awaited or (groups[0][1] if one_is_smallest else [])
+@dataclass(frozen=True)
+class Evidence:
+    """What was collected on suspicion, and what it says."""
+
+    stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for one that did not answer
+    findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
+    holders: list[int] = field(
+        default_factory=list
+    )  # ranks that show their stack, and run no Python: see `gil_holders`
+
+
+def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[int]:
+    """Return the ranks that showed a stack but did not list their collectives, if others did.
+
+    Stacks are written by a signal handler in C, collectives by a thread of Python. A rank that does only the first
+    holds the GIL in native code: whatever its phase, it waits for no other rank.
+    """
+    answered = [rank for rank, text in stacks.items() if text]
+    holders = [rank for rank in answered if rank not in collectives]
+    return holders if len(holders) < len(answered) else []
+
+
+def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> list[int]:
+    """Return the ranks that entered as many collectives as the others in fewer steps.
+
+    If one rank calls a collective that the others do not, and its size fits, the others take it for their own next one:
+    nothing fails, and this rank falls behind, although it is the one that does too much.
+    """
+    entered = findings.entered
+    steps = {rank: view.step for rank, view in suspicion.views.items()}
+    if not entered or entered.keys() != steps.keys():
+        return []
+
+    newest = max(steps.values())
+    fewest = min(entered[rank] for rank in steps if steps[rank] == newest)
+    return [rank for rank in steps if steps[rank] < newest and entered[rank] >= fewest]
+
+
+def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
+    """Return a failure that names the rank that the others wait for, then where they wait, in which collective."""
+    groups = group(evidence.stacks)
+    ahead = ranks_ahead(suspicion, evidence.findings)
+    awaited = ahead or _awaited(suspicion, evidence, groups)
     culprit = suspicion.views[awaited[0]] if awaited else max(suspicion.views.values(), key=lambda view: view.age)
-    detail = [*_stacks_of(awaited, suspicion, stacks), *_groups_of(groups, awaited, suspicion), *collectives]
+    detail = [
+        *_stacks_of(awaited, suspicion, evidence.stacks),
+        *(
+            f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective"
+            for rank in evidence.holders
+        ),
+        *_groups_of(groups, awaited, suspicion),
+        *evidence.findings.lines,
+    ]
 
     return Failure(
         rank=culprit.rank,
         host=culprit.host,
         time=time.time(),
         kind=HANG,
-        message=f"{suspicion.reason}; {_who(suspicion, awaited)}",
+        message=f"{suspicion.reason}; {_who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)}",
         traceback="\n".join(detail),
         step=culprit.step,
         phase=culprit.phase,
     )
+
+
+def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
+    """Return the ranks that the others wait for, by the best evidence there is."""
+    # Of several ranks that seem to work, the one that certainly does.
+    if awaited := suspicion.awaited:
+        return [rank for rank in awaited if rank in evidence.holders] or awaited
+
+    # If the phases do not show it, the collectives may, or else the stacks: the ranks in the smallest group, if one is
+    # smaller than all others.
+    one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
+    return evidence.holders or evidence.findings.late or (groups[0][1] if one_is_smallest else [])
+
+
+def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) -> str:
+    if not ahead:
+        return ""
+
+    entered = evidence.findings.entered
+    others = max((view for view in suspicion.views.values() if view.rank not in ahead), key=lambda view: view.step)
+    first = suspicion.views[ahead[0]]
+    verb = "is" if len(ahead) == 1 else "are"
+    counts = (
+        f"{entered[first.rank]} collectives by step {first.step}, "
+        f"rank {others.rank} {entered[others.rank]} by step {others.step}"
+    )
+    return f"{flight_recorder.listed(ahead)} {verb} ahead: {counts}. Look for a collective that not every rank calls"
 
 
 def _who(suspicion: Suspicion, awaited: list[int]) -> str:
@@ -328,7 +399,7 @@ class Watchdog:
 
         # The rank to name is one that does not wait for others, if there is one.
         named = min(views, key=lambda view: (view.traits.waits, view.rank))
-        limit = max(limit_of(view, views, self.limits) for view in views)
+        limit = max(_busy_limit(view, views, self.limits) for view in views)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
 
         return f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s"
@@ -344,14 +415,16 @@ class Watchdog:
         if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
             return None
 
-        # A halted rank does not answer; then there is nothing to compare.
-        differences: list[str] = []
-        if len(self.collectives) >= len(suspicion.views):
-            # If torch changed its format, the stacks must do.
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                differences = flight_recorder.analyse(self.collectives)
+        return explain(suspicion, self._evidence(suspicion))
 
-        return explain(suspicion, self.stacks, differences)
+    def _evidence(self, suspicion: Suspicion) -> Evidence:
+        # If torch changed its format, the stacks must do. A rank that did not answer cannot be compared.
+        findings = flight_recorder.Findings()
+        if len(self.collectives) >= len(suspicion.views):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                findings = flight_recorder.analyse(self.collectives)
+
+        return Evidence(self.stacks, findings, gil_holders(self.stacks, self.collectives))
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Whether a rank is compiling, which is no hang. If so, no suspicion follows for a while.

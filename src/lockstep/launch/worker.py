@@ -36,6 +36,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
+            failure.note_end(folder, rank)
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
@@ -46,6 +47,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 
         exit_without_teardown(1)
 
+    failure.note_end(folder, rank)
     exit_without_teardown(0)
 
 

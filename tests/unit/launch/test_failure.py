@@ -93,8 +93,56 @@ def test_an_abort_after_a_record_is_a_consequence(tmp_path, local_rank):
     assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
+# What gloo says, word for word, in a rank whose peer aborted.
+RESET = (
+    "[pair.cc:537] Read error [127.0.0.1]:50847: Connection reset by peer. This is typically caused by a remote worker"
+)
+
+
+def test_a_rank_that_aborts_beats_the_complaints_of_others(tmp_path, local_rank):
+    """The complaint comes first: the kernel closes the connections of a process before its parent can reap it."""
+    complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
+    local_rank.log.write_text("free(): invalid pointer\n")
+    found = root_cause({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
+    assert (found.rank, found.message) == (1, "native code aborted: free(): invalid pointer")
+
+
+def test_an_exception_of_its_own_beats_an_earlier_complaint(tmp_path):
+    complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
+    own = RankExit(1, recorded(tmp_path, 1, ConnectionResetError("Connection reset by peer")))  # its own server's
+    assert root_cause({0: complaint, 1: own}).rank == 1
+
+
+def test_an_abort_over_a_lost_peer_is_a_complaint(tmp_path, local_rank):
+    local_rank.log.write_text(f"terminate called after throwing an instance of 'X'\n  what():  {RESET}\n")
+    aborted = examine(local_rank, -signal.SIGABRT, time.time() - 60)
+    assert root_cause({0: RankExit(1, recorded(tmp_path, 0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
+
+
+def test_a_crash_comes_with_its_last_lines_too(local_rank):
+    (local_rank.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
+    local_rank.log.write_text("what native code wrote\n")
+    text = examine(local_rank, -signal.SIGABRT, WHEN).failure.text()
+    assert "at: x.py:3 f" in text
+    assert text.endswith("\n  its last lines:\n    what native code wrote")
+
+
+def test_warnings_of_torch_are_no_last_words(local_rank):
+    local_rank.log.write_text("mine\n[W1116 09:30:00.1 socket.cpp:767] [c10d] The client socket has failed\n")
+    assert examine(local_rank, -9, WHEN).failure.log == "mine"
+
+
+def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(tmp_path, local_rank):
+    left = examine(local_rank, 0, time.time() + 1)
+    assert not left.clean
+    found = root_cause({0: RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET))), 1: left})
+    assert (found.rank, found.kind) == (1, "exit")
+    assert "ended with code 0 before its work was done" in found.message
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_finished_and_preempted_are_no_failures(local_rank, code):
+    failure.note_end(local_rank.folder, 1)
     assert examine(local_rank, code, WHEN) == RankExit(code)
     assert root_cause({1: RankExit(code)}) is None
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import flight_recorder
-from lockstep.launch.flight_recorder import analyse
+
+
+def analyse(dumps):
+    return flight_recorder.analyse(dumps).lines
 
 
 def entry(number, op="all_reduce", sizes=(4,), dtype="Float", done=True, group=("0", "default_pg")):
@@ -84,6 +87,18 @@ def test_process_groups_are_apart():
     assert len(lines) == 1
     assert lines[0].startswith("process group tensor")
     assert "rank 2" not in lines[0]
+
+
+def test_who_is_late_is_not_one_that_waits_elsewhere():
+    """Rank 0 waits for rank 1 in the pair's collective, and rank 1 for rank 2 in that of all."""
+    pair = ("1", "tensor")
+    dumps = {
+        0: [entry(1, group=pair), entry(2, done=False, group=pair), entry(1)],
+        1: [entry(1, group=pair), entry(1), entry(2, done=False)],
+        2: [entry(1)],
+    }
+    found = flight_recorder.analyse(dumps)
+    assert (found.late, found.mismatch, found.entered) == ([2], False, {0: 1, 1: 2, 2: 1})
 
 
 def test_the_environment_keeps_the_dumps_with_the_logs(tmp_path):

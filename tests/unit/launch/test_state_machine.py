@@ -498,6 +498,42 @@ def test_a_kill_is_a_better_reason_than_a_hang(stage):
     assert "SIGKILL" in stage.said
 
 
+def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
+    """Rank 0 has raised and the launcher waits for a cause: that rank 1 stands still meanwhile says nothing."""
+    stuck = view(1, 40.0, "data")
+    stage.beat(view(0, 40.0, "exchange"), stuck)
+    for _ in range(40):  # the watchdog has watched for long enough
+        stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
+        stage.machine.check_for_hangs(stage.now)
+        stage.tick(1)
+    stage.exit(0, 1, message="the real cause")
+    stage.beat(stuck)
+    stage.machine.check_for_hangs(stage.now)
+    stage.tick(0.5)
+    assert not stage.sent(CollectStacks)
+    stage.tick(1)
+    assert "the real cause" in stage.said
+
+
+def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
+    """A large process takes seconds to die."""
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick(3)
+    assert not stage.said
+    stage.exit(1, -6)
+    stage.beat()
+    stage.tick(1.1)
+    assert "rank 1 on host-0 failed" in stage.said
+
+
+def test_a_rank_that_ends_before_the_others_is_named(stage):
+    stage.exit(1, 0)
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick()
+    assert "rank 1 on host-0 failed" in stage.said
+    assert "ended with code 0 while other ranks were training" in stage.said
+
+
 def test_strange_records_of_collectives_do_no_harm(stage):
     stuck(stage)
     stage.machine.stacks(0, Stacks(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)

@@ -12,8 +12,9 @@ import pytest
 
 from lockstep.config.schema import HangConfig
 from lockstep.launch import records, watchdog
+from lockstep.launch.flight_recorder import Findings
 from lockstep.launch.stacks import collect, group, line_of
-from lockstep.launch.watchdog import RankView, Watchdog, explain, suspect
+from lockstep.launch.watchdog import Evidence, RankView, Watchdog, explain, suspect
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -122,13 +123,65 @@ def test_the_one_in_another_collective_is_odd():
 def test_no_rank_is_blamed_when_all_wait_in_the_same_collective():
     suspicion = suspect([view(0, "exchange", 9.0), view(1, "exchange", 9.5)], HangConfig())
     assert suspicion.awaited == []
-    assert "cannot tell which rank is at fault" in explain(suspicion, {}).message
+    assert "cannot tell which rank is at fault" in explain(suspicion, Evidence()).message
 
 
 def test_stacks_tell_who_is_odd_when_phases_do_not():
     suspicion = suspect([view(rank, "exchange", 9.0) for rank in range(3)], HangConfig())
     stacks = {0: stack(("/u/train.py", 7, "f")), 1: stack(("/u/train.py", 9, "g")), 2: stack(("/u/train.py", 7, "f"))}
-    assert explain(suspicion, stacks).rank == 1
+    assert explain(suspicion, Evidence(stacks)).rank == 1
+
+
+def entries(*numbers, done=True):
+    """The default group's collectives of these numbers, all of one size; the last has ended if `done`."""
+    common = {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "process_group": ["0", "default_pg"]}
+    return [{**common, "collective_seq_id": n, "retired": done or n != numbers[-1]} for n in numbers]
+
+
+def judged(views, stacks, collectives):
+    watch = Watchdog(HangConfig())
+    for second in range(12):
+        if look(watch, [replace(seen, age=float(second)) for seen in views], now=second):
+            break
+    watch.stacks, watch.collectives = stacks, collectives
+    return watch.verdict()
+
+
+def test_a_hang_in_the_last_backward_is_attributed_between_two_ranks():
+    """Both are in the phase exchange and their stacks differ, one each: only the collectives tell them apart."""
+    waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
+    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0)]
+    failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False), 1: entries(1)})
+    assert failure.rank == 1
+    assert "the others are waiting for rank 1" in failure.message
+    assert failure.traceback.startswith("rank 1 is at: /u/layer.py:9 backward")
+
+
+def test_a_rank_that_holds_the_gil_is_not_in_the_collective():
+    waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
+    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0, state="R")]
+    failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False)})
+    assert failure.rank == 1
+    assert "rank 1 holds Python's lock" in failure.traceback
+
+
+def test_a_rank_that_calls_a_collective_of_its_own_is_ahead_although_its_step_is_behind():
+    views = [
+        view(0, "exchange", 9.0, step=25),
+        view(1, "collective", 9.0, step=49),
+        view(2, "collective", 9.0, step=49),
+    ]
+    collectives = {0: entries(95, 96, done=False), 1: entries(95), 2: entries(95)}
+    failure = judged(views, dict.fromkeys(range(3), ""), collectives)
+    assert failure.rank == 0
+    assert "rank 0 is ahead: 96 collectives by step 25, rank 1 95 by step 49" in failure.message
+    assert "Look for a collective that not every rank calls" in failure.message
+
+
+def test_a_rank_that_is_behind_in_both_is_just_late():
+    views = [view(0, "exchange", 9.0, step=40), view(1, "exchange", 9.0, step=41)]
+    failure = judged(views, {0: "", 1: ""}, {0: entries(40), 1: entries(40, 41, done=False)})
+    assert "the others are waiting for rank 0" in failure.message
 
 
 # watch
@@ -228,9 +281,8 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
     )
     views = [view(rank, "exchange", 38.0) for rank in range(4)]
     views[1] = view(1, "data", 37.0, state="S")
-    failure = explain(
-        suspect(views, HangConfig()), {0: waits, 1: reads, 2: waits, 3: waits}, ["rank 1 never entered it"]
-    )
+    evidence = Evidence({0: waits, 1: reads, 2: waits, 3: waits}, Findings(["rank 1 never entered it"]))
+    failure = explain(suspect(views, HangConfig()), evidence)
     assert (failure.kind, failure.rank, failure.host) == ("hang", 1, "node-a")
     assert (failure.step, failure.phase) == (41, "data")
     assert failure.message == (
@@ -251,14 +303,22 @@ def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
     watch = Watchdog(HangConfig())
     views = [view(0, "exchange", 9.0), view(1, "data", 9.0, state="T")]
     suspicion = [look(watch, views, now=second) for second in range(5)][-1]
-    failure = explain(suspicion, {0: stack(("/u/train.py", 1, "f")), 1: ""})
+    failure = explain(suspicion, Evidence({0: stack(("/u/train.py", 1, "f")), 1: ""}))
     assert "process suspended" in failure.message
     assert "SIGCONT" in failure.traceback
     assert "1 rank waits at: /u/train.py:1 f (rank 0), phase exchange" in failure.traceback
 
 
+def test_the_warning_names_the_limit_that_applies():
+    watch = Watchdog(HangConfig())
+    views = [view(0, "exchange", 46.0), view(1, "compute", 46.0, state="R")]
+    watch.views = {0: views}
+    assert suspect(views, HangConfig()) is None
+    assert watch.warning(45.0).endswith("the limit is 60 s")
+
+
 def test_many_odd_ranks_are_not_all_described():
-    failure = explain(suspect([view(rank, "data", 99.0) for rank in range(20)], HangConfig()), {})
+    failure = explain(suspect([view(rank, "data", 99.0) for rank in range(20)], HangConfig()), Evidence())
     assert "no rank is waiting for another" in failure.message
     assert failure.message.endswith("12 more")
     assert len(failure.traceback.splitlines()) == 8
