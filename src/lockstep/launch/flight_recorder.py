@@ -117,7 +117,7 @@ class Findings:
 
     lines: list[str] = field(default_factory=list)  # one per process group in which ranks disagree, or wait
     late: list[int] = field(default_factory=list)  # never entered a collective that others wait in, and wait in none
-    mismatch: bool = False  # ranks did different things under one number: that cannot end well
+    deadlock: bool = False  # all ranks' group: one waits in a collective where another did something else
     entered: dict[int, int] = field(default_factory=dict)  # rank -> collectives of the default group so far
 
 
@@ -138,7 +138,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     return Findings(
         [f"process group {name}: {text}" for name, text in texts.items() if text],
         [] if mismatches else sorted(late - inside or late),
-        bool(mismatches),
+        DEFAULT_GROUP in mismatches and any(not last.finished for last in _last_ones(default)),
         {rank: max(entered, default=0) for rank, entered in default.items()},
     )
 
@@ -203,6 +203,10 @@ class _Wait:
         lasts = [f"{listed([rank])} never entered it ({_last(self.history[rank])})" for rank in self.late]
 
         return f"{listed(self.inside)} {verb} in {collective}; {'; '.join(lasts)}"
+
+
+def _last_ones(history: History) -> list[Collective]:
+    return [entered[max(entered)] for entered in history.values() if entered]
 
 
 def _last(entered: dict[int, Collective]) -> str:

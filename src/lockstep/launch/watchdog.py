@@ -17,16 +17,17 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lockstep.config.schema import HangConfig
 from lockstep.errors import plural
 from lockstep.launch import flight_recorder, records
 from lockstep.launch.failure import HANG, Failure
-from lockstep.launch.stacks import Frame, describe, group, line_of, main_thread
+from lockstep.launch.stacks import Frame, describe, group, line_of, loaders, main_thread
 from lockstep.runtime import heartbeat
 
 # What the ranks may do before they enter a collective in which others wait already.
@@ -44,14 +45,26 @@ HALTED_S = 3.0
 # How long a rank that compiles is left alone before it is asked again.
 COMPILING_S = 10.0
 
+# Seconds without progress before the ranks are asked where they are, whatever their limits.
+INQUIRE_S = 45.0
+
 # A launcher that did not look for this long was itself suspended or starved, and perhaps so were its ranks.
 AWAY_S = 3.0
 
 # In any thread: on a GPU the backward pass is compiled by a thread of torch. A compiled model has no such frame.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
 
+# How much longer a rank may take at a place where an earlier attempt was ended as a hang, for each such attempt.
+RAISE_FACTOR = 4.0
+
+# Minimum, in multiples of `hang.least`, that a rank without a history is given to react to a stop request.
+STOP_FACTOR = 2.0
+
 # How many ranks are described in a message.
 MAX_RANKS_NAMED = 8
+
+# A place where ranks stood still, as (step, phase), and how many attempts ended there.
+Places = Mapping[tuple[int | None, str | None], int]
 
 # The letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "suspended", "Z": "dead", "": "gone"}
@@ -112,14 +125,19 @@ class Suspicion:
     reason: str
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
+    remedy: str = ""  # the setting that raises the limit
+    within_limit: bool = False  # only an inquiry: no failure without proof
 
     @property
     def halted(self) -> bool:
         return any(self.views[rank].halted for rank in self.awaited)
 
 
-def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
-    """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes."""
+def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingProxyType({})) -> Suspicion | None:
+    """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes.
+
+    At `places` an earlier attempt was ended: the limit is higher there.
+    """
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}
 
@@ -135,28 +153,76 @@ def suspect(views: list[RankView], limits: HangConfig) -> Suspicion | None:
         return Suspicion(reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
-    rank_limits = [_busy_limit(view, working, limits) for view in working]
-    if not working or any(view.age <= limit for view, limit in zip(working, rank_limits, strict=True)):
+    rank_limits = {view.rank: raised_limit(view, working, limits, places) for view in working}
+    if not working or any(view.age <= rank_limits[view.rank] for view in working):
         return None
 
     youngest = min(view.age for view in working)
-    reason = f"no rank has advanced for {youngest:.1f} s (limit {max(rank_limits):.1f} s)"
+    slowest = max(working, key=lambda view: rank_limits[view.rank])
+    setting = setting_of(slowest, working, limits)
+    reason = f"no rank has advanced for {youngest:.1f} s (limit {rank_limits[slowest.rank]:.1f} s, by {setting})"
+    remedy = f"if this is slow work and no hang: {setting}={2 * getattr(limits, setting.removeprefix('hang.')):g}"
 
-    return Suspicion(reason, awaited_ranks(working), by_rank)
+    return Suspicion(reason, awaited_ranks(working), by_rank, remedy)
 
 
-def _busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
+def raised_limit(view: RankView, views: list[RankView], limits: HangConfig, places: Places) -> float:
+    """Return how many seconds this rank may stay in its phase, here: a limit that was too short is not repeated."""
+    limit = busy_limit(view, views, limits)
+    times = places.get((view.step, view.phase), 0)
+    return max(limit, min(limit * RAISE_FACTOR**times, limits.first))
+
+
+def busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
     """Return `limit_of` this rank, or more if it visibly works: one long batch is not a hang."""
     limit = limit_of(view, views, limits)
     none_waits = not any(other.traits.waits for other in views)
-    busy = not view.traits.waits and view.state in ("R", "D")
 
-    return max(limit, BUSY_FACTOR * limits.least) if busy or none_waits else limit
+    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) or none_waits else limit
+
+
+def _is_busy(view: RankView) -> bool:
+    return not view.traits.waits and view.state in ("R", "D")
+
+
+def stop_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
+    """Return how many seconds this rank may stand still after the job was asked to stop, if it is not to be killed."""
+    if view.traits.saves:
+        return math.inf
+
+    # Before its first step ends, a rank has nothing to save.
+    limit = STOP_FACTOR * limits.least
+    if not view.steps_done:
+        return limit
+
+    # `hang.first` is for work that may take long. A rank that works on is worth waiting for, one that sleeps is not.
+    if _has_history(view):
+        limit = limit_of(view, views, limits)
+    else:
+        limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
+
+    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) else limit
+
+
+def setting_of(view: RankView, views: list[RankView], limits: HangConfig) -> str:
+    """Return the setting that gave this rank its limit."""
+    if not _has_history(view):
+        return "hang.first"
+
+    # The limit that this rank would have without a history.
+    unlearnt = limit_of(view, [replace(other, longest={view.phase: 1e-9}) for other in views], limits)
+    learnt = busy_limit(view, views, limits) > max(unlearnt, BUSY_FACTOR * limits.least)
+    return "hang.factor" if learnt else "hang.least"
+
+
+def _has_history(view: RankView) -> bool:
+    """Whether earlier visits say how long this phase takes."""
+    return view.traits.duration != "unpredictable" and view.steps_done > 0 and bool(view.longest.get(view.phase))
 
 
 def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float:
     """Return how many seconds this rank may stay in its phase."""
-    if view.traits.duration == "unpredictable" or view.steps_done == 0 or not view.longest.get(view.phase):
+    if not _has_history(view):
         return limits.first
 
     # A collective waits for whatever the other ranks still do before they enter it.
@@ -209,7 +275,7 @@ def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[in
 
 
 def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> list[int]:
-    """Return the ranks that entered as many collectives as the others in fewer steps.
+    """Return the ranks that entered more collectives than the others in fewer steps.
 
     If one rank calls a collective that the others do not, and its size fits, the others take it for their own next one:
     nothing fails, and this rank falls behind, although it is the one that does too much.
@@ -221,7 +287,8 @@ def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> lis
 
     newest = max(steps.values())
     fewest = min(entered[rank] for rank in steps if steps[rank] == newest)
-    return [rank for rank in steps if steps[rank] < newest and entered[rank] >= fewest]
+    least = fewest if findings.deadlock else fewest + 1
+    return [rank for rank in steps if steps[rank] < newest and entered[rank] >= least]
 
 
 def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
@@ -238,6 +305,7 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
         ),
         *_groups_of(groups, awaited, suspicion),
         *evidence.findings.lines,
+        *([suspicion.remedy] if suspicion.remedy else []),
     ]
 
     return Failure(
@@ -306,12 +374,23 @@ def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str])
     for rank in awaited[:MAX_RANKS_NAMED]:
         if frames := main_thread(stacks.get(rank, "")):
             lines += describe(frames, f"rank {rank} is ")
+            lines += _loaders_of(rank, suspicion, stacks)
         elif suspicion.views[rank].state == "T":
             lines.append(f"rank {rank} is suspended and cannot show its stack; SIGCONT would let it continue")
         else:
             lines.append(f"rank {rank} did not show its stack")
 
     return lines
+
+
+def _loaders_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+    """Return where the loader processes of a rank are, if it waits for its data."""
+    # The first batches are read in the phase build.
+    reads = any("/lockstep/data/" in frame.file for frame in main_thread(stacks[rank]))
+    if suspicion.views[rank].phase != "data" and not reads:
+        return []
+
+    return [line for pid, frames in loaders(stacks[rank]).items() for line in describe(frames, f"loader {pid} is ")]
 
 
 def _groups_of(
@@ -333,14 +412,18 @@ def _groups_of(
 class Watchdog:
     """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
 
-    def __init__(self, limits: HangConfig):
+    def __init__(self, limits: HangConfig, places: Places = MappingProxyType({})):
         self.limits = limits
+
+        # Where earlier attempts were ended as hanging.
+        self._places = places
 
         # Node -> its ranks, as of its last heartbeat.
         self.views: dict[int, list[RankView]] = {}
 
-        # Whether the screen says that no rank advances.
+        # Whether the screen says that no rank advances, and the beats at which the ranks were last asked about it.
         self._warned = False
+        self._asked_at: dict[int, int] = {}
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
@@ -382,27 +465,61 @@ class Watchdog:
         ]
 
         # What was collected for an earlier suspicion explains nothing about this one.
-        self._suspicion = suspect(seen, self.limits) if now >= self._quiet_until else None
+        self._suspicion = None
+        if now >= self._quiet_until:
+            self._suspicion = suspect(seen, self.limits, self._places) or self._inquiry(seen)
+
         self.stacks = {}
         self.collectives = {}
 
         return self._suspicion
 
-    def warning(self, age: float) -> str | None:
-        """Return, once per attempt, a line for the screen when no rank has advanced for `age` seconds."""
-        views = self._all_views
-        youngest = min((view.age for view in views), default=0.0)
-        if self._warned or youngest < age:
+    def _inquiry(self, views: list[RankView]) -> Suspicion | None:
+        """Return a reason to ask where the ranks are, long before a limit is reached; once for each standstill."""
+        beats = {view.rank: view.beats for view in views}
+        working = [view for view in views if not view.finished]
+        youngest = min((view.age for view in working), default=0.0)
+        in_debugger = any(view.state == "t" for view in working)
+        if youngest < INQUIRE_S or in_debugger or beats == self._asked_at:
+            return None
+
+        self._asked_at = beats
+
+        # The rank to name is one that does not wait for others, if there is one.
+        named = min(working, key=lambda view: (view.traits.waits, view.rank))
+        slowest = max(working, key=lambda view: raised_limit(view, working, self.limits, self._places))
+        limit = raised_limit(slowest, working, self.limits, self._places)
+        where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
+        setting = setting_of(slowest, working, self.limits)
+        reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
+
+        return Suspicion(reason, awaited_ranks(working), {view.rank: view for view in working}, within_limit=True)
+
+    def remark(self) -> str | None:
+        """Return, once per attempt, what to show of an inquiry that proved nothing: where the ranks are."""
+        suspicion = self._suspicion
+        if suspicion is None or not suspicion.within_limit or self._warned or self._moved(suspicion):
             return None
 
         self._warned = True
+        where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
+        return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
-        # The rank to name is one that does not wait for others, if there is one.
-        named = min(views, key=lambda view: (view.traits.waits, view.rank))
-        limit = max(_busy_limit(view, views, self.limits) for view in views)
-        where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
+    def stands_still(self, running: Collection[int], asked: float, now: float) -> list[RankView]:
+        """Return the ranks if none of them moves, although the job was `asked` to stop at this time; else nothing."""
+        views = [view for view in self._all_views if view.rank in running]
+        patient = now - asked <= self.limits.least or len(views) < len(running)
+        moving = any(view.age <= stop_limit(view, views, self.limits) for view in views)
+        return [] if patient or moving else views
 
-        return f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s"
+    def _moved(self, suspicion: Suspicion) -> bool:
+        beats = {view.rank: view.beats for view in self._all_views}
+        return any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
+
+    @property
+    def reached_a_limit(self) -> bool:
+        """Whether the present suspicion is that of a limit: not a halted process, not a proof."""
+        return self._suspicion is not None and bool(self._suspicion.remedy)
 
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
@@ -410,12 +527,20 @@ class Watchdog:
         assert suspicion is not None
 
         # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
-        beats = {view.rank: view.beats for view in self._all_views}
-        moved = any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
-        if (moved and not suspicion.halted) or self.excuse(suspicion, self.stacks):
+        if (self._moved(suspicion) and not suspicion.halted) or self.excuse(suspicion, self.stacks):
             return None
 
-        return explain(suspicion, self._evidence(suspicion))
+        # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
+        evidence = self._evidence(suspicion)
+        if not suspicion.within_limit:
+            return explain(suspicion, evidence)
+
+        if not (evidence.findings.deadlock or ranks_ahead(suspicion, evidence.findings)):
+            return None
+
+        youngest = min(view.age for view in suspicion.views.values())
+        reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
+        return explain(replace(suspicion, reason=reason), evidence)
 
     def _evidence(self, suspicion: Suspicion) -> Evidence:
         # If torch changed its format, the stacks must do. A rank that did not answer cannot be compared.

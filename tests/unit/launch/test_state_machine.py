@@ -485,6 +485,37 @@ def test_a_hang_is_explained_and_restarted(stage):
     assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
+def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
+    stuck(stage)
+    stage.tick(6)
+    assert "with a higher limit for step 41, phase data" in stage.said
+    stage.ranks_gone()
+    stage.tick()
+    with pytest.raises(pytest.fail.Exception, match="nothing was noticed"):
+        stuck(stage)  # for 40 s
+
+
+def test_ranks_that_stand_still_get_no_grace(stage):
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.tick(4)
+    stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"))
+    stage.machine.check_for_hangs(stage.now)
+    assert not [stage.tick(), stage.sent(Kill)][1]
+    stage.now += 2
+    stage.machine.check_for_hangs(stage.now)
+    assert [stage.tick(), stage.sent(Kill)][1] == [0]
+    assert "rank 1 on host-0 failed at step 41, phase user code" in stage.said
+    assert "2 ranks stood still and were killed" in stage.said
+
+
+def test_a_second_interrupt_works_after_a_sigterm_too(stage):
+    for name in ("SIGTERM", "SIGINT", "SIGINT"):
+        assert not stage.sent(Kill)
+        stage.machine.preempt_requested(name, stage.now)
+        stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
 def test_a_hang_may_be_the_end(stage):
     stuck(stage, hang={"action": "stop"})
     stage.tick(6)  # no rank could answer
