@@ -121,7 +121,7 @@ def run_target(target: str, layers: list[Layer]) -> None:
 
         # As with `python script.py`, the script's own folder comes first on the path.
         os.environ[LAYERS] = json.dumps(layers)
-        sys.path.insert(0, str(Path(target).resolve().parent))
+        targets.put_on_path(Path(target))
         runpy.run_path(target, run_name="__main__")
         return
 

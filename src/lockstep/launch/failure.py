@@ -103,7 +103,7 @@ class Failure:
 
         # A smaller micro-batch is a request, not an error of the program: no traceback.
         request = self.kind == SMALLER
-        detail = [] if request else self.traceback.rstrip().splitlines()
+        detail = [] if request else stacks.fold(self.traceback)
         last_lines = [] if request else self.log.rstrip().splitlines()
 
         # A crash has a stack, and what native code wrote before it. An exception's traceback is in the log as well.

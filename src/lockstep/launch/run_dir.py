@@ -121,6 +121,16 @@ def not_writable(run: Path, error: OSError) -> UserError:
     )
 
 
+def folder_identity(run: Path) -> tuple[int, int] | None:
+    """Return what tells this folder from another one at the same place; None if there is none."""
+    try:
+        found = run.stat()
+    except OSError:
+        return None
+
+    return found.st_dev, found.st_ino
+
+
 def lock(run: Path, timeout: float = 10.0) -> Any:
     """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
 

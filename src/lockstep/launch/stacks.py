@@ -13,9 +13,12 @@ import re
 import signal
 import sysconfig
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from lockstep.errors import plural
 from lockstep.launch import records
 
 SIGNAL = signal.SIGUSR2
@@ -26,6 +29,7 @@ MAX_LOADERS = 4
 # Lines of faulthandler's output.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
 
 # Around the stacks of a loader process, in an answer of `collect`.
 _LOADER_END = "End of loader"
@@ -166,6 +170,45 @@ def line_of(frames: tuple[Frame, ...]) -> str:
 def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
     """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
     return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)] if frames else []
+
+
+def fold(traceback: str) -> list[str]:
+    """Return an exception's traceback without the frames of Lockstep and of libraries, if there are others.
+
+    The last frame of each traceback stays, whoever wrote it: there the exception was raised.
+    """
+    blocks = list(_frame_blocks(traceback.rstrip().splitlines()))
+    shown = [
+        frame is None or frame.in_user_code or following is None
+        for (frame, _), (following, _) in pairwise([*blocks, (None, [])])
+    ]
+    lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
+    if not any(frame is not None and frame.in_user_code for frame, _ in blocks) or all(shown):
+        return traceback.rstrip().splitlines()
+
+    return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries: see events.jsonl)"]
+
+
+def _frame_blocks(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
+    """Yield each frame with its lines, and every other line with None."""
+    frame: Frame | None = None
+    block: list[str] = []
+    for line in lines:
+        head = _TRACEBACK_FRAME.match(line)
+
+        # The code, and marks under it, are indented further.
+        if frame is not None and head is None and line.startswith(("    ", "  [Previous line")):
+            block.append(line)
+            continue
+
+        if block:
+            yield frame, block
+
+        frame = Frame(*head.groups()) if head else None
+        block = [line]
+
+    if block:
+        yield frame, block
 
 
 def _ask(pid: int) -> bool:

@@ -4,7 +4,8 @@ import json
 import re
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -174,6 +175,38 @@ def test_a_traceback_is_better_than_a_log(tmp_path):
     text = recorded(tmp_path, 1, ValueError("x")).text()
     assert "Traceback" in text
     assert Failure(1, "h", WHEN, "k", "m", log="last line").text().endswith("\n  last line")
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "{package}/launch/worker.py", line 49, in main
+    work(spec)
+  File "{package}/engine/loop.py", line 55, in fit
+    result = run.stepper.step(batches, task.loss)
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/u/my_task.py", line 20, in loss
+    return model(batch)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1778, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward
+    return F.linear(input, self.weight, self.bias)
+RuntimeError: mat1 and mat2 shapes cannot be multiplied
+"""
+
+
+def test_the_users_frames_come_first_and_ours_are_folded():
+    text = TRACEBACK.format(package=Path(failure.__file__).parent.parent)
+    found = Failure(1, "h", WHEN, "RuntimeError", "m", traceback=text)
+    assert found.text().splitlines()[1:] == [
+        "  Traceback (most recent call last):",
+        '    File "/u/my_task.py", line 20, in loss',
+        "      return model(batch)",
+        '    File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward',
+        "      return F.linear(input, self.weight, self.bias)",
+        "  RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "  (without 3 frames of Lockstep and of libraries: see events.jsonl)",
+    ]
+    ours = text.replace("/u/my_task.py", f"{Path(failure.__file__).parent}/zygote.py")
+    assert replace(found, traceback=ours).text().count("File ") == 5  # nothing of the user's: all is shown
 
 
 def test_a_lost_node_has_no_rank_to_name():
