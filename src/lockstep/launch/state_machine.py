@@ -223,6 +223,9 @@ class JobStateMachine:
         # (step, phase) -> how many attempts ended there because no rank advanced.
         self._hang_places: Counter[tuple[int | None, str | None]] = Counter()
 
+        # The last attempt before a resize, and its ranks on each node: what to return to if the new size is refused.
+        self._before_resize: tuple[int, Counter[int]] | None = None
+
         # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
         self._planned_end: JobEnd | None = None
         self._commands: list[Command] = []
@@ -437,9 +440,14 @@ class JobStateMachine:
 
         # The same number may be divided over the nodes in another way, but not before the next attempt.
         before = self.cluster.ranks
+        running = Counter(node for node, _ in self.attempt.slots.values())
         self.cluster.resize(ranks)
         if before == ranks:
             return
+
+        # The first attempt may still be to come: then there is no size that is known to work.
+        if running:
+            self._before_resize = (self.attempt.number, running)
 
         self._say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self._log({"event": "resize", "from": before, "to": ranks})
@@ -528,7 +536,9 @@ class JobStateMachine:
         assert failure is not None
         saved = self.committed()
 
-        if failure.for_user:
+        if failure.for_user and self._size_was_refused(saved):
+            self._return_to_size(failure)
+        elif failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._planned_end = JobEnd(2, failure)
             self._report(failure)
@@ -545,6 +555,25 @@ class JobStateMachine:
             self._plan_restart(failure, saved, now)
 
         self._kill_ranks(now)
+
+    def _size_was_refused(self, saved: int | None) -> bool:
+        """Whether a mistake of the user came up in the first attempt after a resize, before it saved anything."""
+        if self._before_resize is None or self._preempt_signal:
+            return False
+
+        last, ranks = self._before_resize
+        same_nodes = ranks.keys() == self.cluster.wanted.keys()
+        return self.attempt.number == last + 1 and same_nodes and saved == self.attempt.started_from
+
+    def _return_to_size(self, failure: Failure) -> None:
+        assert self._before_resize is not None
+        _, ranks = self._before_resize
+        self._before_resize = None
+        refused = self.cluster.ranks
+        self.cluster.wanted = dict(ranks)
+        self._report(failure)
+        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(self.cluster.ranks, 'rank')}")
+        self._log({"event": "resize", "from": refused, "to": self.cluster.ranks})
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
         if self._preempt_signal:

@@ -303,6 +303,53 @@ def test_resize():
     assert stage.machine.restarts.total == 0
 
 
+def resized_to_3() -> Stage:
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.machine.resize(3, stage.now)
+    stage.saved = 7
+    stage.exit(0, 75)
+    stage.exit(1, 75)
+    assert stage.tick()[-1] == StartAttempt(1, {0: 3})
+    return stage
+
+
+def refuse(stage: Stage) -> None:
+    stage.exit(1, 1, kind="UserError", message="the mesh does not fit 3 ranks", for_user=True)
+    stage.tick(1.1)
+
+
+def test_a_size_that_the_job_cannot_use_is_given_up():
+    stage = resized_to_3()
+    refuse(stage)
+    assert "the mesh does not fit 3 ranks" in stage.said
+    assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
+    stage.ranks_gone()
+    assert stage.tick() == [StartAttempt(2, {0: 2})]
+    assert stage.machine.restarts.total == 0
+    refuse(stage)  # and now it is a mistake like any other
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 2
+
+
+def test_a_mistake_long_after_a_resize_ends_the_job():
+    stage = resized_to_3()
+    stage.saved = 10
+    refuse(stage)
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 2
+
+
+def test_a_wish_between_two_attempts_is_granted():
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.exit(1, -9)
+    stage.machine.resize(3, stage.now)
+    stage.ranks_gone()
+    stage.tick()
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
+
+
 def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage = Stage(Count(1, 8, 2))
     stage.tick()
