@@ -578,9 +578,8 @@ def test_a_kill_is_a_better_reason_than_a_hang(stage):
 
 def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
     """Rank 0 has raised and the launcher waits for a cause: that rank 1 stands still meanwhile says nothing."""
-    stuck = view(1, 40.0, "data")
-    stage.beat(view(0, 40.0, "exchange"), stuck)
-    for _ in range(40):  # the watchdog has watched for long enough
+    stuck = view(1, 70.0, "data")
+    for _ in range(80):  # the watchdog has watched for long enough
         stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
         stage.machine.check_for_hangs(stage.now)
         stage.tick(1)
