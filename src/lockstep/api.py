@@ -12,18 +12,29 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, Resolved, check, from_object, resolve, resolve_for
+from lockstep.config import Layer, Resolved, check, flatten, from_object, read_file, resolve, resolve_for
+from lockstep.config.schema import typed as typed_value
 from lockstep.errors import Preempted, RanksFailed, UserError
-from lockstep.launch import failure
+from lockstep.launch import failure, records
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
-from lockstep.launch.run_dir import choose_run_dir, latest, latest_step, lock, prepare, refuse_another_run, run_of
+from lockstep.launch.run_dir import (
+    ask_for_size,
+    choose_run_dir,
+    hold_as_launcher,
+    latest,
+    latest_step,
+    lock,
+    prepare,
+    refuse_another_run,
+    run_of,
+)
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
@@ -42,6 +53,9 @@ ResumeCommand = Callable[[Path], str]
 
 # The environment variable that carries the settings of the command line to a script that calls `lockstep.start`.
 LAYERS = "LOCKSTEP_LAYERS"
+
+# The source of settings that come from the run that is resumed begins with this.
+STORED = "run "
 
 
 @dataclass
@@ -79,11 +93,15 @@ def train(
     nproc: str | int | None = None,
     nnodes: str | None = None,
     join: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> int:
     """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code.
 
-    `nproc`, `nnodes` and `join` are as typed on the command line.
+    `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are those of a script.
     """
+    # What was typed for the run that is resumed holds, unless it is typed anew.
+    layers[:0] = _stored_layer(_last(layers, "resume"), layers)
+
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
     # because options such as --resume were added after `read_layers`.
     targets.check(target)
@@ -96,7 +114,7 @@ def train(
     # restarts that one rank.
     if nproc is None and nnodes is None:
         with _resume_hint(again):
-            run_target(target, layers)
+            run_target(target, layers, arguments)
         return 0
 
     if World.launched():
@@ -111,17 +129,19 @@ def train(
     run_dir = _agree_on_run_dir(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
-    return _launch({"target": target, "layers": layers, "again": again(run_dir)}, run_dir, processes, nodes, join).code
+    spec = {"target": target, "layers": layers, "arguments": list(arguments), "again": again(run_dir)}
+    return _launch(spec, run_dir, processes, nodes, join).code
 
 
-def run_target(target: str, layers: list[Layer]) -> None:
-    """Train a target in this process: a task, or a script with its own loop."""
+def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) -> None:
+    """Train a target in this process: a task, or a script with its own loop and its own command-line arguments."""
     if targets.is_script(target):
         import runpy
 
         # As with `python script.py`, the script's own folder comes first on the path.
         os.environ[LAYERS] = json.dumps(layers)
-        sys.path.insert(0, str(Path(target).resolve().parent))
+        targets.put_on_path(Path(target))
+        sys.argv = [target, *arguments]
         runpy.run_path(target, run_name="__main__")
         return
 
@@ -131,6 +151,48 @@ def run_target(target: str, layers: list[Layer]) -> None:
 
     # The task is made last: its constructor may take a while, and a misspelt key is reported before that.
     _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
+
+
+def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
+    """Return, as a layer, what was typed for the run at `resume`; nothing if no run is named."""
+    if resume in (None, "auto", "never"):
+        return []
+
+    run = run_of(Path(resume))
+    sources = json.loads(records.read(run / "config.sources.json") or "{}")
+    if not (run / "config.yaml").exists():
+        return []
+
+    # What the code sets comes from the code, as it is now. Where a run goes, and from where, is said anew.
+    stored = flatten(read_file(run / "config.yaml"))
+    was_typed = ("command line", "file ", STORED)
+    values = {
+        key: value
+        for key, value in stored.items()
+        if sources.get(key, "").startswith(was_typed) and key not in ("run_dir", "resume")
+    }
+
+    # A line says what is taken over; what is typed anew is compared with the checkpoint, by the line `resumed`.
+    anew = {key for _, given in typed for key in flatten(given)}
+    taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in anew)
+    if taken and World.from_env().rank == 0:
+        print(f"lockstep: taken over from {run}: {taken}", file=sys.stderr)
+
+    return [(f"{STORED}{run}", values)]
+
+
+def resize(run: Path, count: int) -> None:
+    """Ask the launcher of `run` for `count` processes, or refuse a number that its mesh or its batch does not allow."""
+    stored, plan = run / "config.yaml", records.read(run / "plan.json")
+    if plan and stored.exists() and count > 0:
+        from lockstep.parallel.mesh import plan_mesh
+        from lockstep.plan.plan import make_plan
+
+        config = resolve([(f"{STORED}{run}", read_file(stored))]).config
+        mesh = plan_mesh(config, World(size=count))
+        make_plan(config, mesh.data_size, json.loads(plan)["samples"])
+
+    ask_for_size(run, count)
 
 
 # ---- lockstep.fit(task, config) ----
@@ -283,7 +345,7 @@ def work(spec: dict[str, Any]) -> None:
     layers = [(source, values) for source, values in spec["layers"]]
     if "target" in spec:
         sys.argv = [spec["target"]]
-        run_target(spec["target"], layers)
+        run_target(spec["target"], layers, spec.get("arguments", ()))
         return
 
     import cloudpickle
@@ -344,7 +406,8 @@ def _launch(
 
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    with hold_as_launcher(run_dir) or nullcontext():
+        ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
 
     culprit = ending.failure
     if culprit is None:
@@ -396,14 +459,16 @@ def resume_command(command: Sequence[str], arguments: Sequence[str], resume: Seq
     """Return a function that takes a run folder and returns the typed command, with that folder and `resume` added."""
 
     def again(run_dir: Path) -> str:
-        words = list(arguments)
+        # What follows -- belongs to the script.
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        words = list(arguments[:end])
         # An older --resume, with its value, gives way to the new one.
         while resume[0] in words:
             start_of_old = words.index(resume[0])
             del words[start_of_old : start_of_old + len(resume)]
         if not any(word.startswith("run_dir=") for word in words):
             words.append(f"run_dir={run_dir}")
-        return shlex.join([*command, *words, *resume])
+        return shlex.join([*command, *words, *resume, *arguments[end:]])
 
     return again
 

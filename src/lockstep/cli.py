@@ -15,10 +15,17 @@ from lockstep.errors import Preempted, UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+
+    # What follows -- belongs to the script that is trained.
+    end = words.index("--") if "--" in words else len(words)
+    options, rest = parser.parse_known_args(words[:end])
+    options.script_arguments = words[end + 1 :]
+    if options.script_arguments and not (options.verb == "train" and targets.is_script(options.target)):
+        parser.error(f"only a script (lockstep train SCRIPT.py) takes arguments of its own: {' '.join(words[end:])}")
 
     # Kept for the command that resumes a run.
-    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options.arguments = words
 
     # argparse takes no positional arguments after an option, so we judge what it left over.
     unknown = [word for word in rest if word.startswith("-")]
@@ -137,7 +144,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
     again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
-    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join)
+    arguments = options.script_arguments
+    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join, arguments)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -151,9 +159,9 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from lockstep.launch.run_dir import ask_for_size
+    from lockstep import api
 
-    ask_for_size(options.run_dir, options.count)
+    api.resize(options.run_dir, options.count)
     print(f"requested {options.count} processes: the launcher of {options.run_dir} prints what it does about it")
 
 

@@ -200,6 +200,14 @@ def _exit(fault: Fault) -> None:
     os._exit(3)
 
 
+def _vanish(fault: Fault) -> None:
+    os._exit(0)
+
+
+def _abort(fault: Fault) -> None:
+    os.abort()
+
+
 def _segfault(fault: Fault) -> None:
     ctypes.string_at(0)
 
@@ -213,5 +221,7 @@ ACTS: dict[str, Callable[[Fault], None]] = {
     "slow": _slow,
     "exit": _exit,
     "segfault": _segfault,
+    "abort": _abort,
+    "vanish": _vanish,
 }
 HOW = (*ACTS, *RETURNED)

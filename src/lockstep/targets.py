@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -162,18 +163,34 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
 
 def _load_file(path: Path) -> Any:
     """Import a file by its path, so that it can import the modules next to it."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    name = put_on_path(path)
 
     # Under its own name, not as `__main__`: what is guarded by `if __name__ == "__main__"` does not run.
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
     spec.loader.exec_module(module)
     return module
+
+
+def put_on_path(path: Path) -> str:
+    """Put the folder of a task or script first on the path, as Python does, and return a module name for the file.
+
+    A file that is called like a standard module (html.py) or like a package that is in use must not take its place:
+    libraries that import it later would get the user's file.
+    """
+    name = path.stem
+    if name in sys.stdlib_module_names:
+        importlib.import_module(name)  # while it can still be found
+
+    folder = str(path.resolve().parent)
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+
+    in_use = name in sys.stdlib_module_names or hasattr(sys.modules.get(name), "__path__")
+    return f"{name}_file" if in_use else name
 
 
 # ---- the object ----

@@ -4,8 +4,9 @@
         lockstep.fit(task, nproc=2)
 
 The kinds, in `how`: "kill" (SIGKILL), "stop" (SIGSTOP), "term" (SIGTERM), "raise" (RuntimeError), "hang", "slow" (give
-`seconds`; happens every time), "exit" (code 3), "segfault"; in a loss "inf" and "nan"; in a checkpoint "disk full",
-"corrupt" and "truncate". A `phase` is one of `lockstep.runtime.heartbeat.PHASES` or of `lockstep.faults.PLACES`.
+`seconds`; happens every time), "exit" (code 3), "vanish" (code 0), "segfault", "abort"; in a loss "inf" and "nan"; in a
+checkpoint "disk full", "corrupt" and "truncate". A `phase` is one of `lockstep.runtime.heartbeat.PHASES` or of
+`lockstep.faults.PLACES`.
 """
 
 from __future__ import annotations

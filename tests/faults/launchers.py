@@ -47,8 +47,8 @@ class Launcher:
 
     def zygote(self) -> int:
         """Its only child."""
-        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
+        (child,) = children_of(self.process.pid)
+        return child
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
@@ -77,6 +77,10 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def parent_of(pid: int) -> int:

@@ -9,6 +9,9 @@ from pathlib import Path
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime.heartbeat import Heartbeat
 
+if "PUPPET_STOPS_AT_BIRTH" in os.environ:  # every rank is stopped before it has done anything
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
 
 class Puppet:
     def __init__(self, run_dir: str):

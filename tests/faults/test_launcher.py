@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launchers import MODULES, Launcher, alive, events, parent_of, pid_of, until
+from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, until
 
 from lockstep.errors import UserError
 from lockstep.launch.job import Count, Job
@@ -244,6 +244,25 @@ def test_no_rank_outlives_its_launcher(launch, tmp_path, stopped):
         until(lambda: not Path((tmp_path / "0-0").read_text().split()[1]).exists())
 
 
+def test_a_newborn_rank_that_is_stopped_does_not_outlive_its_launcher(launch, monkeypatch):
+    """It leads no process group yet, and has not told the kernel that it is to die with its parent."""
+    monkeypatch.setenv("PUPPET_STOPS_AT_BIRTH", "1")
+    launcher = launch("me.note()", (1, 1))
+    (zygote,) = until(lambda: children_of(launcher.process.pid))
+    (newborn,) = until(lambda: children_of(zygote))
+    launcher.signal(signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in (newborn, zygote)))
+
+
+def test_a_run_folder_that_is_removed_is_noticed(launch, tmp_path):
+    launcher = launch("me.note(); me.train()")
+    pid_of(tmp_path, 0, 1)
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    until(lambda: f"run_dir={tmp_path} was removed or replaced" in (moved / "node-0.txt").read_text())
+    moved.rename(tmp_path)
+    assert launcher.said.count("was removed or replaced") == 1
+
+
 def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
     launcher = launch("me.note()\nif me.attempt == 0: time.sleep(600)")
     first = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
@@ -331,7 +350,13 @@ def test_folders_are_removed(run, tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
-    code = "me.note(oct(me.folder.stat().st_mode & 0o777))\nif me.attempt == 0: me.kill()"
+    code = """
+    import multiprocessing.util
+    multiprocessing.util.get_temp_dir()  # loader processes have one for their sockets
+    me.note(oct(me.folder.stat().st_mode & 0o777))
+    if me.attempt == 0: me.kill()
+    """
+    code = dedent(code)
     assert run(code, 1).restarts == 1
     assert (tmp_path / "1-0").read_text().endswith("0o700")
     assert not list((tmp_path / "scratch").iterdir())

@@ -163,7 +163,12 @@ def masked(text: str, folder: Path) -> str:
     """Without what differs from run to run and from machine to machine."""
     text = text.replace(str(folder), "FOLDER").replace(str(SOURCE), "SOURCE").replace(os.uname().nodename, "HOST")
     text = re.sub(r"^\[W\S+ \S+ \w+\.cpp.*\n", "", text, flags=re.M)  # torch's own: no name server answers, say
-    text = re.sub(r"^(slow |lockstep: no rank has advanced for).*\n", "", text, flags=re.M)  # a busy machine
+    text = re.sub(
+        r"^(slow |lockstep: no rank has advanced for).*\n(  (rank|\d+ rank|process group) .*\n|    \S+:.*\n)*",
+        "",
+        text,
+        flags=re.M,
+    )  # a busy machine
     text = re.sub(r"\n {9}(?=\S)", "  ", text)  # where a line of an event is broken depends on its times
     text = re.sub(r"(rank \d+) \d+(?=,|$)", r"\1 PID", text, flags=re.M)
     text = re.sub(r" +[\d.]+[kMG]? (\w+/s)", r" RATE \1", text)

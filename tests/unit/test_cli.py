@@ -113,3 +113,14 @@ def test_the_recipes_are_listed_with_a_line_each():
     listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert "char_lm" in listed
     assert all(listed.values())
+
+
+def test_a_script_gets_its_own_arguments(tmp_path):
+    (tmp_path / "loop.py").write_text("import os, sys\nprint(sys.argv, os.environ['LOCKSTEP_LAYERS'])  # no start()\n")
+    result = lockstep("train", "loop.py", "steps=3", "--", "--width", "16", "--", "x=1", folder=tmp_path)
+    assert result.stdout.startswith("['loop.py', '--width', '16', '--', 'x=1']")
+    assert '"steps": 3' in result.stdout
+    for typed in ("train char_lm -- --width 16", "resize runs/x 2 -- 3"):
+        refused = lockstep(*typed.split(), folder=tmp_path)
+        assert refused.returncode == 2
+        assert "only a script" in refused.stderr

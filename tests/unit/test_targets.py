@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -45,3 +48,30 @@ def test_quotes_are_no_advice_for_a_number() -> None:
 def test_fit_names_what_it_takes(wrong: object) -> None:
     with pytest.raises(UserError, match="takes a task or its class"):
         fit(wrong)  # pyrefly: ignore
+
+
+SHADOW = """
+import lockstep
+
+class Mine(lockstep.Task):
+    def model(self): ...
+    def data(self): ...
+    def loss(self, model, batch): ...
+"""
+
+
+def test_a_file_named_like_a_standard_module_does_not_take_its_place(tmp_path: Path) -> None:
+    """In a process of its own: `html` must not have been imported before."""
+    for name in ("html", "torch"):
+        (tmp_path / f"{name}.py").write_text(SHADOW)
+    code = f"""
+from lockstep import targets
+import sys, torch
+sys.modules.pop("html", None)
+kinds = [targets.load_class({str(tmp_path)!r} + f"/{{name}}.py:Mine") for name in ("html", "torch")]
+import html
+assert html.escape("<") == "&lt;", html.__file__
+assert sys.modules["torch"] is torch
+assert [sys.modules[kind.__module__].Mine for kind in kinds] == kinds  # as pickle looks for them
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

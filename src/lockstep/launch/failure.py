@@ -34,6 +34,25 @@ ZYGOTE = "zygote"
 HANG = "hang"
 EXIT = "exit"
 
+# What torch says in a rank whose peer is gone: gloo, NCCL and the store. Other libraries may say the same of some
+# server, so only torch's own exceptions count.
+_LOST_PEER = re.compile(
+    r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
+    r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting",
+    re.IGNORECASE,
+)
+_TORCH_ERRORS = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+
+# Torch's warnings in native code, of name servers and the like: they are no last words.
+_TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
+
+# Why a process aborts, in what it wrote: an uncaught C++ exception, the C library about its heap, an assertion.
+_ABORT_REASON = re.compile(
+    r"^\s*what\(\):\s*(.+)"
+    r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
+    re.MULTILINE,
+)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -56,6 +75,14 @@ class Failure:
         return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
 
     @property
+    def is_complaint(self) -> bool:
+        """Whether it only says that another rank is gone: an exception of torch's, or an abort on such a one."""
+        if self.kind == signal.SIGABRT.name:
+            return bool(_LOST_PEER.search(self.message))
+
+        return self.kind in _TORCH_ERRORS and bool(_LOST_PEER.search(self.message))
+
+    @property
     def headline(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
         if self.kind in (NODE, ZYGOTE):
@@ -75,9 +102,15 @@ class Failure:
             return f"lockstep: {self.message}"
 
         # A smaller micro-batch is a request, not an error of the program: no traceback.
-        detail = "" if self.kind == SMALLER else self.traceback.rstrip() or self.log.rstrip()
+        request = self.kind == SMALLER
+        detail = [] if request else stacks.fold(self.traceback)
+        last_lines = [] if request else self.log.rstrip().splitlines()
 
-        return "\n".join([self.headline, *(f"  {line}" for line in detail.splitlines())])
+        # A crash has a stack, and what native code wrote before it. An exception's traceback is in the log as well.
+        if detail and last_lines and self.kind.startswith("SIG"):
+            detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
+
+        return "\n".join([self.headline, *(f"  {line}" for line in detail or last_lines)])
 
 
 # ---- in the failing rank ----
@@ -92,6 +125,16 @@ def stamp(error: BaseException) -> None:
     # Some exception classes take no attributes.
     with contextlib.suppress(AttributeError):
         error.__dict__.setdefault("lockstep_time", time.time())
+
+
+def note_end(folder: Path, rank: int) -> None:
+    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code."""
+    with contextlib.suppress(OSError):  # the folder goes with the launcher
+        _end_note(folder, rank).touch()
+
+
+def _end_note(folder: Path, rank: int) -> Path:
+    return folder / f"ended-{rank}"
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
@@ -119,7 +162,7 @@ class RankExit:
 
     @property
     def clean(self) -> bool:
-        return self.code in CLEAN
+        return self.code in CLEAN and self.failure is None
 
     @property
     def is_cause(self) -> bool:
@@ -131,19 +174,32 @@ class RankExit:
         killed = self.code < 0 and self.code != -signal.SIGABRT
         return killed or (self.failure is not None and self.failure.kind == EXIT)
 
+    @property
+    def is_complaint(self) -> bool:
+        """Whether this rank failed only because another one is gone."""
+        return not self.is_cause and self.failure is not None and self.failure.is_complaint
+
 
 def root_cause(exits: dict[int, RankExit]) -> Failure | None:
-    """Return the failure that explains the others: a killed rank's if there is one, or else the earliest.
+    """Return the failure that explains the others.
 
-    A killed process leaves no record, and its peers record their complaints within milliseconds: time alone would
-    blame one of them.
+    That is one of a rank that was killed, or else one of a rank that failed by itself, or else a complaint about
+    another rank; among equals the earliest. A process that dies leaves no record, and its peers record their
+    complaints within milliseconds: time alone would blame one of them.
     """
-    # Ranks that certainly did not fail because of another one, or else all that failed.
-    causes = [rank_exit for rank_exit in exits.values() if rank_exit.is_cause]
-    candidates = causes or [rank_exit for rank_exit in exits.values() if not rank_exit.clean]
-    failures = [candidate.failure for candidate in candidates if candidate.failure is not None]
+    failures = [
+        (not rank_exit.is_cause, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
+        for rank, rank_exit in exits.items()
+        if rank_exit.failure is not None
+    ]
 
-    return min(failures, key=lambda failure: failure.time, default=None)
+    return min(failures)[-1] if failures else None
+
+
+def left_early(rank: int, host: str, complaint: Failure) -> Failure:
+    """Return the failure of a rank that ended as if all were done, while others still needed it."""
+    found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
+    return Failure(rank, host, complaint.time, EXIT, f"{found} (sys.exit on one rank, or a loop that is shorter there)")
 
 
 @dataclass
@@ -161,26 +217,30 @@ class LocalRank:
 
 def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
-    if code in CLEAN:
+    if code == PREEMPTED or (code == 0 and _end_note(rank.folder, rank.number).exists()):
         return RankExit(code)
 
+    log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
     try:
         failure = Failure.read(rank.folder / f"rank-{rank.number}.json")
     except ValueError:
-        failure = _without_record(rank, code, noticed)
+        failure = _without_record(rank, code, noticed, log)
 
     # The record knows the error; the heartbeat knows where the rank was.
     view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
 
-    log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
-    last_lines = log.splitlines()[-10:]
+    last_lines = [line for line in log.splitlines() if not _TORCH_WARNING.match(line)][-10:]
 
     return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
-def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
+def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Failure:
+    if code == 0:
+        text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
+        return Failure(rank.number, rank.host, noticed, EXIT, text)
+
     if code > 0:
         return Failure(rank.number, rank.host, noticed, EXIT, f"ended with code {code}")
 
@@ -200,6 +260,10 @@ def _without_record(rank: LocalRank, code: int, noticed: float) -> Failure:
             message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
         case "SIGSEGV":
             message = "segmentation fault in native code"
+        case "SIGABRT":
+            reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
+            usual = "a failed assertion, a damaged heap, or an uncaught C++ exception"
+            message = f"native code aborted: {reasons[-1]}" if reasons else f"native code aborted ({usual})"
         case _:
             message = "killed by this signal"
 

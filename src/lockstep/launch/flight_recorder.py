@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ REQUEST_POLL_S = 0.5
 
 # Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+# Torch's name for the group of all ranks.
+DEFAULT_GROUP = "default_pg"
 
 # Collectives whose inputs must have equal sizes on all ranks.
 EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
@@ -108,12 +111,36 @@ class Collective:
         return f"{self.op} of {self.sizes} {self.dtypes}".replace(" of  ", "").strip()
 
 
-def analyse(dumps: dict[int, list[dict[str, Any]]]) -> list[str]:
-    """Return what the ranks disagree about, one line per process group; nothing if no collective is under way."""
-    # A mismatch explains more than the wait that follows from it.
-    texts = {name: _mismatch(history) or _wait(history) for name, history in sorted(_by_group(dumps).items())}
+@dataclass(frozen=True)
+class Findings:
+    """What the ranks' collectives say about a hang."""
 
-    return [f"process group {name}: {text}" for name, text in texts.items() if text]
+    lines: list[str] = field(default_factory=list)  # one per process group in which ranks disagree, or wait
+    late: list[int] = field(default_factory=list)  # never entered a collective that others wait in, and wait in none
+    deadlock: bool = False  # all ranks' group: one waits in a collective where another did something else
+    entered: dict[int, int] = field(default_factory=dict)  # rank -> collectives of the default group so far
+
+
+def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
+    """Compare the collectives of the ranks. There are no lines if no collective is under way."""
+    groups = sorted(_by_group(dumps).items())
+    mismatches = {name: text for name, history in groups if (text := _mismatch(history))}
+    waits = {name: _Wait(history) for name, history in groups if name not in mismatches}
+
+    # A mismatch explains more than the wait that follows from it.
+    texts = {name: mismatches.get(name) or waits[name].text() for name, _ in groups}
+
+    # A rank that is late in one group because it waits in another is not the one to blame.
+    inside = {rank for wait in waits.values() for rank in wait.inside}
+    late = {rank for wait in waits.values() if wait.inside for rank in wait.late}
+    default = dict(groups).get(DEFAULT_GROUP, {})
+
+    return Findings(
+        [f"process group {name}: {text}" for name, text in texts.items() if text],
+        [] if mismatches else sorted(late - inside or late),
+        DEFAULT_GROUP in mismatches and any(not last.finished for last in _last_ones(default)),
+        {rank: max(entered, default=0) for rank, entered in default.items()},
+    )
 
 
 # Rank -> number -> the collective that the rank entered. Numbers count up in each process group and mean the same
@@ -129,7 +156,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             name = description if description not in ("", "undefined") else short
             if not entry.get("is_p2p"):
                 # Every rank belongs to the default group, including one that entered none of its collectives.
-                members = sorted(dumps) if description == "default_pg" else []
+                members = sorted(dumps) if description == DEFAULT_GROUP else []
                 group = groups.setdefault(name, {member: {} for member in members})
                 group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
 
@@ -151,25 +178,35 @@ def _mismatch(history: History) -> str | None:
     return None
 
 
-def _wait(history: History) -> str | None:
-    """Describe the first collective that ranks wait in: some never entered it, or all did and it does not end."""
-    unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
-    if not unfinished:
-        return None
+class _Wait:
+    """The first collective that ranks of a group wait in: some never entered it, or all did and it does not end."""
 
-    # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
-    first = min(unfinished)
-    inside = [rank for rank, entered in history.items() if first in entered and not entered[first].finished]
-    late = [rank for rank, entered in history.items() if max(entered, default=0) < first]
-    collective = f"collective {first}, {history[inside[0]][first]}"
+    def __init__(self, history: History):
+        self.history = history
+        unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
+        self.first = min(unfinished, default=0)
 
-    if not late:
-        return f"all ranks have entered {collective}, and it does not end: suspect network or device"
+        # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
+        waiting = (rank for rank, entered in history.items() if self.first in entered)
+        self.inside = [rank for rank in waiting if not history[rank][self.first].finished]
+        self.late = [rank for rank, entered in history.items() if max(entered, default=0) < self.first]
 
-    verb = "waits" if len(inside) == 1 else "wait"
-    lasts = [f"{listed([rank])} never entered it ({_last(history[rank])})" for rank in late]
+    def text(self) -> str | None:
+        if not self.inside:
+            return None
 
-    return f"{listed(inside)} {verb} in {collective}; {'; '.join(lasts)}"
+        collective = f"collective {self.first}, {self.history[self.inside[0]][self.first]}"
+        if not self.late:
+            return f"all ranks have entered {collective}, and it does not end: suspect network or device"
+
+        verb = "waits" if len(self.inside) == 1 else "wait"
+        lasts = [f"{listed([rank])} never entered it ({_last(self.history[rank])})" for rank in self.late]
+
+        return f"{listed(self.inside)} {verb} in {collective}; {'; '.join(lasts)}"
+
+
+def _last_ones(history: History) -> list[Collective]:
+    return [entered[max(entered)] for entered in history.values() if entered]
 
 
 def _last(entered: dict[int, Collective]) -> str:

@@ -20,6 +20,9 @@ from lockstep.launch import records
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
 
+# Locked by the launcher of a job for as long as it lives; rank 0 locks another file.
+LAUNCHER_LOCK = ".launcher"
+
 
 def new_run_dir(name: str) -> Path:
     """Return a folder that does not exist yet: runs/NAME-TIME."""
@@ -121,6 +124,16 @@ def not_writable(run: Path, error: OSError) -> UserError:
     )
 
 
+def folder_identity(run: Path) -> tuple[int, int] | None:
+    """Return what tells this folder from another one at the same place; None if there is none."""
+    try:
+        found = run.stat()
+    except OSError:
+        return None
+
+    return found.st_dev, found.st_ino
+
+
 def lock(run: Path, timeout: float = 10.0) -> Any:
     """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
 
@@ -177,6 +190,21 @@ def latest_step(checkpoints: Path) -> int | None:
     return int(checkpoint.name.removeprefix("step-")) if checkpoint else None
 
 
+def hold_as_launcher(run: Path) -> Any:
+    """Lock the folder as the launcher of its job, for as long as the returned file is open; None if another one has.
+
+    Ranks come and go, the launcher stays: its lock says whether anybody would carry out a wish.
+    """
+    file = (run / LAUNCHER_LOCK).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+
+    return file
+
+
 def ask_for_size(run: Path, count: int) -> None:
     """Leave a file in `run` that asks its launcher to continue with `count` processes."""
     asked = f"lockstep resize {run} {count}"
@@ -188,17 +216,13 @@ def ask_for_size(run: Path, count: int) -> None:
     if count < 1:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
-    try:
-        acquired = lock(run, timeout=0.0)
-    except UserError:
-        # The run holds its lock, as it should.
-        acquired = None
-
+    # Not the lock of rank 0: between two attempts there is no rank, and the wish is still good.
+    acquired = hold_as_launcher(run)
     if acquired is not None:
         acquired.close()
         raise UserError(
             f"{asked}: the run is not running",
-            "its folder is not locked by any process",
+            "no launcher (lockstep train --nproc) holds its folder",
             f"resume it: --nproc {count} --resume {run}",
         )
 

@@ -13,16 +13,27 @@ import re
 import signal
 import sysconfig
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from lockstep.errors import plural
 from lockstep.launch import records
 
 SIGNAL = signal.SIGUSR2
 
+# How many loader processes of a rank are asked.
+MAX_LOADERS = 4
+
 # Lines of faulthandler's output.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
+
+# Around the stacks of a loader process, in an answer of `collect`.
+_LOADER_END = "End of loader"
+_LOADER = re.compile(rf"^Loader (\d+):$(.*?)^{_LOADER_END}$", re.MULTILINE | re.DOTALL)
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
 # Frames that lead to the user's code in every stack and never explain anything.
@@ -74,7 +85,32 @@ class Frame:
 
 
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
-    """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended."""
+    """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended.
+
+    Before a rank's own stacks come those of its loader processes, each after a line that names it. They were forked
+    from it, so they answer the same signal, into the same file.
+    """
+    deadline = time.monotonic() + timeout
+    answers = _collect(folder, pids, deadline)
+
+    # One loader of each rank at a time: two that write at once would mix their lines.
+    loader_of = {rank: loader_pids(pid) for rank, pid in pids.items() if answers[rank]}
+    for number in range(MAX_LOADERS):
+        asked = {rank: found[number] for rank, found in loader_of.items() if len(found) > number}
+        for rank, text in _collect(folder, asked, deadline).items():
+            if text:
+                answers[rank] = f"Loader {asked[rank]}:\n{text}{_LOADER_END}\n{answers[rank]}"
+
+    return answers
+
+
+def loader_pids(pid: int) -> list[int]:
+    """Return the processes that this one forked, from any thread."""
+    children = (records.read(path) for path in sorted(Path(f"/proc/{pid}/task").glob("*/children")))
+    return [int(child) for text in children for child in text.split()]
+
+
+def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, str]:
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
     # Answers are appended: earlier ones end where the file ends now.
@@ -82,7 +118,6 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
 
-    deadline = time.monotonic() + timeout
     while waiting and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank in sorted(waiting):
@@ -105,6 +140,11 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
             groups.setdefault(frames, []).append(rank)
 
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+
+
+def loaders(text: str) -> dict[int, tuple[Frame, ...]]:
+    """Return the main thread's frames of each loader process in an answer of `collect`."""
+    return {int(section[1]): main_thread(section[2]) for section in _LOADER.finditer(text)}
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
@@ -130,6 +170,45 @@ def line_of(frames: tuple[Frame, ...]) -> str:
 def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
     """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
     return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)] if frames else []
+
+
+def fold(traceback: str) -> list[str]:
+    """Return an exception's traceback without the frames of Lockstep and of libraries, if there are others.
+
+    The last frame of each traceback stays, whoever wrote it: there the exception was raised.
+    """
+    blocks = list(_frame_blocks(traceback.rstrip().splitlines()))
+    shown = [
+        frame is None or frame.in_user_code or following is None
+        for (frame, _), (following, _) in pairwise([*blocks, (None, [])])
+    ]
+    lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
+    if not any(frame is not None and frame.in_user_code for frame, _ in blocks) or all(shown):
+        return traceback.rstrip().splitlines()
+
+    return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries: see events.jsonl)"]
+
+
+def _frame_blocks(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
+    """Yield each frame with its lines, and every other line with None."""
+    frame: Frame | None = None
+    block: list[str] = []
+    for line in lines:
+        head = _TRACEBACK_FRAME.match(line)
+
+        # The code, and marks under it, are indented further.
+        if frame is not None and head is None and line.startswith(("    ", "  [Previous line")):
+            block.append(line)
+            continue
+
+        if block:
+            yield frame, block
+
+        frame = Frame(*head.groups()) if head else None
+        block = [line]
+
+    if block:
+        yield frame, block
 
 
 def _ask(pid: int) -> bool:

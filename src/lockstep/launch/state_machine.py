@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import Preempted, plural
-from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, root_cause
+from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, left_early, root_cause
 from lockstep.launch.job import Cluster, Job, Node
 from lockstep.launch.protocol import (
     Announce,
@@ -46,7 +47,7 @@ from lockstep.launch.protocol import (
     StartAttempt,
     ZygoteLost,
 )
-from lockstep.launch.watchdog import Watchdog
+from lockstep.launch.watchdog import RankView, Watchdog
 
 # How long the job waits for its nodes.
 GATHER_S = 300.0
@@ -54,8 +55,8 @@ GATHER_S = 300.0
 # After an exception, how long to wait for the report of a peer whose death may have caused it.
 CAUSE_WAIT_S = 1.0
 
-# Seconds without progress before the user is warned.
-WARN_S = 45.0
+# The same after an exception that only says that a peer is gone: a large process takes a while to die.
+COMPLAINT_WAIT_S = 5.0
 
 # How long the other ranks may take to exit after the first one that was preempted.
 STRAGGLER_GRACE_S = 20.0
@@ -139,7 +140,7 @@ class Restarts:
 class Attempt:
     """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
 
-    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, limits: HangConfig):
+    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, watchdog: Watchdog):
         self.number = number
 
         # Rank -> its slot: the node, and its number among that node's ranks. A slot stays on the same machine in the
@@ -152,7 +153,7 @@ class Attempt:
 
         # The ranks that have ended so far.
         self.exits: dict[int, RankExit] = {}
-        self.watchdog = Watchdog(limits)
+        self.watchdog = watchdog
 
     @property
     def running(self) -> set[int]:
@@ -201,7 +202,7 @@ class JobStateMachine:
         self.restarts = Restarts()
 
         # A placeholder without ranks, until the first attempt starts.
-        self.attempt = Attempt(-1, {}, None, self.settings.hang)
+        self.attempt = Attempt(-1, {}, None, Watchdog(self.settings.hang))
 
         # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.GATHER
@@ -213,8 +214,17 @@ class JobStateMachine:
         # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
-        # The first signal that asked the job to save and exit.
+        # The first signal that asked the job to save and exit, whether Ctrl-C was typed, and when the present ranks
+        # were asked to.
         self._preempt_signal: str | None = None
+        self._interrupted = False
+        self._asked_to_stop = now
+
+        # (step, phase) -> how many attempts ended there because no rank advanced.
+        self._hang_places: Counter[tuple[int | None, str | None]] = Counter()
+
+        # The last attempt before a resize, and its ranks on each node: what to return to if the new size is refused.
+        self._before_resize: tuple[int, Counter[int]] | None = None
 
         # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
         self._planned_end: JobEnd | None = None
@@ -282,7 +292,8 @@ class JobStateMachine:
         if self.cluster.ready(now):
             self._enter(JobPhase.RUN)
             ranks = dict(sorted(self.cluster.wanted.items()))
-            self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), self.settings.hang)
+            watchdog = Watchdog(self.settings.hang, self._hang_places)
+            self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), watchdog)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
 
     def exited(self, event: Exited, now: float) -> None:
@@ -295,7 +306,7 @@ class JobStateMachine:
 
         # No later report can explain this exit, so decide now.
         if rank_exit.is_cause:
-            self._fail(root_cause(self.attempt.exits), now)
+            self._fail(self._root_cause(), now)
             return
 
         if not rank_exit.clean:
@@ -303,12 +314,13 @@ class JobStateMachine:
             if self.job_phase is JobPhase.ASK:
                 self.job_phase = JobPhase.RUN
 
-            self._deadline = min(self._deadline, now + CAUSE_WAIT_S)
+            wait = COMPLAINT_WAIT_S if rank_exit.is_complaint else CAUSE_WAIT_S
+            self._deadline = min(self._deadline, now + wait)
         elif rank_exit.code == PREEMPTED:
             # A scheduler may have signalled the ranks themselves and not this launcher.
             if self.job_phase is not JobPhase.PREEMPT:
                 self._preempt_signal = "SIGTERM"
-                self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
+                self._enter_preempt(now)
 
             # Ranks exit together; if only one did, the signal came before the process group existed.
             self._deadline = min(self._deadline, now + STRAGGLER_GRACE_S)
@@ -316,10 +328,21 @@ class JobStateMachine:
         if not self.attempt.running:
             self._all_exited(now)
 
+    def _root_cause(self) -> Failure | None:
+        failure = root_cause(self.attempt.exits)
+        ended = [rank for rank, rank_exit in self.attempt.exits.items() if rank_exit.code == 0 and rank_exit.clean]
+
+        # Complaints about a lost rank, and no rank that failed: it is one that ended before the others.
+        if failure is not None and failure.is_complaint and ended:
+            node, _ = self.attempt.slots[ended[0]]
+            return left_early(ended[0], self.cluster.nodes[node].host, failure)
+
+        return failure
+
     def _all_exited(self, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
-            self._fail(root_cause(self.attempt.exits), now)
+            self._fail(self._root_cause(), now)
         elif not self.attempt.any_preempted:
             self._end(JobEnd(0))
         elif self._preempt_signal:
@@ -350,12 +373,18 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
-        if self.job_phase is not JobPhase.RUN:
+        # After a failure the other ranks stand still: that is no hang, and its cause is about to be known.
+        if not self.attempt.all_clean:
             return
 
-        # Tell a user in front of the screen, long before the limit is reached.
-        if warning := self.attempt.watchdog.warning(WARN_S):
-            self._say(warning)
+        # Ranks that do not move will not save either.
+        if self.job_phase is JobPhase.PREEMPT:
+            if still := self.attempt.watchdog.stands_still(self.attempt.running, self._asked_to_stop, now):
+                self._fail(self._overdue(still), now)
+            return
+
+        if self.job_phase is not JobPhase.RUN:
+            return
 
         if self.attempt.watchdog.look(self.attempt.running, now):
             self._enter(JobPhase.ASK, now + NODES_STACKS_S)
@@ -376,13 +405,17 @@ class JobStateMachine:
         self._enter(JobPhase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
+        elif remark := self.attempt.watchdog.remark():
+            # Tell a user in front of the screen, long before the limit is reached.
+            self._say(remark)
 
     # ---- preemption and resizing ----
 
     def preempt_requested(self, signal: str, now: float) -> None:
         """A signal asks the job to save and exit. A second Ctrl-C does not wait for that."""
         # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
-        at_once = self._preempt_signal == signal == "SIGINT"
+        at_once = self._interrupted and signal == "SIGINT"
+        self._interrupted |= signal == "SIGINT"
         self._preempt_signal = self._preempt_signal or signal
 
         match self.job_phase:
@@ -407,9 +440,14 @@ class JobStateMachine:
 
         # The same number may be divided over the nodes in another way, but not before the next attempt.
         before = self.cluster.ranks
+        running = Counter(node for node, _ in self.attempt.slots.values())
         self.cluster.resize(ranks)
         if before == ranks:
             return
+
+        # The first attempt may still be to come: then there is no size that is known to work.
+        if running:
+            self._before_resize = (self.attempt.number, running)
 
         self._say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self._log({"event": "resize", "from": before, "to": ranks})
@@ -421,8 +459,12 @@ class JobStateMachine:
 
     def _preempt(self, now: float) -> None:
         """Have the ranks save and exit; `tick` kills them when the grace period is over."""
-        self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
+        self._enter_preempt(now)
         self._send_all(Preempt(self.attempt.number))
+
+    def _enter_preempt(self, now: float) -> None:
+        self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
+        self._asked_to_stop = now
 
     @property
     def _preempted_code(self) -> int:
@@ -468,16 +510,24 @@ class JobStateMachine:
                 # A rank raised. If a node has gone quiet, its loss may be the cause: wait for that report.
                 beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
                 if now - min(beats, default=now) <= QUIET_S:
-                    self._fail(root_cause(self.attempt.exits), now)
+                    self._fail(self._root_cause(), now)
 
-    def _overdue(self) -> Failure:
+    def _overdue(self, still: Sequence[RankView] = ()) -> Failure:
+        """Return the failure of ranks that were asked to stop and did not; `still` are ranks that did not even move."""
         late = self.attempt.running
         node, _ = self.attempt.slots[min(late)]
-        text = plural(
-            len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
-        )
+        host = self.cluster.nodes[node].host
+        if not still:
+            text = plural(
+                len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
+            )
+            return Failure(min(late), host, time.time(), "SIGKILL", text)
 
-        return Failure(min(late), self.cluster.nodes[node].host, time.time(), "SIGKILL", text)
+        longest = max(still, key=lambda view: (not view.traits.waits, view.age))
+        count = plural(len(still), "rank stood still and was killed", "ranks stood still and were killed")
+        text = f"{count}, this one after {longest.age:.0f} s in its phase"
+        place = {"step": longest.step, "phase": longest.phase}
+        return Failure(longest.rank, longest.host, time.time(), "SIGKILL", text, **place)
 
     # ---- failures ----
 
@@ -486,7 +536,9 @@ class JobStateMachine:
         assert failure is not None
         saved = self.committed()
 
-        if failure.for_user:
+        if failure.for_user and self._size_was_refused(saved):
+            self._return_to_size(failure)
+        elif failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._planned_end = JobEnd(2, failure)
             self._report(failure)
@@ -503,6 +555,25 @@ class JobStateMachine:
             self._plan_restart(failure, saved, now)
 
         self._kill_ranks(now)
+
+    def _size_was_refused(self, saved: int | None) -> bool:
+        """Whether a mistake of the user came up in the first attempt after a resize, before it saved anything."""
+        if self._before_resize is None or self._preempt_signal:
+            return False
+
+        last, ranks = self._before_resize
+        same_nodes = ranks.keys() == self.cluster.wanted.keys()
+        return self.attempt.number == last + 1 and same_nodes and saved == self.attempt.started_from
+
+    def _return_to_size(self, failure: Failure) -> None:
+        assert self._before_resize is not None
+        _, ranks = self._before_resize
+        self._before_resize = None
+        refused = self.cluster.ranks
+        self.cluster.wanted = dict(ranks)
+        self._report(failure)
+        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(self.cluster.ranks, 'rank')}")
+        self._log({"event": "resize", "from": refused, "to": self.cluster.ranks})
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
         if self._preempt_signal:
@@ -521,7 +592,15 @@ class JobStateMachine:
         source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
         budget = f"restart {len(self.restarts.recent)} of {self.settings.restart.per_hour} in an hour"
         count = "not counted as a restart" if failure.kind == SMALLER else budget
-        self._report(failure, f"restarting {plural(ranks, 'rank')} from {source} ({count})")
+        again = f"restarting {plural(ranks, 'rank')} from {source} ({count})"
+
+        # What takes long and is no hang would end every attempt at the same step.
+        place = (failure.step, failure.phase)
+        if failure.kind == HANG and self.attempt.watchdog.reached_a_limit:
+            self._hang_places[place] += 1
+            again += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
+
+        self._report(failure, again)
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
 
     def _report(self, failure: Failure, verdict: str = "") -> None:

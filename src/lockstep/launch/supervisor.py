@@ -49,7 +49,7 @@ from lockstep.launch.protocol import (
     connect,
     difference,
 )
-from lockstep.launch.run_dir import latest_step
+from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
 from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
 
@@ -129,6 +129,9 @@ class Coordinator:
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
 
+        # The run folder, until it is known to be gone.
+        self._folder_watched: tuple[int, int] | None = folder_identity(job.run_dir)
+
     def run(self) -> JobEnd:
         with closing(self._hub), closing(self._agent):
             while self._ending is None:
@@ -165,6 +168,7 @@ class Coordinator:
         self._handle(COORDINATOR, self._agent.node_beat(), now)
         self._send_to_nodes(NodeBeat())
         self._machine.check_for_hangs(now)
+        self._watch_folder()
 
         # `lockstep resize` leaves a file with a number, which is consumed here.
         request = self._job.run_dir / "resize"
@@ -178,6 +182,16 @@ class Coordinator:
             self._machine.resize(int(text), now)
         else:
             say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
+
+    def _watch_folder(self) -> None:
+        """Say, once, that the run folder was removed: nothing that is trained from now on can be saved."""
+        if self._folder_watched is None or folder_identity(self._job.run_dir) == self._folder_watched:
+            return
+
+        self._folder_watched = None
+        folder = self._job.run_dir
+        fix = "stop the job, or move the folder back, before more is trained in vain"
+        say(f"lockstep: run_dir={folder} was removed or replaced while the job runs: nothing can be saved there; {fix}")
 
     def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""

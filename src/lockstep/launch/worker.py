@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import threading
@@ -29,6 +30,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[FOLDER])
     stacks.register(folder / f"stacks-{rank}")
+    _keep_sockets_in(folder)
     flight_recorder.serve(folder, rank)
 
     try:
@@ -36,6 +38,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
+            failure.note_end(folder, rank)
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
@@ -46,7 +49,16 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 
         exit_without_teardown(1)
 
+    failure.note_end(folder, rank)
     exit_without_teardown(0)
+
+
+def _keep_sockets_in(folder: Path) -> None:
+    """Have `multiprocessing` put the sockets of loader processes into this folder, which the launcher removes.
+
+    By default each process makes a folder pymp-* for them, and one that is killed leaves it behind.
+    """
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # pyrefly: ignore[missing-attribute]
 
 
 def _die_with_launcher(lifeline: int) -> None:

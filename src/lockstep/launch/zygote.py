@@ -204,11 +204,13 @@ def _serve(control: socket.socket, work: Work) -> None:
 
             if control in readable:
                 request, fds = _next_request(control)
+                zygote = os.getpid()
                 pid = os.fork()
 
                 # The rank inherits none of the zygote's descriptors.
                 if pid == 0:
                     _close([control.detach(), woken, bell])
+                    die_with_parent(zygote)
                     _become(request, fds, work)
 
                 _close(fds)
@@ -281,19 +283,21 @@ def kill_rank(pid: int) -> None:
 # ---- in a forked rank ----
 
 
-def die_with_parent() -> None:
-    """Have the kernel (Linux) kill this process when its parent dies; a zygote ends with its launcher.
+def die_with_parent(parent: int) -> None:
+    """Have the kernel (Linux) kill this process when `parent`, which forked it, dies; a zygote ends with its launcher.
 
     This ends ranks that the lifeline cannot: suspended ones, and ones that hold the GIL.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    # It may have died before that.
+    if os.getppid() != parent:
+        os._exit(1)
+
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     try:
-        die_with_parent()
-
         # A separate process group: a signal to it reaches the rank's loader processes and no other rank.
         os.setsid()
 

@@ -29,6 +29,7 @@ class Phase:
     # "unpredictable": earlier visits, if there were any, say nothing about the next.
     duration: str = "unpredictable"
     waits: bool = False  # for other ranks: being in this phase alone does not make a rank the suspect
+    saves: bool = False  # it keeps what was trained: not to be cut short
     before_exchange: bool = False  # the other ranks may wait in their exchange until it ends
     column: str = ""  # of the slow ranks' table, if it is part of a step; a GPU then times it
 
@@ -45,10 +46,10 @@ PHASES = {
     "update": Phase("steady", column="compute"),  # the optimizer
     "collective": Phase("steady", waits=True, column="exchange"),  # a small one outside the step, named by the detail
     "evaluate": Phase("files"),
-    "snapshot": Phase("files"),  # copying the state for a checkpoint: training waits
-    "commit": Phase("files"),  # waiting for a checkpoint to be on disk
+    "snapshot": Phase("files", saves=True),  # copying the state for a checkpoint: training waits
+    "commit": Phase("files", saves=True),  # waiting for a checkpoint to be on disk
     "user code": Phase(column="compute"),  # a user's loop between two steps, after_step, show
-    "end": Phase(),  # report and summary
+    "end": Phase(saves=True),  # report and summary
 }
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 

@@ -4,7 +4,8 @@ import json
 import re
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -93,8 +94,56 @@ def test_an_abort_after_a_record_is_a_consequence(tmp_path, local_rank):
     assert root_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
+# What gloo says, word for word, in a rank whose peer aborted.
+RESET = (
+    "[pair.cc:537] Read error [127.0.0.1]:50847: Connection reset by peer. This is typically caused by a remote worker"
+)
+
+
+def test_a_rank_that_aborts_beats_the_complaints_of_others(tmp_path, local_rank):
+    """The complaint comes first: the kernel closes the connections of a process before its parent can reap it."""
+    complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
+    local_rank.log.write_text("free(): invalid pointer\n")
+    found = root_cause({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
+    assert (found.rank, found.message) == (1, "native code aborted: free(): invalid pointer")
+
+
+def test_an_exception_of_its_own_beats_an_earlier_complaint(tmp_path):
+    complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
+    own = RankExit(1, recorded(tmp_path, 1, ConnectionResetError("Connection reset by peer")))  # its own server's
+    assert root_cause({0: complaint, 1: own}).rank == 1
+
+
+def test_an_abort_over_a_lost_peer_is_a_complaint(tmp_path, local_rank):
+    local_rank.log.write_text(f"terminate called after throwing an instance of 'X'\n  what():  {RESET}\n")
+    aborted = examine(local_rank, -signal.SIGABRT, time.time() - 60)
+    assert root_cause({0: RankExit(1, recorded(tmp_path, 0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
+
+
+def test_a_crash_comes_with_its_last_lines_too(local_rank):
+    (local_rank.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
+    local_rank.log.write_text("what native code wrote\n")
+    text = examine(local_rank, -signal.SIGABRT, WHEN).failure.text()
+    assert "at: x.py:3 f" in text
+    assert text.endswith("\n  its last lines:\n    what native code wrote")
+
+
+def test_warnings_of_torch_are_no_last_words(local_rank):
+    local_rank.log.write_text("mine\n[W1116 09:30:00.1 socket.cpp:767] [c10d] The client socket has failed\n")
+    assert examine(local_rank, -9, WHEN).failure.log == "mine"
+
+
+def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(tmp_path, local_rank):
+    left = examine(local_rank, 0, time.time() + 1)
+    assert not left.clean
+    found = root_cause({0: RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET))), 1: left})
+    assert (found.rank, found.kind) == (1, "exit")
+    assert "ended with code 0 before its work was done" in found.message
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_finished_and_preempted_are_no_failures(local_rank, code):
+    failure.note_end(local_rank.folder, 1)
     assert examine(local_rank, code, WHEN) == RankExit(code)
     assert root_cause({1: RankExit(code)}) is None
 
@@ -126,6 +175,38 @@ def test_a_traceback_is_better_than_a_log(tmp_path):
     text = recorded(tmp_path, 1, ValueError("x")).text()
     assert "Traceback" in text
     assert Failure(1, "h", WHEN, "k", "m", log="last line").text().endswith("\n  last line")
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "{package}/launch/worker.py", line 49, in main
+    work(spec)
+  File "{package}/engine/loop.py", line 55, in fit
+    result = run.stepper.step(batches, task.loss)
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/u/my_task.py", line 20, in loss
+    return model(batch)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1778, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward
+    return F.linear(input, self.weight, self.bias)
+RuntimeError: mat1 and mat2 shapes cannot be multiplied
+"""
+
+
+def test_the_users_frames_come_first_and_ours_are_folded():
+    text = TRACEBACK.format(package=Path(failure.__file__).parent.parent)
+    found = Failure(1, "h", WHEN, "RuntimeError", "m", traceback=text)
+    assert found.text().splitlines()[1:] == [
+        "  Traceback (most recent call last):",
+        '    File "/u/my_task.py", line 20, in loss',
+        "      return model(batch)",
+        '    File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward',
+        "      return F.linear(input, self.weight, self.bias)",
+        "  RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "  (without 3 frames of Lockstep and of libraries: see events.jsonl)",
+    ]
+    ours = text.replace("/u/my_task.py", f"{Path(failure.__file__).parent}/zygote.py")
+    assert replace(found, traceback=ours).text().count("File ") == 5  # nothing of the user's: all is shown
 
 
 def test_a_lost_node_has_no_rank_to_name():

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import flight_recorder
-from lockstep.launch.flight_recorder import analyse
+
+
+def analyse(dumps):
+    return flight_recorder.analyse(dumps).lines
 
 
 def entry(number, op="all_reduce", sizes=(4,), dtype="Float", done=True, group=("0", "default_pg")):
@@ -56,6 +59,18 @@ def test_ranks_that_did_different_things(other):
     assert "collective 2 differs: rank 0 did all_reduce of [4] Float; rank 1 did" in line
 
 
+def test_a_mismatch_is_a_deadlock_only_while_a_rank_waits_and_only_among_all_ranks():
+    """Groups of one name may have different members, each with its own sizes."""
+
+    def deadlock(done, group=("0", "default_pg")):
+        pair = {0: [entry(2, done=done, group=group)], 1: [entry(2, "barrier", done=done, group=group)]}
+        return flight_recorder.analyse(pair).deadlock
+
+    assert deadlock(done=False)
+    assert not deadlock(done=True)
+    assert not deadlock(done=False, group=("1", "tensor"))
+
+
 def test_the_earliest_difference_is_the_one_reported():
     """Ranks whose order is swapped get garbage from gloo, and hang only much later."""
     a, b = entry(1, sizes=(1,)), entry(1, sizes=(2,))
@@ -84,6 +99,18 @@ def test_process_groups_are_apart():
     assert len(lines) == 1
     assert lines[0].startswith("process group tensor")
     assert "rank 2" not in lines[0]
+
+
+def test_who_is_late_is_not_one_that_waits_elsewhere():
+    """Rank 0 waits for rank 1 in the pair's collective, and rank 1 for rank 2 in that of all."""
+    pair = ("1", "tensor")
+    dumps = {
+        0: [entry(1, group=pair), entry(2, done=False, group=pair), entry(1)],
+        1: [entry(1, group=pair), entry(1), entry(2, done=False)],
+        2: [entry(1)],
+    }
+    found = flight_recorder.analyse(dumps)
+    assert (found.late, found.deadlock, found.entered) == ([2], False, {0: 1, 1: 2, 2: 1})
 
 
 def test_the_environment_keeps_the_dumps_with_the_logs(tmp_path):

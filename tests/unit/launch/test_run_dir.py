@@ -1,12 +1,17 @@
 """Which folder a run gets, and when it gets none."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lockstep import api
 from lockstep.api import resume_command
+from lockstep.config import resolve
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import choose_run_dir
+from lockstep.launch.run_dir import ask_for_size, choose_run_dir, hold_as_launcher
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -28,8 +33,72 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     ("words", "resume", "again"),
     [
         (["train", "net", "--resume", "runs/a"], ["--resume", "auto"], "train net run_dir=runs/b --resume auto"),
+        (["x.py", "--", "--resume", "a"], ["--resume", "auto"], "x.py run_dir=runs/b --resume auto -- --resume a"),
         (["run_dir=runs/b", "--auto_resume"], ["--auto_resume"], "run_dir=runs/b --auto_resume"),
     ],
 )
 def test_what_to_type_to_resume(words, resume, again):
     assert resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from lockstep.launch.run_dir import hold_as_launcher
+held = hold_as_launcher(Path(sys.argv[1]))
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_wish_for_another_size_needs_a_launcher_and_no_rank(tmp_path):
+    """Between two attempts no rank holds the folder, and the launcher does."""
+    (tmp_path / ".lock").touch()
+    with pytest.raises(UserError, match="no launcher"):
+        ask_for_size(tmp_path, 3)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"holds\n"
+        ask_for_size(tmp_path, 3)
+        assert hold_as_launcher(tmp_path) is None
+    assert (tmp_path / "resize").read_text() == "3\n"
+    with pytest.raises(UserError, match="the run is not running"):
+        ask_for_size(tmp_path, 3)
+
+
+def stored_run(folder: Path, config: str, sources: dict[str, str]) -> Path:
+    (folder / "config.yaml").write_text(config)
+    (folder / "config.sources.json").write_text(json.dumps(sources))
+    (folder / "plan.json").write_text('{"samples": 64}')
+    (folder / "metrics.jsonl").touch()
+    (folder / ".lock").touch()
+    return folder
+
+
+def test_a_resumed_run_takes_over_what_was_typed_for_it(tmp_path, capfd):
+    config = "steps: 300\nseed: 7\nlr: {peak: 0.5}\ntask: {width: 16}\nrun_dir: runs/x\nglobal_batch: 8\n"
+    typed = {"steps": "command line", "lr.peak": "file a.yaml", "task.width": "run runs/w", "run_dir": "command line"}
+    run = stored_run(tmp_path, config, typed | {"seed": "default", "global_batch": "task default"})
+    ((source, values),) = api._stored_layer(str(run), [("command line", {"steps": 400})])
+    assert values == {"steps": 300, "lr.peak": 0.5, "task.width": 16}
+    assert capfd.readouterr().err == f"lockstep: taken over from {run}: lr.peak=0.5 task.width=16\n"
+    resolved = resolve([(source, values), ("command line", {"steps": 400})])
+    assert (resolved.config.steps, resolved.config.lr.peak) == (400, 0.5)
+    assert resolved.sources["lr.peak"] == f"run {run}"
+    assert api._stored_layer("auto", []) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "said"),
+    [
+        ("mesh: {tp: 2}\nsteps: 9\nglobal_batch: 8\n", 3, "3 is not a multiple of 2"),
+        ("ddp: {static_graph: true}\nmicro_batch: 2\nsteps: 9\nglobal_batch: 8\n", 2, "micro-batches per rank"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_before_anybody_is_asked(tmp_path, config, count, said):
+    run = stored_run(tmp_path, config, {})
+    with pytest.raises(UserError, match=said):
+        api.resize(run, count)
+    assert not (run / "resize").exists()
+    with pytest.raises(UserError, match="no launcher"):
+        api.resize(run, 4)

@@ -303,6 +303,53 @@ def test_resize():
     assert stage.machine.restarts.total == 0
 
 
+def resized_to_3() -> Stage:
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.machine.resize(3, stage.now)
+    stage.saved = 7
+    stage.exit(0, 75)
+    stage.exit(1, 75)
+    assert stage.tick()[-1] == StartAttempt(1, {0: 3})
+    return stage
+
+
+def refuse(stage: Stage) -> None:
+    stage.exit(1, 1, kind="UserError", message="the mesh does not fit 3 ranks", for_user=True)
+    stage.tick(1.1)
+
+
+def test_a_size_that_the_job_cannot_use_is_given_up():
+    stage = resized_to_3()
+    refuse(stage)
+    assert "the mesh does not fit 3 ranks" in stage.said
+    assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
+    stage.ranks_gone()
+    assert stage.tick() == [StartAttempt(2, {0: 2})]
+    assert stage.machine.restarts.total == 0
+    refuse(stage)  # and now it is a mistake like any other
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 2
+
+
+def test_a_mistake_long_after_a_resize_ends_the_job():
+    stage = resized_to_3()
+    stage.saved = 10
+    refuse(stage)
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 2
+
+
+def test_a_wish_between_two_attempts_is_granted():
+    stage = Stage(Count(1, 8, 2))
+    stage.tick()
+    stage.exit(1, -9)
+    stage.machine.resize(3, stage.now)
+    stage.ranks_gone()
+    stage.tick()
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
+
+
 def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage = Stage(Count(1, 8, 2))
     stage.tick()
@@ -485,6 +532,37 @@ def test_a_hang_is_explained_and_restarted(stage):
     assert stage.tick() == [StartAttempt(1, {0: 2})]
 
 
+def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
+    stuck(stage)
+    stage.tick(6)
+    assert "with a higher limit for step 41, phase data" in stage.said
+    stage.ranks_gone()
+    stage.tick()
+    with pytest.raises(pytest.fail.Exception, match="nothing was noticed"):
+        stuck(stage)  # for 40 s
+
+
+def test_ranks_that_stand_still_get_no_grace(stage):
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.tick(4)
+    stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"))
+    stage.machine.check_for_hangs(stage.now)
+    assert not [stage.tick(), stage.sent(Kill)][1]
+    stage.now += 2
+    stage.machine.check_for_hangs(stage.now)
+    assert [stage.tick(), stage.sent(Kill)][1] == [0]
+    assert "rank 1 on host-0 failed at step 41, phase user code" in stage.said
+    assert "2 ranks stood still and were killed" in stage.said
+
+
+def test_a_second_interrupt_works_after_a_sigterm_too(stage):
+    for name in ("SIGTERM", "SIGINT", "SIGINT"):
+        assert not stage.sent(Kill)
+        stage.machine.preempt_requested(name, stage.now)
+        stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
 def test_a_hang_may_be_the_end(stage):
     stuck(stage, hang={"action": "stop"})
     stage.tick(6)  # no rank could answer
@@ -496,6 +574,41 @@ def test_a_kill_is_a_better_reason_than_a_hang(stage):
     stage.exit(1, -9)
     stage.tick()
     assert "SIGKILL" in stage.said
+
+
+def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
+    """Rank 0 has raised and the launcher waits for a cause: that rank 1 stands still meanwhile says nothing."""
+    stuck = view(1, 70.0, "data")
+    for _ in range(80):  # the watchdog has watched for long enough
+        stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
+        stage.machine.check_for_hangs(stage.now)
+        stage.tick(1)
+    stage.exit(0, 1, message="the real cause")
+    stage.beat(stuck)
+    stage.machine.check_for_hangs(stage.now)
+    stage.tick(0.5)
+    assert not stage.sent(CollectStacks)
+    stage.tick(1)
+    assert "the real cause" in stage.said
+
+
+def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
+    """A large process takes seconds to die."""
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick(3)
+    assert not stage.said
+    stage.exit(1, -6)
+    stage.beat()
+    stage.tick(1.1)
+    assert "rank 1 on host-0 failed" in stage.said
+
+
+def test_a_rank_that_ends_before_the_others_is_named(stage):
+    stage.exit(1, 0)
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick()
+    assert "rank 1 on host-0 failed" in stage.said
+    assert "ended with code 0 while other ranks were training" in stage.said
 
 
 def test_strange_records_of_collectives_do_no_harm(stage):

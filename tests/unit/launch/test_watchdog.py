@@ -12,8 +12,9 @@ import pytest
 
 from lockstep.config.schema import HangConfig
 from lockstep.launch import records, watchdog
-from lockstep.launch.stacks import collect, group, line_of
-from lockstep.launch.watchdog import RankView, Watchdog, explain, suspect
+from lockstep.launch.flight_recorder import Findings
+from lockstep.launch.stacks import collect, group, line_of, loader_pids, loaders, main_thread
+from lockstep.launch.watchdog import Evidence, RankView, Watchdog, explain, suspect
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -41,7 +42,7 @@ def test_a_rank_stuck_in_its_computation_is_named():
     views = [view(0, "exchange", 8.5), view(1, "compute", 8.0), view(2, "exchange", 8.4)]
     suspicion = suspect(views, HangConfig())
     assert suspicion.awaited == [1]
-    assert suspicion.reason == "no rank has advanced for 8.0 s (limit 5.0 s)"
+    assert suspicion.reason == "no rank has advanced for 8.0 s (limit 5.0 s, by hang.least)"
 
 
 def test_one_rank_within_its_own_limit_is_enough_to_wait():
@@ -122,13 +123,65 @@ def test_the_one_in_another_collective_is_odd():
 def test_no_rank_is_blamed_when_all_wait_in_the_same_collective():
     suspicion = suspect([view(0, "exchange", 9.0), view(1, "exchange", 9.5)], HangConfig())
     assert suspicion.awaited == []
-    assert "cannot tell which rank is at fault" in explain(suspicion, {}).message
+    assert "cannot tell which rank is at fault" in explain(suspicion, Evidence()).message
 
 
 def test_stacks_tell_who_is_odd_when_phases_do_not():
     suspicion = suspect([view(rank, "exchange", 9.0) for rank in range(3)], HangConfig())
     stacks = {0: stack(("/u/train.py", 7, "f")), 1: stack(("/u/train.py", 9, "g")), 2: stack(("/u/train.py", 7, "f"))}
-    assert explain(suspicion, stacks).rank == 1
+    assert explain(suspicion, Evidence(stacks)).rank == 1
+
+
+def entries(*numbers, done=True):
+    """The default group's collectives of these numbers, all of one size; the last has ended if `done`."""
+    common = {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "process_group": ["0", "default_pg"]}
+    return [{**common, "collective_seq_id": n, "retired": done or n != numbers[-1]} for n in numbers]
+
+
+def judged(views, stacks, collectives):
+    watch = Watchdog(HangConfig())
+    for second in range(12):
+        if look(watch, [replace(seen, age=float(second)) for seen in views], now=second):
+            break
+    watch.stacks, watch.collectives = stacks, collectives
+    return watch.verdict()
+
+
+def test_a_hang_in_the_last_backward_is_attributed_between_two_ranks():
+    """Both are in the phase exchange and their stacks differ, one each: only the collectives tell them apart."""
+    waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
+    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0)]
+    failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False), 1: entries(1)})
+    assert failure.rank == 1
+    assert "the others are waiting for rank 1" in failure.message
+    assert failure.traceback.startswith("rank 1 is at: /u/layer.py:9 backward")
+
+
+def test_a_rank_that_holds_the_gil_is_not_in_the_collective():
+    waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
+    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0, state="R")]
+    failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False)})
+    assert failure.rank == 1
+    assert "rank 1 holds Python's lock" in failure.traceback
+
+
+def test_a_rank_that_calls_a_collective_of_its_own_is_ahead_although_its_step_is_behind():
+    views = [
+        view(0, "exchange", 9.0, step=25),
+        view(1, "collective", 9.0, step=49),
+        view(2, "collective", 9.0, step=49),
+    ]
+    collectives = {0: entries(95, 96, done=False), 1: entries(95), 2: entries(95)}
+    failure = judged(views, dict.fromkeys(range(3), ""), collectives)
+    assert failure.rank == 0
+    assert "rank 0 is ahead: 96 collectives by step 25, rank 1 95 by step 49" in failure.message
+    assert "Look for a collective that not every rank calls" in failure.message
+
+
+def test_a_rank_that_is_behind_in_both_is_just_late():
+    views = [view(0, "exchange", 9.0, step=40), view(1, "exchange", 9.0, step=41)]
+    failure = judged(views, {0: "", 1: ""}, {0: entries(40), 1: entries(40, 41, done=False)})
+    assert "the others are waiting for rank 0" in failure.message
 
 
 # watch
@@ -228,13 +281,12 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
     )
     views = [view(rank, "exchange", 38.0) for rank in range(4)]
     views[1] = view(1, "data", 37.0, state="S")
-    failure = explain(
-        suspect(views, HangConfig()), {0: waits, 1: reads, 2: waits, 3: waits}, ["rank 1 never entered it"]
-    )
+    evidence = Evidence({0: waits, 1: reads, 2: waits, 3: waits}, Findings(["rank 1 never entered it"]))
+    failure = explain(suspect(views, HangConfig()), evidence)
     assert (failure.kind, failure.rank, failure.host) == ("hang", 1, "node-a")
     assert (failure.step, failure.phase) == (41, "data")
     assert failure.message == (
-        "no rank has advanced for 37.0 s (limit 30.0 s); "
+        "no rank has advanced for 37.0 s (limit 30.0 s, by hang.least); "
         "the others are waiting for rank 1 on node-a (step 41, phase data, process sleeping)"
     )
     assert failure.traceback.splitlines() == [
@@ -244,6 +296,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
         "  lockstep/data/loader.py:50 batches",
         "3 ranks wait at: lockstep/parallel/ddp/driver.py:131 backward (ranks 0, 2, 3), phase exchange",
         "rank 1 never entered it",
+        "if this is slow work and no hang: hang.least=10",
     ]
 
 
@@ -251,17 +304,96 @@ def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
     watch = Watchdog(HangConfig())
     views = [view(0, "exchange", 9.0), view(1, "data", 9.0, state="T")]
     suspicion = [look(watch, views, now=second) for second in range(5)][-1]
-    failure = explain(suspicion, {0: stack(("/u/train.py", 1, "f")), 1: ""})
+    failure = explain(suspicion, Evidence({0: stack(("/u/train.py", 1, "f")), 1: ""}))
     assert "process suspended" in failure.message
     assert "SIGCONT" in failure.traceback
     assert "1 rank waits at: /u/train.py:1 f (rank 0), phase exchange" in failure.traceback
 
 
+def inquire(watch, views):
+    """Look once a second until the ranks have stood still for as long as the views say."""
+    for second in range(int(views[0].age) + 1):
+        suspicion = look(watch, [replace(seen, age=float(second)) for seen in views], now=second)
+        if suspicion:
+            break
+    return suspicion
+
+
+def test_within_the_limits_ranks_are_only_asked_where_they_are():
+    watch = Watchdog(HangConfig())
+    views = [view(0, "exchange", 50.0), view(1, "compute", 50.0, state="R")]
+    assert inquire(watch, views).within_limit
+    watch.stacks = {0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}
+    assert watch.verdict() is None
+    text = watch.remark()
+    assert "rank 1 has been in phase compute of step 41 for 45 s; the limit is 60 s, by hang.least" in text
+    assert "rank 1 is at: /u/layer.py:9 forward" in text
+    assert "1 rank waits at: /u/driver.py:7 backward (rank 0)" in text
+    assert look(watch, views, now=46.0) is None  # asked once for each standstill
+    assert watch.remark() is None
+
+
+def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
+    watch = Watchdog(HangConfig())
+    views = [view(0, "user code", 50.0), view(1, "exchange", 50.0), view(2, "exchange", 50.0)]
+    assert inquire(watch, views).within_limit
+    reduces = entries(100, 101, done=False)
+    watch.stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
+    watch.collectives = {0: [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}], 1: reduces, 2: reduces}
+    failure = watch.verdict()
+    assert failure.rank == 0
+    assert "rank 0 is at: /u/task.py:12 after_step" in failure.traceback
+    assert "collective 101 differs: rank 0 did barrier" in failure.traceback
+    assert failure.message.startswith("no rank has advanced for 45 s, and none can: they wait in different collectives")
+
+
+def test_a_limit_that_a_repeat_hits_is_raised():
+    stuck = [view(0, "exchange", 40.0), view(1, "data", 40.0)]
+    assert suspect(stuck, HangConfig()) is not None
+    assert suspect(stuck, HangConfig(), {(40, "data"): 1, (41, "compute"): 1}) is not None  # another place
+    assert suspect(stuck, HangConfig(), {(41, "data"): 1}) is None
+    later = [replace(seen, age=121.0) for seen in stuck]
+    assert suspect(later, HangConfig(), {(41, "data"): 1}) is not None
+    assert suspect(later, HangConfig(), {(41, "data"): 2}) is None
+    assert suspect([replace(seen, age=901.0) for seen in stuck], HangConfig(), {(41, "data"): 9}) is not None
+
+
+@pytest.mark.parametrize(
+    ("phase", "longest", "setting"),
+    [("data", 0.1, "hang.least"), ("data", 20.0, "hang.factor"), ("build", 0.0, "hang.first")],
+)
+def test_the_setting_that_applies_is_named(phase, longest, setting):
+    stuck = [view(0, "exchange", 999.0), view(1, phase, 999.0, **{phase: longest})]
+    assert f"by {setting})" in suspect(stuck, HangConfig()).reason
+
+
+def still(*views, asked=0.0, now=6.0, **limits):
+    watch = Watchdog(HangConfig(**limits))
+    watch.views = {0: list(views)}
+    return bool(watch.stands_still({seen.rank for seen in views}, asked, now))
+
+
+def test_ranks_that_do_not_move_get_no_grace():
+    waits = view(0, "exchange", 60.0)
+    assert still(waits, view(1, "user code", 60.0))
+    assert not still(waits, view(1, "user code", 60.0), now=4.0)  # they have just been asked
+    assert not still(waits, view(1, "user code", 2.0))
+    assert not still(waits, view(1, "user code", 30.0, **{"user code": 10.0}))  # it often takes that long
+    assert not still(waits, view(1, "compute", 30.0, state="R"))  # it works
+    first_batch = replace(view(1, "data", 11.0, step=0), steps_done=0)
+    assert still(replace(first_batch, rank=0), first_batch)
+
+
+@pytest.mark.parametrize("phase", ["snapshot", "commit", "end"])
+def test_a_rank_that_saves_keeps_its_grace(phase):
+    assert not still(view(0, "exchange", 500.0), view(1, phase, 500.0))
+
+
 def test_many_odd_ranks_are_not_all_described():
-    failure = explain(suspect([view(rank, "data", 99.0) for rank in range(20)], HangConfig()), {})
+    failure = explain(suspect([view(rank, "data", 99.0) for rank in range(20)], HangConfig()), Evidence())
     assert "no rank is waiting for another" in failure.message
     assert failure.message.endswith("12 more")
-    assert len(failure.traceback.splitlines()) == 8
+    assert len(failure.traceback.splitlines()) == 8 + 1  # and the setting
 
 
 # with real processes
@@ -306,6 +438,37 @@ def ranks(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+LOADERS = """
+import os, sys, time
+from pathlib import Path
+from lockstep.launch import stacks
+stacks.register(Path(sys.argv[1]) / "stacks-0")
+def reads_a_sample():
+    os.write(1, b"ready\\n"); time.sleep(60)
+def waits_for_a_batch():
+    os.write(1, b"ready\\n"); time.sleep(60)
+if os.fork() == 0:
+    reads_a_sample()
+waits_for_a_batch()
+"""
+
+
+def test_loader_processes_show_their_stacks(tmp_path):
+    command = [sys.executable, "-c", LOADERS, str(tmp_path)]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert [rank.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+        (loader,) = loader_pids(rank.pid)
+        text = collect(tmp_path, {0: rank.pid}, timeout=60.0)[0]
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.communicate()
+    assert line_of(main_thread(text)).endswith("waits_for_a_batch")
+    assert line_of(loaders(text)[loader]).endswith("reads_a_sample")
+    waiting = suspect([view(0, "data", 99.0)], HangConfig())
+    assert f"loader {loader} is at: <string>:7 reads_a_sample" in explain(waiting, Evidence({0: text})).traceback
 
 
 def test_stacks_of_real_processes(ranks, tmp_path):
