@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from lockstep import cli
+from lockstep.causes import CAUSES, refusal
 from lockstep.errors import UserError
-from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
 from lockstep.verify.runner import Runner

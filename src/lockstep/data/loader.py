@@ -55,23 +55,26 @@ class SampleReader:
         self._gathers = type(self.dataset) is TensorDataset and plain
 
     def __call__(self, request: Request) -> Any:
-        epoch, ids = request
-
         # Indexing draws no random numbers: nothing is seeded.
         if self._gathers:
-            rows = torch.from_numpy(np.asarray(ids))
+            rows = torch.from_numpy(np.asarray(request[1]))
             return [tensor[rows] for tensor in self.dataset.tensors]
+        return self.collate(self.samples(request))
+
+    def samples(self, request: Request) -> list[Any]:
+        """Return the samples of a request, not collated."""
+        epoch, ids = request
         if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, int(ids[0]))
-            return self.collate(self.dataset.__getitems__([int(i) for i in ids]))
+            return self.dataset.__getitems__([int(i) for i in ids])
 
         # Each sample has its own seed, so that it does not depend on those read before it.
         samples = []
         for index in ids:
             self._seed(epoch, int(index))
             samples.append(self.dataset[int(index)])
-        return self.collate(samples)
+        return samples
 
     def _seed(self, epoch: int, index: int) -> None:
         if self.seed_samples:

@@ -149,6 +149,12 @@ class MapSource:
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
         return [self.reader((0, [index])) for index in sorted(ids)]
 
+    def next_request(self, most: int) -> Request:
+        """Return the epoch and the ids of the next samples, at most those of one step: the same on every rank."""
+        window = self._window(self.position)
+        ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, window.stop))
+        return window.epoch, ids.tolist()
+
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
 

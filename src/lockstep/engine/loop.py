@@ -42,6 +42,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     held_out = _held_out(task, run)
     evaluate_every = run.config.evaluate.every if held_out is not None else None
 
+    run.check_start(task)
+
     def evaluate() -> None:
         run.evaluate(held_out, task.eval_loss, task.collate, may_preempt=True)
 

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
 from lockstep.errors import UserError
 from lockstep.parallel.driver import BaseDriver
 from lockstep.precision import full_precision
@@ -100,6 +101,7 @@ class OwnRun:
             )
 
         self._run = run = self._builder.setup_run(dataset, collate)
+        run.check_start()
 
         # Still True in close() if the user's code leaves the loop with `break`.
         self._in_loop = True
@@ -189,6 +191,9 @@ class OwnStep:
         self._control = run.stepper.begin(batches)
         self._driver.begin()
 
+        # Until the first backward of the run: what its forward must not change.
+        self._kept = keep_for_own_loop(run)
+
     def __iter__(self) -> Iterator[Any]:
         for micro in self._batches:
             self._taken += 1
@@ -213,6 +218,10 @@ class OwnStep:
         """
         if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
+
+        if self._kept:
+            check_own_loop(self._run, self._kept)
+            self._kept = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
         with full_precision(self._run.stepper.context.precision):

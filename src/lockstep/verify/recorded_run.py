@@ -26,10 +26,11 @@ from lockstep.data.sources import MapSource
 from lockstep.engine import setup
 from lockstep.engine.run import ModelSetup, Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.start_check import check as start_check
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
-from lockstep.parallel.driver import trainable
+from lockstep.parallel.driver import hooked_parameters, trainable
 from lockstep.runtime.layout import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
@@ -59,10 +60,12 @@ class RecordedBuilder(RunBuilder):
     ) -> ModelSetup:
         self._task = task
         tied = _tied(model)  # wrapping might untie them
+        hooked = hooked_parameters(model)  # wrapping adds its own
         wrapped = super().setup_model(model, optimizers, task, data)
 
         self._facts = {
             "own_loop": task is None,
+            "hooked": hooked,
             "tied": tied,
             "tied_after": _tied(model),
             # The BatchNorm modules that take statistics.
@@ -123,6 +126,13 @@ class RecordedRun(Run):
         self._before_forward, self._backward = driver.before_forward, driver.backward
         driver.before_forward, driver.backward = self._begin_micro, self._record_loss
         self._nudges = torch.Generator().manual_seed(orders["nudge"])
+
+    def check_start(self, task: Any = None) -> None:
+        """Record what the check at the start of a run finds, once, instead of refusing it."""
+        self._facts["accepted"] = start_check.accepted_causes(self.config)
+        if self.orders["finds"]:
+            cause = start_check.find(self, task)
+            self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield the first few steps; the schedule stays that of the full run."""
