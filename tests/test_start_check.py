@@ -28,7 +28,7 @@ from zoo import borrowed, broken, healthy
 from zoo.base import Reader, Sentences, Sound, token_losses
 
 QUIET = {"log": {"progress": "off"}, "checkpoint": {"at_end": False, "minutes": None}}
-SMALL = {"global_batch": 8, "steps": 1}
+SMALL = {"global_batch": 8, "steps": 1, "checks.loss": "all"}
 
 # One call on one process shows these.
 ALONE = [
@@ -224,6 +224,23 @@ def test_a_loss_that_fails_on_a_half_is_left_out_with_a_word(tmp_path: Any) -> N
 
     (note,) = notes(train(NeedsFour(), tmp_path, tail="drop"))
     assert "it raises ValueError: too few" in note
+
+
+def test_buffers_that_the_task_names_may_change(tmp_path: Any) -> None:
+    class Named(broken.BufferByHand):
+        changing_buffers = ("seen",)
+
+    assert not notes(train(Named(), tmp_path))
+
+
+def test_a_loss_that_is_not_a_number_is_left_to_the_first_step(tmp_path: Any) -> None:
+    class NotANumber(Sound):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            made = super().loss(model, batch)
+            return Loss(made.total * float("nan"), made.weight)
+
+    with pytest.raises(UserError, match="none of the"):
+        train(NotANumber(), tmp_path)
 
 
 # ---- what it costs and leaves behind ----------------------------------------------------------------------

@@ -79,6 +79,21 @@ def test_no_false_alarm(runner: Runner, file: str, task: type) -> None:
     assert_readable(report)
 
 
+def test_settings_of_a_task_do_not_stop_it(runner: Runner) -> None:
+    """Those that need an evaluation or a checkpoint, of which a trial has none."""
+    settings = {"checkpoint": {"best": "eval_loss", "best_mode": "max"}, "evaluate": {"every": 2}}
+    settings |= {"nonfinite": {"policy": "rewind"}, "spike": {"policy": "rewind"}, "goals": ["eval_loss <= 1"]}
+    report = verify(f"{ZOO / 'healthy.py'}:Sound", [("task default", settings)], QUICK, runner)
+    assert report.passed, text_of(report)
+
+
+def test_what_is_meant_is_not_compared(runner: Runner) -> None:
+    layers = [("test", {"checks.loss": "batch-coupled"})]
+    report = verify(f"{ZOO / 'broken.py'}:InBatchNegatives", layers, QUICK, runner)
+    assert report.passed, text_of(report)
+    assert any("checks.loss=batch-coupled" in note for note in report.notes)
+
+
 def test_the_zoo_is_large_enough() -> None:
     assert len(broken.FOUND) >= 12
     assert len(HEALTHY) >= 8

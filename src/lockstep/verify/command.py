@@ -26,7 +26,7 @@ from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 WIDTH = 100  # characters of a line
 
 # Causes that one process cannot show.
-SHOWN_BY_RANKS = ("rank-in-loss", "not-synchronised", "data", "augmentation", "bypass", "hang", "refused", "failed")
+SHOWN_BY_RANKS = ("rank-in-loss", "not-synchronised", "data", "augmentation", "bypass", "hang", "refused")
 
 # Causes that show in another split of the batch: if they are meant, no other split is compared.
 SPLIT_CAUSES = {"mean-of-means", "mean-for-sum", "loss-weight", "penalty", "batch-coupled"}

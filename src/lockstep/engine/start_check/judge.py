@@ -65,6 +65,9 @@ def of_changes(changes: Changes, host_draws: set[str]) -> Cause | None:
 
 def of_repetition(first: Measured, again: Measured, changes: Changes, tolerance: Tolerance) -> Cause | None:
     """Name why the same samples, seeds and weights give another loss the second time."""
+    if not (math.isfinite(first.total) and math.isfinite(again.total)):
+        return None  # the first step will say it
+
     same_total = tolerance.same(first.total, again.total, 1e-2 * first.weight)
     if same_total and first.weight == again.weight:
         return None
