@@ -34,8 +34,8 @@ from lockstep.task import Task
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
 
-# Samples that the loss is called with: a third of a micro-batch, since the whole is called twice and its halves once.
-# With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
+# Samples that the loss is called with: a quarter of a micro-batch, since the whole is called three times and its halves
+# once. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
 FEWEST, MOST = 4, 32
 
 # Once one of these is found, a batch and its halves cannot be compared.
@@ -57,7 +57,9 @@ def find(run: Run, task: Any) -> Cause | None:
 
     run.runtime.heartbeat.beat("build")
     with generators_kept(run.runtime.device):
-        request = source.next_request(max(2, min(run.plan.micro_batch, max(FEWEST, run.plan.micro_batch // 3), MOST)))
+        # Never more than a micro-batch: with micro_batch=1 a loss need not be able to take two samples.
+        most = run.plan.micro_batch
+        request = source.next_request(min(most, max(FEWEST, most // 4), MOST))
         samples = read(source, request)
         if not alone and (cause := _data_differs(run, source, request, samples)):
             return cause
