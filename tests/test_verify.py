@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from lockstep import cli
+from lockstep.causes import CAUSES, refusal
 from lockstep.errors import UserError
-from lockstep.verify.causes import CAUSES, refusal
 from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
 from lockstep.verify.runner import Runner
@@ -77,6 +77,21 @@ def test_no_false_alarm(runner: Runner, file: str, task: type) -> None:
     assert report.passed, text_of(report)
     assert {row.verdict for row in report.rows} <= {"reference", "yardstick", "ok"}
     assert_readable(report)
+
+
+def test_settings_of_a_task_do_not_stop_it(runner: Runner) -> None:
+    """Those that need an evaluation or a checkpoint, of which a trial has none."""
+    settings = {"checkpoint": {"best": "eval_loss", "best_mode": "max"}, "evaluate": {"every": 2}}
+    settings |= {"nonfinite": {"policy": "rewind"}, "spike": {"policy": "rewind"}, "goals": ["eval_loss <= 1"]}
+    report = verify(f"{ZOO / 'healthy.py'}:Sound", [("task default", settings)], QUICK, runner)
+    assert report.passed, text_of(report)
+
+
+def test_what_is_meant_is_not_compared(runner: Runner) -> None:
+    layers = [("test", {"checks.loss": "batch-coupled"})]
+    report = verify(f"{ZOO / 'broken.py'}:InBatchNegatives", layers, QUICK, runner)
+    assert report.passed, text_of(report)
+    assert any("checks.loss=batch-coupled" in note for note in report.notes)
 
 
 def test_the_zoo_is_large_enough() -> None:

@@ -35,6 +35,24 @@ class Loss:
     weight: Weight
     metrics: dict[str, Metric] = field(default_factory=dict)
 
+    @classmethod
+    def sum(cls, total: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
+        """Return the loss of `n` terms from their sum: what `Loss(total, n)` does, by name."""
+        return cls(total, n, metrics or {})
+
+    @classmethod
+    def mean(cls, mean: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
+        """Return the loss of `n` terms from their mean, such as `.loss` of a Hugging Face model and `n` tokens.
+
+        The mean of no terms is NaN; with `n` 0 the total is 0, and so is its gradient.
+        """
+        if isinstance(n, Tensor):
+            nothing = n == 0
+            total = torch.where(nothing, torch.nan_to_num(mean) * 0.0, mean * n)
+        else:
+            total = mean * n if n else torch.nan_to_num(mean) * 0.0
+        return cls(total, n, metrics or {})
+
 
 # ---- where its batches come from ----
 

@@ -37,6 +37,8 @@ class Centred(nn.Module):
 
 
 class Following(Task):
+    changing_buffers = ("centre", "seen")
+
     def model(self) -> nn.Module:
         return Centred()
 

@@ -91,6 +91,80 @@ class InBatchNegatives(Sound):
         return Loss(F.cross_entropy(first @ second.T, torch.arange(len(tokens)), reduction="sum"), len(tokens))
 
 
+class PenaltyPerMicroBatch(Sound):
+    """Weight decay by hand, added once in every micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        made = super().loss(model, batch)
+        return Loss(made.total + model(batch[0][:1, :1] * 0).square().sum(), made.weight)
+
+
+class WeightOne(Sound):
+    """A sum, and a weight that was left at 1."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(super().loss(model, batch).total, weight=1)
+
+
+class HardExamples(Sound):
+    """OHEM: the harder half of the words, by their rank within the micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        losses = token_losses(model(tokens[:, :-1]), tokens, mask)
+        return Loss(2 * losses.topk(max(1, len(losses) // 2)).values.sum(), len(losses))
+
+
+class MixUp(Sound):
+    """Mixes every sentence with another one of its micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        part = torch.distributions.Beta(torch.tensor(0.4), torch.tensor(0.4)).sample()
+        other = torch.randperm(len(tokens))
+        words = model(tokens[:, :-1])
+        logits = part * words + (1 - part) * words[other]
+        losses = token_losses(logits, tokens, mask)
+        return Loss(losses.sum(), len(losses))
+
+
+class Standardised(Sound):
+    """Statistics over the micro-batch by hand."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        logits = model(tokens[:, :-1])
+        logits = (logits - logits.mean((0, 1))) / (logits.std((0, 1)) + 1e-3)
+        losses = token_losses(logits, tokens, mask)
+        return Loss(losses.sum(), len(losses))
+
+
+class ConstantTotal(Sound):
+    """Normalised by the micro-batch, so that totals add up, and only gradients show that they should not."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        logits = model(batch[0][:, :-1]).flatten(0, 1)
+        scaled = logits / logits.square().mean().sqrt().detach()
+        return Loss((scaled - scaled.detach() + 1).mean(1).sum(), len(logits))
+
+
+class BackwardInLoss(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        super().loss(model, batch).total.backward()
+        return super().loss(model, batch)
+
+
+class WarmUpByCounting(Sound):
+    """Counts its own calls, and takes them for steps."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.calls += 1
+        made = super().loss(model, batch)
+        return Loss(made.total * min(1.0, self.calls / 100), made.weight)
+
+
 class AccuracyIsAMean(Sound):
     """A metric that was divided already."""
 
@@ -175,6 +249,45 @@ class CountedWords(Reader):
 class BufferByHand(Sound):
     def model(self) -> nn.Module:
         return CountedWords()
+
+
+class SpectralNorm(Sound):
+    """Every forward in training moves an estimate of the largest singular value, which is kept in buffers."""
+
+    def model(self) -> nn.Module:
+        model = Reader()
+        nn.utils.parametrizations.spectral_norm(model.hidden)
+        return model
+
+
+class Momentum(Reader):
+    """A slow copy of a layer that follows it in every forward, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 8).requires_grad_(False)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        for mine, theirs in zip(self.slow.parameters(), self.hidden.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
+        return super().read(tokens) + self.slow(self.embedding(tokens))
+
+
+class AverageInForward(Sound):
+    def model(self) -> nn.Module:
+        return Momentum()
+
+
+class BufferAfterStep(Sound):
+    """A buffer that every rank moves by itself between steps."""
+
+    def model(self) -> nn.Module:
+        model = Reader()
+        model.register_buffer("seen", torch.zeros(()))
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.seen += 1 + rank() + world()
 
 
 class CopiedHead(Reader):
@@ -349,6 +462,21 @@ class OwnSampler(Sound):
         return Subset(Sentences(), range(rank(), 22, world()))
 
 
+class ShuffledByRank(Sound):
+    """Every rank has all the data, in an order of its own."""
+
+    def data(self) -> Any:
+        order = torch.randperm(22, generator=torch.Generator().manual_seed(rank())).tolist()
+        return Subset(Sentences(), order if world() > 1 else range(22))
+
+
+class UnevenByRank(Sound):
+    """The last rank lacks a file."""
+
+    def data(self) -> Any:
+        return Sentences(22 - rank())
+
+
 class Endless(IterableDataset):
     """Says that it splits itself, and splits by nothing but a different start."""
 
@@ -408,13 +536,24 @@ FOUND: dict[type[Sound], str] = {
     PaddedWeight: "loss-weight",
     DividedByRanks: "rank-in-loss",
     FirstRankRegularises: "rank-in-loss",
+    PenaltyPerMicroBatch: "penalty",
+    WeightOne: "loss-weight",
+    HardExamples: "batch-coupled",
+    MixUp: "batch-coupled",
+    Standardised: "batch-coupled",
+    ConstantTotal: "batch-coupled",
+    BackwardInLoss: "left-gradient",
+    WarmUpByCounting: "carried-state",
     InBatchNegatives: "batch-coupled",
     AccuracyIsAMean: "metric",
     BatchNorm: "batchnorm",
     DropoutByRank: "randomness",
     NumpyNoise: "randomness",
     MasksOfItsOwn: "randomness",
-    BufferByHand: "buffer",
+    BufferByHand: "changed-in-forward",
+    SpectralNorm: "changed-in-forward",
+    AverageInForward: "changed-in-forward",
+    BufferAfterStep: "buffer",
     Untied: "untied",
     HalfPrecision: "half-precision",
     LateHead: "changed-structure",
@@ -428,6 +567,8 @@ FOUND: dict[type[Sound], str] = {
     AveragePerMicroBatch: "average",
     CarriedMemory: "carried-state",
     OwnSampler: "data",
+    ShuffledByRank: "data",
+    UnevenByRank: "data",
     RepeatedStream: "data",
     AugmentedByRank: "augmentation",
     AugmentedByProcess: "augmentation",

@@ -54,6 +54,24 @@ Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+# Causes (see causes.py) that the check at the start of a run finds, and that one may mean: `checks.loss=batch-coupled`.
+LossTrait = Literal[
+    "mean-of-means",
+    "mean-for-sum",
+    "loss-weight",
+    "penalty",
+    "batch-coupled",
+    "left-gradient",
+    "changed-in-forward",
+    "randomness",
+    "nondeterminism",
+    "carried-state",
+    "average",
+    "schedule",
+    "gradient",
+    "rank-in-loss",
+]
+LossCheck = Annotated[Literal["all", "off"] | LossTrait | list[LossTrait], _OFF]
 PrecisionName = Literal[
     "auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "bf16-pure-stochastic", "bf16-pure-compensated"
 ]
@@ -218,6 +236,9 @@ class ChecksConfig(Section):
     first_batch: bool = _key(
         True,
         "check on the first step that ranks read different samples, and loader processes the right ones",
+    )
+    loss: LossCheck = _key(
+        "all", "check the loss before the first step; off: not; or what is meant to be so", example="batch-coupled"
     )
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)

@@ -72,25 +72,30 @@ class SampleReader:
         self._gathers = type(self.dataset) is TensorDataset and plain
 
     def __call__(self, request: Request) -> Any:
-        epoch, ids = request
-
         # Indexing draws no random numbers: nothing is seeded.
         if self._gathers:
-            rows = torch.from_numpy(np.asarray(ids))
+            rows = torch.from_numpy(np.asarray(request[1]))
             return [tensor[rows] for tensor in self.dataset.tensors]
+        epoch, ids = request
+        where = f"in epoch {epoch}"
+        return collate_named(self.collate, self.samples(request), [int(i) for i in ids], where, self._plain)
+
+    def samples(self, request: Request) -> list[Any]:
+        """Return the samples of a request, not collated."""
+        epoch, ids = request
         where = f"in epoch {epoch}"
         numbers = [int(i) for i in ids]
         if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
             self._seed(epoch, numbers[0])
-            samples = self._read(self.dataset.__getitems__, numbers, numbers, where)
-        else:
-            # Each sample has its own seed, so that it does not depend on those read before it.
-            samples = []
-            for index in numbers:
-                self._seed(epoch, index)
-                samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], where))
-        return collate_named(self.collate, samples, numbers, where, self._plain)
+            return self._read(self.dataset.__getitems__, numbers, numbers, where)
+
+        # Each sample has its own seed, so that it does not depend on those read before it.
+        samples = []
+        for index in numbers:
+            self._seed(epoch, index)
+            samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], where))
+        return samples
 
     def read_again(self, request: Request) -> Any:
         """Read a micro-batch after one of its samples: state that reading changes is another one by then."""

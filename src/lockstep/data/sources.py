@@ -164,6 +164,12 @@ class MapSource:
         """Whether a loader process must read what this process reads: samples are drawn with seeds of their own."""
         return self.options.config.workers > 0 and self.options.config.seed_samples
 
+    def next_request(self, most: int) -> Request:
+        """Return the epoch and the ids of the next samples, at most those of one step: the same on every rank."""
+        window = self._window(self.position)
+        ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, window.stop))
+        return window.epoch, ids.tolist()
+
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
 

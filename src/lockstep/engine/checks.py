@@ -6,11 +6,11 @@ Where a check compares ranks it is collective, and raises the same error on ever
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ from lockstep.parallel.driver import Placement
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.layout import local
 from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 # Wrappers that a model must not come in, and what to type instead.
@@ -325,11 +326,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
     if runtime.world.alone or not named:
         return
 
-    # The sum of a parameter's bits as integers: any single change shows, unlike in a norm.
-    checksums = [
-        p.detach().contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for p in named.values()
-    ]
-    first, *others = runtime.collectives.gather_json(torch.stack(checksums).tolist())  # the host waits once
+    first, *others = runtime.collectives.gather_json(checksums(named.values()))
     for rank, other in enumerate(others, start=1):
         for name, expected, actual in zip(named, first, other, strict=True):
             if expected != actual:
@@ -339,6 +336,25 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
                 )
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the sum of the bits of each tensor, as integers: any single change shows, unlike in a norm.
+
+    Of a sharded tensor it is that of this rank's shard.
+    """
+    sums = [
+        local(t.detach())
+        .contiguous()
+        .reshape(-1)
+        .view(INTEGERS.get(t.element_size(), torch.uint8))
+        .sum(dtype=torch.int64)
+        for t in tensors
+    ]
+    # Together, so that the host waits once; a model may have parts on several devices.
+    if len({one.device for one in sums}) == 1:
+        return torch.stack(sums).tolist()
+    return [int(one) for one in sums]
 
 
 # ---- the data ----

@@ -44,6 +44,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     evaluate_every = run.config.evaluate.every if held_out is not None else None
     check_evaluations(run.stepper.learning_rate.needs_evaluations, evaluate_every, held_out is not None)
 
+    run.check_start(task)
+
     def evaluate() -> None:
         run.evaluate(held_out, task.eval_loss, task.collate, may_preempt=True)
 

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
@@ -122,6 +123,7 @@ class OwnRun:
             )
 
         self._run = run = self._builder.setup_run(dataset, collate)
+        run.check_start()
 
         # Still True in close() if the user's code leaves the loop with `break`.
         self._in_loop = True
@@ -227,6 +229,9 @@ class OwnStep:
         self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
         self._begin_pass()
 
+        # Until the first backward of the run: what its forward must not change.
+        self._kept_state = keep_for_own_loop(run)
+
     def __iter__(self) -> Iterator[Any]:
         if self.ended:
             raise UserError(
@@ -264,6 +269,10 @@ class OwnStep:
         """
         if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
+
+        if self._kept_state:
+            check_own_loop(self._run, self._kept_state)
+            self._kept_state = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
         with full_precision(self._run.stepper.context.precision):

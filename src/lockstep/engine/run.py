@@ -24,6 +24,7 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SpoiledStep
+from lockstep.engine.start_check import check as start_check
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -93,6 +94,16 @@ class Run:
         return self.model_setup.driver
 
     # ---- the loop ----
+
+    def check_start(self, task: Any = None) -> None:
+        """Refuse a loss or data that would train the wrong model, before the first step. Collective.
+
+        `task` is None in the user's own loop.
+        """
+        if self.stepper.counters.step > 0:
+            return  # the run was checked when it began
+        if cause := start_check.find(self, task):
+            raise start_check.refuse(cause, self.config)
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""

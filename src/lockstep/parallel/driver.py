@@ -272,7 +272,7 @@ class SingleDriver(BaseDriver):
         self._word = self.codec.pack(word, times=1.0)
 
 
-class _RanksDiffer(Exception):
+class RanksDiffer(Exception):
     """Ranks that should run the same forwards do not."""
 
 
@@ -295,7 +295,7 @@ class ShardedDriver(BaseDriver):
         with self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True):
             try:
                 yield None
-            except _RanksDiffer:
+            except RanksDiffer:
                 # All ranks raise this together, so nobody is left to tell.
                 raise
             except Exception as error:
@@ -331,7 +331,7 @@ class ShardedDriver(BaseDriver):
     def _agree(self, action: str) -> None:
         actions = self.runtime.collectives.gather_json(action)
         if len(set(actions)) > 1:
-            raise _RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
+            raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
 
 
 def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -345,6 +345,12 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         )
 
     return [name for name, _ in pairs], [p for _, p in pairs]
+
+
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters with a hook on their gradient."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [name for name, p in model.named_parameters() if any(getattr(p, kind, None) for kind in kinds)]
 
 
 def broadcast_model(model: nn.Module, collectives: Collectives) -> None:

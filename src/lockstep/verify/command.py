@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import targets
+from lockstep.causes import Cause, in_own_loop, named, refusal
 from lockstep.config import Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError
 from lockstep.observe.formats import finite
-from lockstep.verify.causes import Cause, in_own_loop, named, refusal
 from lockstep.verify.compare import Comparison, Divergence, first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
 from lockstep.verify.record import Record
@@ -24,6 +24,12 @@ from lockstep.verify.runner import Runner
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 
 WIDTH = 100  # characters of a line
+
+# Causes that one process cannot show.
+SHOWN_BY_RANKS = ("rank-in-loss", "not-synchronised", "data", "augmentation", "bypass", "hang", "refused")
+
+# Causes that show in another split of the batch: if they are meant, no other split is compared.
+SPLIT_CAUSES = {"mean-of-means", "mean-for-sum", "loss-weight", "penalty", "batch-coupled"}
 
 # The names of Comparison.errors and Comparison.identical.
 COLUMNS = ("gradients", "parameters", "losses")
@@ -101,7 +107,8 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     began = time.monotonic()
 
     # One step on one process shows the batch, the strategy and the device, by which the trials are chosen.
-    alone = Trial()
+    # There the loss is also checked as at the start of every run.
+    alone = Trial(finds=True)
     first = runner.run(target, layers, 1, [alone])[alone]
     if not first.ranks:
         return _failed_alone(target, options, first, began)
@@ -121,6 +128,7 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     worlds = _worlds(case)
     case.need([*worlds, *splits])
     causes = explain(case, [*worlds, *splits]) or _inexact(case, worlds, options)
+    causes = _with_finding(causes, first.facts.get("found"))
     if case.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
@@ -156,6 +164,10 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
     Random numbers depend on the micro-batch, so splits are compared in eval mode if the loss draws any.
     """
     splits = list(case.matrix.splits)
+    meant = sorted(SPLIT_CAUSES & set(case.reference.facts["accepted"]))
+    if meant and splits:
+        return [], [f"checks.loss={meant[0]}: other splits of the batch are meant to differ, and are not compared"]
+
     if not case.reference.drawn or not splits:
         return splits, []
 
@@ -168,6 +180,17 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
             "batch are not compared"
         ]
     return splits, []
+
+
+def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
+    """Return the causes, with what the check at the start of a run found.
+
+    That check sees one call of the loss and its halves, and so it knows better than a comparison of runs, except where
+    something shows on several ranks only.
+    """
+    if not found or any(cause.key in SHOWN_BY_RANKS for cause in causes):
+        return causes
+    return [named(*found)]
 
 
 def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:

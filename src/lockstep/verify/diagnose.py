@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lockstep.verify.causes import Cause, named, refusal
+from lockstep.causes import Cause, named, refusal
 from lockstep.verify.compare import KINDS, Comparison, Divergence, compare
 from lockstep.verify.record import Micro, Record
 from lockstep.verify.trials import Matrix, Trial
@@ -219,9 +219,12 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
 def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
     world = record.trial.world
     expected_samples = reference.facts["samples"]
-    samples = record.facts["samples"]
-    if samples != expected_samples:
-        return named("data", f"data() has {expected_samples} samples on one process, and {samples} on each of {world}")
+    for rank, rank_record in enumerate(record.ranks):
+        samples = rank_record["facts"]["samples"]
+        if samples != expected_samples:
+            return named(
+                "data", f"data() has {expected_samples} samples on one process, and {samples} on rank {rank} of {world}"
+            )
 
     # The samples of a step are counted by their contents: it does not matter which rank has which.
     for number in range(min(step + 1, record.steps, reference.steps)):
@@ -234,7 +237,12 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
         # Samples are repeated, or they are the right ones but look different, or they are other ones.
         if any(row in expected for row in rows - expected):
             return named("data", f"{of_step} came more than once")
-        if changed := _first_changed_sample(reference, record):
+        if changed := _first_changed_sample(record, reference):
+            # A sample that another id has elsewhere was not changed: this rank holds the samples in another order.
+            known = {row for step_micros in reference.micros for micro in step_micros for row in micro.rows}
+            if known & set(changed.rows):
+                rank = f"rank {changed.rank} of {world}"
+                return named("data", f"sample {changed.ids[0]} of data() is another one on {rank} than on one process")
             return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
         return named("data", f"{of_step} are not those of one process")
     return None

@@ -26,6 +26,7 @@ from lockstep.data.sources import MapSource
 from lockstep.engine import setup
 from lockstep.engine.run import ModelSetup, Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.start_check import check as start_check
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
@@ -70,9 +71,9 @@ class RecordedBuilder(RunBuilder):
 
         self._facts = {
             "own_loop": task is None,
+            "hooked": hooked,
             "tied": tied,
             "tied_after": _tied(model),
-            "hooked": hooked,
             # The BatchNorm modules that take statistics.
             "batchnorm": [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training],
             # Parameter -> the class of the module that holds it.
@@ -131,6 +132,13 @@ class RecordedRun(Run):
         self._before_forward, self._backward = driver.before_forward, driver.backward
         driver.before_forward, driver.backward = self._begin_micro, self._record_loss
         self._nudges = torch.Generator().manual_seed(orders["nudge"])
+
+    def check_start(self, task: Any = None) -> None:
+        """Record what the check at the start of a run finds, once, instead of refusing it."""
+        self._facts["accepted"] = start_check.accepted_causes(self.config)
+        if self.orders["finds"]:
+            cause = start_check.find(self, task)
+            self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield the first few steps; the schedule stays that of the full run."""

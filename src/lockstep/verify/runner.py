@@ -38,9 +38,11 @@ SETTINGS = {
     "log.samples": False,
     "evaluate.every": None,
     "evaluate.at_end": False,
+    "checkpoint.best": None,
     "checkpoint.every": None,
     "checkpoint.minutes": None,
     "checkpoint.at_end": False,
+    "nonfinite.policy": "skip",  # a rewind needs checkpoints
     "checks.every": 10**9,
 }
 

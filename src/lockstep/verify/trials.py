@@ -27,6 +27,7 @@ class Trial:
     eval_mode: bool = False  # the model in eval mode: no dropout, no batch statistics
     part: tuple[int, int] | None = None  # (rank, world): only that rank's micro-batches, on one process
     twice: bool = False  # every sample twice in its micro-batch
+    finds: bool = False  # with the check at the start of a run, whose result is recorded
 
     @property
     def text(self) -> str:

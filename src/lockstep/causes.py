@@ -1,6 +1,7 @@
-"""The causes that verify can name: what each means and how to fix it. `diagnose.py` finds out which one it is.
+"""The mistakes that Lockstep can name: what each means and how to fix it.
 
-To add one, add a row here, a rule in `diagnose.py`, and a broken task to tests/zoo/broken.py.
+Two places find out which one it is: the check at the start of a run (`engine/start_check`), and `lockstep verify`
+(`verify/diagnose.py`). To add one, add a row here, a rule in one of them, and a broken task to tests/zoo/broken.py.
 """
 
 from __future__ import annotations
@@ -23,20 +24,31 @@ _TABLE = {
     # The loss, its weight, and metrics.
     "mean-of-means": (
         "a mean of means: every micro-batch counts the same, however many terms it has",
-        "return Loss(sum over the terms, weight=number of terms), with reduction='sum' and no division of your own",
+        "return Loss.sum(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
     ),
     "mean-for-sum": (
         "a mean where a sum is due: the loss does not grow with the micro-batch, its weight does",
-        "use reduction='sum' (or .sum()); Lockstep divides once, by the weight of all ranks",
+        "use reduction='sum' (or .sum()), or return Loss.mean(mean, n); Lockstep divides once, by the weight of all "
+        "ranks",
     ),
     "loss-weight": (
         "a loss weight that counts something other than the terms of the sum",
-        "sum over what you count: Loss(token_losses.sum(), weight=number of tokens), not a mean times the batch size",
+        "sum over what you count: Loss(token_losses.sum(), weight=number of tokens), not a mean times the batch size; "
+        "of a mean over tokens, such as Hugging Face's .loss: Loss.mean(out.loss, number of tokens)",
+    ),
+    "penalty": (
+        "a penalty that is added once per micro-batch: with more micro-batches it weighs more",
+        "multiply it by the weight, since sums are divided by it: Loss(total + penalty * n, weight=n)",
     ),
     "batch-coupled": (
         "a loss of one sample that depends on the others in its micro-batch",
-        "a contrastive loss, or statistics over the batch, is a different loss in every split: fix micro_batch "
-        "in the configuration, and see it as part of the model",
+        "a contrastive loss, mined examples, mixed samples or statistics over the batch are a different loss in every "
+        "split: fix micro_batch in the configuration, and see it as part of the model; mix samples in collate()",
+    ),
+    "left-gradient": (
+        "a loss that leaves gradients behind: it calls backward() itself",
+        "return the loss and leave backward() and optimizer.step() to Lockstep; for a gradient inside the loss use "
+        "torch.autograd.grad(..., create_graph=True)",
     ),
     # Statistics and random numbers.
     "batchnorm": (
@@ -95,7 +107,7 @@ _TABLE = {
         "leave RANK, WORLD_SIZE and dist.get_rank() out of loss() and model(); never divide by the number of ranks",
     ),
     "data": (
-        "samples that are repeated or skipped when there are several ranks",
+        "samples that are repeated or skipped when there are several ranks, or that differ from rank to rank",
         "return the plain, full dataset from data(): Lockstep shards it; with data.sharding=own split a "
         "stream by RANK and WORLD_SIZE",
     ),
@@ -107,6 +119,11 @@ _TABLE = {
     "metric": (
         "a metric that is a mean: the mean of the ranks' means is not the mean",
         "return sums in Loss(metrics=...): the number of hits, or (sum, weight)",
+    ),
+    "changed-in-forward": (
+        "a forward that changes the model: every rank then has its own, after the micro-batches that it saw",
+        "use a norm without such state (spectral norm: normalise in after_step); update averages and statistics in "
+        "after_step(model, step); or name its buffers in the task's changing_buffers",
     ),
     "buffer": (
         "a buffer that every rank updates by itself",
@@ -124,7 +141,8 @@ _TABLE = {
     ),
     "gradient": (
         "a gradient that is changed on its way: losses agree, and the gradient does not",
-        "take hooks on parameters and calls of torch.distributed out of the model; Lockstep all-reduces gradients",
+        "take hooks on parameters (register_hook) and calls of torch.distributed out of the model; Lockstep "
+        "all-reduces gradients",
     ),
     "update": (
         "an update that depends on the layout: the gradients agree, and the weights after the step do not",
@@ -132,7 +150,8 @@ _TABLE = {
     ),
     "bits": (
         "equal up to rounding, and not to the last bit",
-        "look for kernels whose result depends on the shape of the batch or differs from run to run",
+        "look for kernels whose result depends on the shape of the batch or differs from run to run, and for tensors "
+        "that several blocks read (encoder and decoder), whose gradients are added in another order",
     ),
     # Trials that did not get through.
     "hang": (
@@ -167,6 +186,9 @@ _REFUSALS = {
     "differs between rank 0 and rank": "not-synchronised",
     "stored in half precision": "half-precision",
     "still running after": "hang",
+    "a loss that leaves gradients behind": "left-gradient",
+    "a forward that changes the model": "changed-in-forward",
+    "random numbers of its own": "randomness",
 }
 
 

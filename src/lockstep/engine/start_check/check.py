@@ -1,0 +1,280 @@
+"""The check before the first step, in the order in which a mistake explains those after it:
+
+    data       the dataset has the same length and the same samples on every rank
+    one call   the loss changes nothing and leaves no gradient; it draws from torch's generator only
+    twice      the same samples, seeds and weights give the same loss
+    halves     totals, weights and gradients of two halves add up to those of the whole
+    ranks      every rank gets the same loss for the same samples
+
+Where several ranks train, the check is collective and raises the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.causes import Cause, in_own_loop, named
+from lockstep.config import RunConfig
+from lockstep.data.sources import MapSource
+from lockstep.engine.start_check.judge import Measured, Tolerance, add_up, of_changes, of_halves, of_repetition
+from lockstep.engine.start_check.kept_state import KeptState
+from lockstep.engine.start_check.probe import CannotSay, Probe, without_batch_statistics
+from lockstep.engine.start_check.random_numbers import drawn, generator_states, generators_kept
+from lockstep.engine.start_check.samples import Samples, read
+from lockstep.errors import UserError
+from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.driver import RanksDiffer, hooked_parameters
+from lockstep.precision import Precision
+from lockstep.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run  # which calls this check
+
+# Samples that the loss is called with: a quarter of a micro-batch, since the whole is called three times and its halves
+# once. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
+FEWEST, MOST = 4, 32
+
+# Once one of these is found, a batch and its halves cannot be compared.
+NOT_REPEATABLE = ("randomness", "nondeterminism", "carried-state")
+
+
+def find(run: Run, task: Any) -> Cause | None:
+    """Return what is wrong with the loss or its data, or None. Collective.
+
+    `task` is None for a loop of the user's own, whose loss cannot be called: then only the data is compared.
+    """
+    source = run.source
+    alone = run.runtime.world.alone
+    if run.config.checks.loss == "off" or (task is None and alone):
+        return None
+    if not isinstance(source, MapSource):
+        _note(run, f"the samples of a {type(source).__name__} cannot be read twice")
+        return None
+
+    run.runtime.heartbeat.beat("build")
+    with generators_kept(run.runtime.device):
+        # Never more than a micro-batch: with micro_batch=1 a loss need not be able to take two samples.
+        most = run.plan.micro_batch
+        request = source.next_request(min(most, max(FEWEST, most // 4), MOST))
+        samples = read(source, request)
+        if not alone and (cause := _data_differs(run, source, request, samples)):
+            return cause
+        if task is None or not _can_call(run, task):
+            return None
+
+        cause, measured, reason = _of_loss(run, task, source, samples)
+    return _agreed(run, cause, measured, reason)
+
+
+def keep_for_own_loop(run: Run) -> KeptState | None:
+    """Note the state before the first forward of the user's own loop; None if there is nothing to check."""
+    if run.config.checks.loss == "off" or run.stepper.counters.step > 0:
+        return None
+    return KeptState(run.driver.model, None, (), copies_parameters=False)
+
+
+def check_own_loop(run: Run, kept: KeptState) -> None:
+    """Refuse a forward of the user's own loop that changed more than it may. It is called before its backward."""
+    changes = kept.changes()
+    statistics = [name for name, module in run.driver.model.named_modules() if isinstance(module, _BatchNorm)]
+    changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
+    changes.averages = []
+
+    cause = of_changes(changes, set())
+    if cause and cause.key not in accepted_causes(run.config):
+        raise refuse(in_own_loop(cause), run.config)
+
+
+def refuse(cause: Cause, config: RunConfig) -> UserError:
+    """Return the error that stops the run."""
+    if cause.key in ("data", "augmentation"):
+        return UserError(cause.title, cause.evidence, cause.fix)
+    accepted = [*accepted_causes(config), cause.key]
+    typed = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
+    return UserError(cause.title, cause.evidence, f"{cause.fix}. If you mean it, type checks.loss={typed}")
+
+
+def accepted_causes(config: RunConfig) -> list[str]:
+    """Return the causes that the user means: those that checks.loss names."""
+    value = config.checks.loss
+    named_ones = value if isinstance(value, list) else [value]
+    return [one for one in named_ones if one not in ("all", "off")]
+
+
+def _note(run: Run, reason: str) -> None:
+    run.recorder.event("note", reason=f"the loss is not checked before the first step: {reason}")
+
+
+def _can_call(run: Run, task: Any) -> bool:
+    """Return whether the loss may be called here; if not, say why not."""
+    if not run.driver.placement.runs_whole_model:
+        _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
+        return False
+    prepares = getattr(task, "before_batch", None)
+    if prepares is not None and getattr(prepares, "__func__", prepares) is not Task.before_batch:
+        _note(run, "it needs what before_batch() prepares for a micro-batch")
+        return False
+    return True
+
+
+# ---- the data ----
+
+
+def _data_differs(run: Run, source: MapSource, request: Any, samples: Samples | None) -> Cause | None:
+    """Compare lengths and samples of all ranks."""
+    own_digests = samples.digests() if samples else []
+    first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
+
+    for rank, (length, _) in enumerate(others, start=1):
+        if length != first[0]:
+            return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
+
+    # Samples that are meant to be drawn anew by every process cannot be compared.
+    if not run.config.data.seed_samples:
+        return None
+    for rank, (_, digests) in enumerate(others, start=1):
+        for index, a, b in zip(request[1], first[1], digests, strict=False):
+            if a != b:
+                return _sample_differs(run, source, request, own_digests, int(index), rank)
+    return None
+
+
+def _sample_differs(run: Run, source: MapSource, request: Any, digests: list[str], index: int, rank: int) -> Cause:
+    """Read the samples once more on all ranks, to tell random samples from other samples."""
+    repeated = read(source, request)
+    again = repeated.digests() if repeated else []
+    if not all(run.runtime.collectives.gather_json(again == digests)):
+        return named("augmentation", f"sample {index} was read twice by one rank, and differed")
+    return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
+
+
+# ---- the loss ----
+
+
+def _of_loss(
+    run: Run, task: Any, source: MapSource, samples: Samples | None
+) -> tuple[Cause | None, Measured | None, str]:
+    """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
+    if samples is None:
+        return None, None, "a sample cannot be read"
+    probe = Probe(run, task.loss, gradients=run.driver.placement.replicated)
+    model = run.driver.model
+    optimizers = run.model_setup.optimizers.all
+    accepted = accepted_causes(run.config)
+    kept = KeptState(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
+    try:
+        # An error on one rank ends the forwards of all: see `many_forwards`.
+        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
+            return *_judge(run, probe, kept, samples, tuple(getattr(task, "changing_buffers", ()))), ""
+    except (CannotSay, RanksDiffer) as error:
+        return None, None, str(error)
+    finally:
+        kept.restore()
+
+
+def _judge(
+    run: Run, probe: Probe, kept: KeptState, samples: Samples, changing: tuple[str, ...]
+) -> tuple[Cause | None, Measured]:
+    accepted = accepted_causes(run.config)
+    device = run.runtime.device
+    tolerance = Tolerance.of(_eps(run.stepper.context.precision, probe.parameters[0].dtype))
+
+    # One call, and what it leaves behind; then the same call, which must give the same.
+    probe.seed()
+    states = generator_states(device)
+    first = probe.measure(samples.batch, gradients=False)
+    draws = drawn(states, generator_states(device))
+    changes = kept.changes()
+    again = probe.measure(samples.batch, gradients=False)
+
+    # Where the forward changes the model, and the task says so, a repetition is another forward.
+    moves = bool(changes.model)
+    changes.model = [name for name in changes.model if name not in changing]
+    found = of_changes(changes, set() if run.config.exact else draws & {"numpy", "random"})
+    if not found and not moves:
+        found = of_repetition(first, again, changes, tolerance)
+    if found and found.key not in accepted:
+        return found, first
+    kept.restore()
+    if samples.count < 2 or (found and found.key in NOT_REPEATABLE) or draws & {"numpy", "random"}:
+        return None, first
+
+    cause = _of_halves(probe, kept, samples, tolerance)
+    return (None if cause and cause.key in accepted else cause), first
+
+
+def _of_halves(probe: Probe, kept: KeptState, samples: Samples, tolerance: Tolerance) -> Cause | None:
+    if not samples.can_be_split:
+        raise CannotSay("the dataset makes batches that cannot be taken apart into samples")
+
+    def measured(positions: list[int]) -> Measured:
+        try:
+            return probe.still(lambda: samples.batch(positions))
+        finally:
+            kept.restore()
+
+    # Short samples in one half, long ones in the other: halves that are alike would hide a wrong weight.
+    ordered = samples.by_size()
+    middle = len(ordered) // 2
+    whole = measured(ordered)
+    halves = [measured(ordered[:middle]), measured(ordered[middle:])]
+    wrong = add_up(whole, halves, probe.names, tolerance)
+    hooked = set(hooked_parameters(probe.run.driver.model))
+
+    def doubled(with_rest: bool) -> Measured:
+        return measured(ordered[:middle] * 2 + (ordered[middle:] if with_rest else []))
+
+    return of_halves(whole, halves, doubled, wrong, hooked, tolerance)
+
+
+def _eps(precision: Precision, stored: torch.dtype) -> float:
+    """Return the relative rounding error of one operation in the format that the model is computed in."""
+    if precision.name == "tf32":
+        return 2.0**-10
+    computed = precision.compute if precision.casts else stored
+    return torch.finfo(computed).eps
+
+
+# ---- all ranks together ----
+
+
+def _agreed(run: Run, cause: Cause | None, measured: Measured | None, reason: str) -> Cause | None:
+    """Return the cause that the ranks found; that they got different losses for the same samples, if not all did."""
+    own = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
+    gathered = run.runtime.collectives.gather_json(own)
+    causes = [(rank, *found) for rank, (found, _, _) in enumerate(gathered) if found]
+    keys = {key for _, key, _ in causes}
+
+    # What not all ranks found may well be what tells them apart.
+    if not (len(causes) == len(gathered) and len(keys) == 1):
+        pairs = [pair for _, pair, _ in gathered]
+        if (found := _ranks_differ(run, pairs)) and found.key not in accepted_causes(run.config):
+            return found
+    if causes:
+        rank, key, evidence = causes[0]
+        return named(key, evidence if run.runtime.world.alone else f"rank {rank}: {evidence}")
+
+    reasons = [why for _, _, why in gathered if why]
+    if reasons:
+        _note(run, reasons[0])
+    return None
+
+
+def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
+    """Compare (total, weight) of all ranks, for the same samples."""
+    tolerance = Tolerance.of(_eps(run.stepper.context.precision, next(run.driver.model.parameters()).dtype))
+    first = pairs[0]
+    for rank, pair in enumerate(pairs):
+        if first is None or pair is None or not all(map(math.isfinite, (*first, *pair))):
+            return None
+        if pair[1] != first[1] or not tolerance.same(pair[0], first[0], 1e-2 * first[1]):
+            return named(
+                "rank-in-loss",
+                f"the same samples: total {first[0]:.5g}, weight {first[1]:.5g} on rank 0, and total {pair[0]:.5g}, "
+                f"weight {pair[1]:.5g} on rank {rank}",
+            )
+    return None

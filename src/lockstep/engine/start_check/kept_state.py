@@ -1,0 +1,235 @@
+"""What a loss may change besides returning a number: noted before the check, compared, and put back.
+
+That is the model's buffers and parameters, the attributes of its modules and of the task (numbers, tensors, modules,
+generators, and lists and dictionaries of these), the optimizers' settings, and gradients.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.checks import checksums
+
+MOST = 4  # times the bytes of the parameters; an attribute with more is a dataset, and is not noted
+AT_LEAST = 2**20  # bytes that an attribute may always have
+
+# The attributes that every module has.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_NOT_NOTED = object()
+
+
+@dataclass
+class Changes:
+    """The names of what changed."""
+
+    model: list[str] = field(default_factory=list)  # buffers and parameters
+    gradients: list[str] = field(default_factory=list)  # parameters that have one
+    generators: list[str] = field(default_factory=list)
+    averages: list[str] = field(default_factory=list)  # tensors of the shape of a weight
+    settings: list[str] = field(default_factory=list)  # of the optimizers
+    others: list[str] = field(default_factory=list)
+
+
+class KeptState:
+    """The state before the check."""
+
+    def __init__(self, model: nn.Module, task: Any, optimizers: Iterable[Any], copies_parameters: bool):
+        """`copies_parameters`: they are meant to change, and must be put back."""
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+        self._checksums = checksums(self._parameters.values())
+        self._copies = {name: p.detach().clone() for name, p in self._parameters.items()} if copies_parameters else {}
+        self._settings = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._old_settings = [_plain(group) for group in self._settings]
+
+        most = MOST * sum(p.nbytes for p in self._parameters.values()) + AT_LEAST
+        self._owners: list[tuple[str, dict[str, Any]]] = [
+            *((f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()),
+            *([("self", vars(task))] if hasattr(task, "__dict__") else []),
+        ]
+        self._attributes = [_note(attributes, model, most) for _, attributes in self._owners]
+        self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
+
+    def changes(self) -> Changes:
+        """Compare with the state before."""
+        found = Changes()
+        found.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
+        now = checksums(self._parameters.values())
+        found.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
+
+        buffers = dict(self._model.named_buffers())
+        found.model += [
+            name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
+        ]
+        for group, old in zip(self._settings, self._old_settings, strict=True):
+            found.settings += [key for key, value in _plain(group).items() if old.get(key) != value]
+
+        for (owner, attributes), noted in zip(self._owners, self._attributes, strict=True):
+            for name in sorted({*noted, *_own_names(attributes)}):
+                old = noted[name][1] if name in noted else None
+                value = attributes.get(name)
+                if old is not _NOT_NOTED and not _same(value, old):
+                    self._sort(f"{owner}.{name}", value, found)
+        return found
+
+    def restore(self) -> None:
+        """Put everything back, in place where others may hold the same object."""
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                self._parameters[name].copy_(copy)
+
+            for name, (buffer, old) in self._buffers.items():
+                path, _, key = name.rpartition(".")
+                self._model.get_submodule(path)._buffers[key] = buffer
+                if not _same(buffer, old):
+                    buffer.copy_(old)
+
+            for group, old in zip(self._settings, self._old_settings, strict=True):
+                group.update(old)
+
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+            for (_, attributes), noted in zip(self._owners, self._attributes, strict=True):
+                for name in _own_names(attributes) - noted.keys():
+                    del attributes[name]
+                for name, (value, old) in noted.items():
+                    attributes[name] = value
+                    if old is not _NOT_NOTED and not _same(value, old):
+                        attributes[name] = _put_back(value, old)
+
+    def _sort(self, name: str, value: Any, found: Changes) -> None:
+        if isinstance(value, _GENERATORS):
+            found.generators.append(name)
+        elif any(t.is_floating_point() and t.shape in self._shapes for t in _tensors(value)):
+            found.averages.append(name)
+        else:
+            found.others.append(name)
+
+
+# ---- values ----
+
+
+def _own_names(attributes: dict[str, Any]) -> set[str]:
+    """Return the names of a module's own attributes, or of all attributes of anything else."""
+    return set(attributes) - _OF_ALL_MODULES
+
+
+def _note(attributes: dict[str, Any], model: nn.Module, most: int) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute and a copy of it."""
+    noted = {}
+    for name in _own_names(attributes):
+        value = attributes[name]
+        noted[name] = (value, _NOT_NOTED)
+        if value is not model and sum(t.nbytes for t in _tensors(value)) <= most:
+            noted[name] = (value, _copied(value))
+    return noted
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (t for t in value.state_dict().values() if isinstance(t, Tensor))
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy to compare with and to restore from, or _NOT_NOTED for what we do not look into."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            return value.detach().clone()
+        case nn.Module():
+            return {name: t.detach().clone() for name, t in value.state_dict().items() if isinstance(t, Tensor)}
+        case torch.Generator():
+            return value.get_state()
+        case np.random.Generator():
+            return value.bit_generator.state
+        case np.random.RandomState():
+            return value.get_state(legacy=False)
+        case random.Random():
+            return value.getstate()
+        case dict():
+            return {key: _copied(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_copied(inner) for inner in value]
+        case _:
+            return _NOT_NOTED
+
+
+def _same(value: Any, old: Any) -> bool:
+    """Return whether a value is as it was when `old` was copied from it."""
+    if old is _NOT_NOTED:
+        return True
+    match value:
+        case Tensor():
+            equal = isinstance(old, Tensor) and value.shape == old.shape and value.dtype == old.dtype
+            return equal and checksums([value]) == checksums([old])
+        case nn.Module():
+            state = value.state_dict()
+            return isinstance(old, dict) and all(name in state and _same(state[name], t) for name, t in old.items())
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            return _same_generator(_copied(value), old)
+        case dict():
+            same_keys = isinstance(old, dict) and value.keys() == old.keys()
+            return same_keys and all(_same(inner, old[key]) for key, inner in value.items())
+        case list() | tuple():
+            same_length = isinstance(old, list) and len(value) == len(old)
+            return same_length and all(_same(a, b) for a, b in zip(value, old, strict=True))
+        case None | bool() | int() | float() | str():
+            # A NaN is as it was.
+            return type(value) is type(old) and (value == old or value != value)
+        case _:
+            return False
+
+
+def _same_generator(state: Any, old: Any) -> bool:
+    if isinstance(state, Tensor):
+        return isinstance(old, Tensor) and torch.equal(state, old)
+    return repr(state) == repr(old)
+
+
+def _put_back(value: Any, old: Any) -> Any:
+    """Return the value as it was: changed in place if it is a container or a tensor, since others may hold it."""
+    match value:
+        case Tensor() if value.shape == old.shape:
+            value.copy_(old)
+        case nn.Module():
+            state = value.state_dict()
+            for name, t in old.items():
+                state[name].copy_(t)
+        case torch.Generator():
+            value.set_state(old)
+        case np.random.Generator():
+            value.bit_generator.state = old
+        case np.random.RandomState():
+            value.set_state(old)
+        case random.Random():
+            value.setstate(old)
+        case dict():
+            for key in value.keys() - old.keys():
+                del value[key]
+            for key, inner in old.items():
+                value[key] = _put_back(value.get(key), inner)
+        case list():
+            value[:] = [_put_back(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
+        case _:
+            return value if old is _NOT_NOTED or isinstance(value, tuple) else old
+    return value

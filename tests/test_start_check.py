@@ -1,0 +1,471 @@
+"""The check before the first step: it names people's mistakes, raises no false alarm, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+from lockstep.causes import CAUSES
+from lockstep.config import KEYS, resolve
+from lockstep.config.schema import LossTrait
+from lockstep.engine.start_check.check import MOST
+from lockstep.engine.start_check.judge import Measured, Tolerance, of_halves
+from lockstep.engine.start_check.random_numbers import HeldStill
+from lockstep.errors import UserError
+from lockstep.recipes import char_lm, latent_wire, pixel_llm
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import fit
+from zoo import borrowed, broken, healthy
+from zoo.base import Reader, Sentences, Sound, token_losses
+
+QUIET = {"log": {"progress": "off"}, "checkpoint": {"at_end": False, "minutes": None}}
+SMALL = {"global_batch": 8, "steps": 1, "checks.loss": "all"}
+
+# One call on one process shows these.
+ALONE = [
+    broken.MeanOfMeans,
+    broken.MeanForSum,
+    broken.SamplesForTokens,
+    broken.PaddedWeight,
+    broken.WeightOne,
+    broken.PenaltyPerMicroBatch,
+    broken.InBatchNegatives,
+    broken.HardExamples,
+    broken.MixUp,
+    broken.Standardised,
+    broken.ConstantTotal,
+    broken.BackwardInLoss,
+    broken.WarmUpByCounting,
+    broken.NumpyNoise,
+    broken.MasksOfItsOwn,
+    broken.BufferByHand,
+    broken.SpectralNorm,
+    broken.AverageInForward,
+    broken.MomentumPerMicroBatch,
+    broken.TeacherPerMicroBatch,
+    broken.AveragePerMicroBatch,
+    broken.CarriedMemory,
+    broken.Unseeded,
+]
+
+# These show on two ranks. A sample that every rank reads alike, and differently from the others, is other data to it.
+ON_TWO = {
+    broken.FirstRankRegularises: "rank-in-loss",
+    broken.DropoutByRank: "rank-in-loss",
+    broken.OwnSampler: "data",
+    broken.ShuffledByRank: "data",
+    broken.UnevenByRank: "data",
+    broken.AugmentedByProcess: "data",
+}
+
+
+def train(task: Task, tmp_path: Any, **values: Any) -> Any:
+    return lockstep.fit(task, QUIET, run_dir=str(tmp_path / "run"), **({"steps": 1} | values))
+
+
+def notes(result: Any) -> list[str]:
+    lines = (result.run_dir / "events.jsonl").read_text().splitlines()
+    return [line for line in lines if "not checked" in line]
+
+
+# ---- traps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ALONE, ids=lambda task: task.__name__)
+def test_a_mistake_is_named_before_the_first_step(task: type[Sound], tmp_path: Any) -> None:
+    cause = CAUSES[broken.FOUND[task]]
+    with pytest.raises(UserError) as error:
+        train(task(), tmp_path)
+    assert error.value.problem == cause.title
+    assert error.value.found
+    assert error.value.fix == f"{cause.fix}. If you mean it, type checks.loss={cause.key}"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    # What the message says to type is what it takes.
+    train(task(), tmp_path / "meant", checks={"loss": cause.key})
+
+
+def test_enough_traps() -> None:
+    assert len(ALONE) + len(ON_TWO) >= 15
+    assert {broken.FOUND[task] for task in ALONE} <= set(LossTrait.__args__)
+    assert set(LossTrait.__args__) <= set(CAUSES)
+
+
+@pytest.mark.parametrize("task", ON_TWO, ids=lambda task: task.__name__)
+def test_what_differs_by_rank_is_named_on_every_rank(pool: Pool, task: type[Sound]) -> None:
+    errors = pool.errors(_as_rank, task, world=2)
+    assert [error.problem for error in errors] == [CAUSES[ON_TWO[task]].title] * 2
+    assert len({error.found for error in errors}) == 1
+
+
+def _as_rank(world: Any, store: Any, task: type[Sound]) -> Any:
+    # The zoo reads its rank from the environment, as users do.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(world.rank))
+        patch.setenv("WORLD_SIZE", str(world.size))
+        return fit(world, store, task(), SMALL)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_sharded_models_are_checked_by_their_totals(pool: Pool, strategy: str) -> None:
+    """And what is sound trains on: the forwards of the check leave nothing gathered."""
+    values = SMALL | {"strategy": strategy}
+    if strategy == "fsdp":
+        errors = pool.errors(fit, broken.HardExamples(), values, world=2)
+        assert [error.problem for error in errors] == [CAUSES["batch-coupled"].title] * 2
+    mistake = MeanMLP(mean=True)
+    errors = pool.errors(fit, mistake, values, world=2)
+    assert [error.problem for error in errors] == [CAUSES["mean-for-sum"].title] * 2
+    pool.run(fit, MeanMLP(mean=False), values, world=2)
+
+
+class MeanMLP(Task):
+    """Two layers that tensor parallelism can shard, with dropout."""
+
+    def __init__(self, mean: bool):
+        self.mean = mean
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"0": "colwise", "3": "rowwise"}
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(16, 4, generator=g), torch.randn(16, 1, generator=g))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        errors = (model(x) - y) ** 2
+        return Loss(errors.mean() if self.mean else errors.sum(), len(x))
+
+
+# ---- no false alarms ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [*healthy.TASKS, *borrowed.TASKS], ids=lambda task: task.__name__)
+def test_a_healthy_task_is_checked_and_trains(task: type[Task], tmp_path: Any) -> None:
+    result = train(task(), tmp_path)
+    assert bool(notes(result)) == (task is healthy.PlainStream)
+
+
+@pytest.mark.parametrize("recipe", [char_lm, pixel_llm, latent_wire], ids=lambda recipe: recipe.__name__)
+def test_recipes_are_checked_and_train(recipe: Any, tmp_path: Any) -> None:
+    values = {"preset": "tiny", "steps": 1, "evaluate": {"every": None, "at_end": False}, "goals": []}
+    result = lockstep.fit(recipe.TASK, QUIET, run_dir=str(tmp_path / "run"), **values)
+    assert not notes(result)
+
+
+class Normed(Sound):
+    """BatchNorm is known to depend on the micro-batch: it is not what the check looks for."""
+
+    def model(self) -> nn.Module:
+        model = broken.WithBatchNorm()
+        model.extra = nn.BatchNorm1d(8, track_running_stats=False)
+        return model
+
+
+class Averaged(Sound):
+    """The mean over tokens that a Hugging Face model returns, with the number of tokens; in float64."""
+
+    def model(self) -> nn.Module:
+        return Reader().double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        losses = token_losses(model(tokens[:, :-1]), tokens, mask)
+        return Loss.mean(losses.mean(), mask.sum())
+
+
+class Nested(Dataset):
+    """Samples that a split of tensors would not know how to take apart."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, mask = Sentences()[index]
+        return {"text": {"tokens": tokens.tolist()}, "masks": [mask], "name": f"sentence {index}"}
+
+
+class NestedBatches(Sound):
+    def data(self) -> Any:
+        return Nested()
+
+    def collate(self, samples: list[Any]) -> Any:
+        tokens = torch.tensor([sample["text"]["tokens"] for sample in samples])
+        return {"pair": (tokens, torch.stack([sample["masks"][0] for sample in samples])), "count": len(samples)}
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, batch.pop("pair"))  # a batch may be used up
+
+
+@pytest.mark.parametrize("task", [Normed, Averaged, NestedBatches], ids=lambda task: task.__name__)
+def test_what_is_unusual_and_right(task: type[Sound], tmp_path: Any) -> None:
+    assert not notes(train(task(), tmp_path))
+
+
+def test_a_loss_that_fails_on_a_half_is_left_out_with_a_word(tmp_path: Any) -> None:
+    class NeedsFour(Sound):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            if len(batch[0]) < 4:
+                raise ValueError("too few")
+            return super().loss(model, batch)
+
+    (note,) = notes(train(NeedsFour(), tmp_path, tail="drop"))
+    assert "it raises ValueError: too few" in note
+
+
+def test_a_micro_batch_of_one_sample_is_never_made_larger(tmp_path: Any) -> None:
+    class OneByOne(Sound):
+        def collate(self, samples: list[Any]) -> Any:
+            (sample,) = samples
+            return sample[0][None], sample[1][None]
+
+    assert not notes(train(OneByOne(), tmp_path, micro_batch=1))
+
+
+def test_buffers_that_the_task_names_may_change(tmp_path: Any) -> None:
+    class Named(broken.BufferByHand):
+        changing_buffers = ("seen",)
+
+    assert not notes(train(Named(), tmp_path))
+
+
+def test_a_loss_that_is_not_a_number_is_left_to_the_first_step(tmp_path: Any) -> None:
+    class NotANumber(Sound):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            made = super().loss(model, batch)
+            return Loss(made.total * float("nan"), made.weight)
+
+    with pytest.raises(UserError, match="none of the"):
+        train(NotANumber(), tmp_path)
+
+
+# ---- what it costs and leaves behind ----------------------------------------------------------------------
+
+
+class Counting(Sound):
+    """Keeps everything that a check could disturb, and notes what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.generator = np.random.default_rng(0)
+
+    def model(self) -> nn.Module:
+        return broken.WithBatchNorm()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        SEEN.append(len(batch[0]))
+        self.sizes.append(len(batch[0]))
+        self.calls += 1
+        made = super().loss(model, batch)
+        return Loss(made.total + 0.0 * F.dropout(model.out.weight).sum(), made.weight)
+
+
+SEEN: list[int] = []
+
+
+@pytest.mark.parametrize("micro_batch", [24, 96])
+def test_it_costs_at_most_a_micro_batch_and_leaves_nothing(micro_batch: int, tmp_path: Any) -> None:
+    class Many(Counting):
+        def data(self) -> Any:
+            return Sentences(192)
+
+    results = []
+    for check in ("all", "off"):
+        SEEN.clear()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        task = Many()
+        values = {"global_batch": 96, "micro_batch": micro_batch, "steps": 2, "checks": {"loss": check}}
+        weights = train(task, tmp_path / check, **values).weights
+        trained = 2 * 96
+        assert sum(SEEN) - trained <= (micro_batch if check == "all" else 0)
+        assert max(SEEN[: len(SEEN) - 2 * (96 // micro_batch)], default=0) <= MOST
+        results.append((weights, task.calls, task.sizes, random.random(), np.random.rand(), torch.rand(1).item()))
+
+    checked, unchecked = results
+    assert {name: w.numpy().tobytes() for name, w in checked[0].items()} == {
+        name: w.numpy().tobytes() for name, w in unchecked[0].items()
+    }
+    assert checked[1:] == unchecked[1:]
+
+
+def test_a_resumed_run_is_not_checked_again(tmp_path: Any) -> None:
+    values = {"run_dir": str(tmp_path / "run"), "log": {"progress": "off"}}
+    lockstep.fit(Sound(), values, steps=1)
+    SEEN.clear()
+    lockstep.fit(Sounding(), values, steps=2, resume="auto")
+    assert SEEN == [8]
+
+
+class Sounding(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        SEEN.append(len(batch[0]))
+        return super().loss(model, batch)
+
+
+# ---- a loop of one's own --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [("buffer", "changed-in-forward"), ("generator", "randomness"), ("backward", "left-gradient"), (None, None)],
+)
+def test_a_loop_of_ones_own(mistake: str | None, cause: str | None, tmp_path: Any) -> None:
+    """There the loss cannot be called; its first forward is watched."""
+    kinds = {"buffer": broken.CountedWords, "generator": broken.OwnGenerator, None: broken.WithBatchNorm}
+
+    def loop() -> None:
+        with lockstep.start(QUIET, run_dir=str(tmp_path / "run"), global_batch=8, steps=1) as run:
+            model = kinds.get(mistake, Reader)()
+            model, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in run.steps(Sentences()):
+                for tokens, mask in step:
+                    losses = token_losses(model(tokens[:, :-1]), tokens, mask)
+                    if mistake == "backward":
+                        losses.sum().backward(retain_graph=True)
+                    step.backward(losses.sum(), weight=len(losses))
+                step.apply()
+
+    if cause is None:
+        loop()
+        return
+    with pytest.raises(UserError) as error:
+        loop()
+    assert error.value.problem == CAUSES[cause].title
+    assert f"checks.loss={cause}" in error.value.fix
+
+
+# ---- parts ----------------------------------------------------------------------------------------------
+
+
+def test_several_causes_can_be_meant() -> None:
+    config = resolve([("test", {"checks.loss": ["batch-coupled", "penalty"], "global_batch": 8, "steps": 1})]).config
+    assert config.checks.loss == ["batch-coupled", "penalty"]
+    assert "checks.loss" in KEYS
+    with pytest.raises(UserError, match=r"checks\.loss"):
+        resolve([("test", {"checks.loss": "batch-copled", "global_batch": 8, "steps": 1})])
+
+
+def test_random_numbers_are_held_still() -> None:
+    x = torch.ones(6, 4)
+    with HeldStill() as mode:
+        assert torch.equal(F.dropout(x, 0.3), x)
+        assert torch.equal(torch.rand(3), torch.full((3,), 0.5))
+        assert torch.equal(torch.randn_like(x), torch.zeros_like(x))
+        assert torch.randperm(4).tolist() == [3, 2, 1, 0]
+        assert torch.equal(torch.bernoulli(x / 4), x / 4)
+        q = torch.rand(1, 2, 5, 4)
+        attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        assert torch.allclose(attended, F.scaled_dot_product_attention(q, q, q))
+    assert not mode.missed
+    with HeldStill() as mode:
+        torch.empty(3).cauchy_()
+    assert mode.missed == {"cauchy_"}
+
+
+def judged(whole: tuple[float, float], halves: list[tuple[float, float]], doubled: list[float]) -> str | None:
+    tolerance = Tolerance.of(torch.finfo(torch.float32).eps)
+    parts = [Measured(*half) for half in halves]
+    weight = 2 * halves[0][1] + halves[1][1]
+    cause = of_halves(Measured(*whole), parts, lambda rest: Measured(doubled[rest], weight), None, set(), tolerance)
+    return cause and cause.key
+
+
+@pytest.mark.parametrize(
+    ("whole", "halves", "doubled", "cause"),
+    [
+        ((10.0, 4), [(4.0, 2), (6.0, 2)], [8.0, 14.0], None),
+        ((10.0001, 4), [(4.0, 2), (6.0, 2)], [8.0, 14.0], None),  # rounding
+        ((1e-7, 400), [(3.0, 200), (-3.0, 200)], [6.0, 3.0], None),  # terms that cancel
+        ((float("nan"), 4), [(4.0, 2), (6.0, 2)], [8.0, 14.0], None),  # the first step will say it
+        ((0.0, 0), [(0.0, 0), (0.0, 0)], [0.0, 0.0], None),
+        ((10.0, 1), [(4.0, 1), (6.0, 1)], [8.0, 14.0], "loss-weight"),
+        ((5.0, 1), [(4.0, 1), (6.0, 1)], [4.0, 4.7], "mean-of-means"),
+        ((5.5, 4), [(4.0, 1), (6.0, 3)], [4.0, 5.2], "mean-for-sum"),
+        ((12.0, 4), [(6.0, 2), (8.0, 2)], [10.0, 16.0], "penalty"),
+        # Means of 2 over 1 word and 3 over 4: the whole is 14/5 times its weight, with the first half twice 16/6.
+        ((11.2, 4), [(4.0, 2), (6.0, 2)], [8.0, 16.0], "loss-weight"),
+        ((11.2, 4), [(4.0, 2), (6.0, 2)], [8.0, 16.5], "batch-coupled"),
+        ((14.0, 4), [(4.0, 2), (6.0, 2)], [9.0, 20.0], "batch-coupled"),
+    ],
+)
+def test_totals_and_weights_alone(
+    whole: tuple[float, float], halves: list[tuple[float, float]], doubled: list[float], cause: str | None
+) -> None:
+    assert judged(whole, halves, doubled) == cause
+
+
+# ---- Loss.sum and Loss.mean -------------------------------------------------------------------------------
+
+
+def test_sums_and_means_by_name() -> None:
+    terms = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
+    for made in (Loss.sum(terms.sum(), 3), Loss.mean(terms.mean(), 3), Loss.mean(terms.mean(), torch.tensor(3))):
+        assert made.total.item() == pytest.approx(9.0, abs=1e-12)
+        assert float(made.weight) == 3
+        (gradient,) = torch.autograd.grad(made.total, terms, retain_graph=True)
+        assert torch.allclose(gradient, torch.ones_like(terms), rtol=0, atol=1e-12)
+    assert Loss.mean(terms.mean(), 3, {"right": 2}).metrics == {"right": 2}
+
+
+@pytest.mark.parametrize("n", [0, torch.tensor(0)])
+def test_the_mean_of_nothing_weighs_nothing(n: Any) -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    mean = F.cross_entropy(logits, torch.full((3,), -100))
+    made = Loss.mean(mean, n)
+    made.total.backward()
+    assert mean.isnan()
+    assert made.total.item() == 0.0
+    assert isinstance(logits.grad, Tensor)
+    assert not logits.grad.isnan().any()
+
+
+def test_a_hugging_face_loss_is_right_in_any_split(tmp_path: Any) -> None:
+    """`.loss` is a mean over tokens: with their number it trains what plain PyTorch does on the whole batch."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    # Unlike the causal models, this one computes its loss in the format of its weights.
+    config = BertConfig(
+        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    def labels(tokens: Tensor, mask: Tensor) -> Tensor:
+        return tokens[:, 1:].where(mask, -100)
+
+    class Borrowed(Sound):
+        def model(self) -> nn.Module:
+            return BertForMaskedLM(config).double()
+
+        def optimizer(self, model: nn.Module) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            target = labels(*batch)
+            out = model(input_ids=batch[0][:, :-1], labels=target)
+            return Loss.mean(out.loss, (target != -100).sum())
+
+    result = train(Borrowed(), tmp_path, micro_batch=3, data={"shuffle": False}, seed=3)
+    plain = BertForMaskedLM(config).double()
+    start = train(Borrowed(), tmp_path / "start", lr={"peak": 0.0}, data={"shuffle": False}, seed=3).weights
+    plain.load_state_dict(start, strict=False)
+    plain.tie_weights()
+    samples = [Sentences()[index] for index in range(8)]
+    tokens, mask = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    plain(input_ids=tokens[:, :-1], labels=labels(tokens, mask)).loss.backward()
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        assert torch.allclose(result.weights[name], p.detach() - 0.1 * p.grad, rtol=0, atol=1e-12), name
