@@ -304,12 +304,13 @@ def _unpacked(job: Job) -> Any:
 
 def _fork(job: Job, index: int, work: Any, lines: list[Connection], store_port: int) -> int:
     """The process id of a new rank, which leads a group: whatever it starts ends with it."""
+    zygote = os.getpid()
     pid = os.fork()
     if pid:
         os.setpgid(pid, pid)
         return pid
     os.setpgid(0, 0)
-    die_with_parent()
+    die_with_parent(zygote)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or ranks of one zygote would draw the same
     for number, line in enumerate(lines):

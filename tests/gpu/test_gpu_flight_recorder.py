@@ -42,7 +42,7 @@ def test_what_nccl_did_and_does(tmp_path):
             rank.stdin.write("go on\n")
             rank.stdin.flush()
             assert rank.stdout.readline() == "ready\n"
-            (line,) = flight_recorder.analyse(flight_recorder.collect(tmp_path, [0], timeout=20.0))
+            (line,) = flight_recorder.analyse(flight_recorder.collect(tmp_path, [0], timeout=20.0)).lines
             assert "collective 2, all_reduce of [4] Float" in line
         finally:
             rank.kill()
