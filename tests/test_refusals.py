@@ -472,9 +472,6 @@ MODEL = {
         ranks=2,
     ),
     "no optimizer": Row({}, "it returned a NoneType", "", "torch.optim", Asked(made_optimizer=lambda model: None)),
-    "BatchNorm of all ranks on a CPU": Row(
-        {"ddp.sync_batchnorm": True}, "the device is cpu", "GPUs only", "GroupNorm", Asked(Strange)
-    ),
     "statistics beside bf16 weights": Row(
         {"precision": "bf16-master"},
         "with BatchNorm ('beta') on a CPU",

@@ -179,7 +179,7 @@ def test_stages_of_a_pipeline_combine_theirs_with_their_replicas(pool: Pool) -> 
     held = pool.run(statistics, {"mesh.pp": 2}, world=4)
     for buffers in held:
         for name, buffer in buffers.items():
-            torch.testing.assert_close(buffer, one[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(buffer, one[name], rtol=1e-11, atol=1e-11)
     assert {name for buffers in held for name in buffers} == set(one)
 
 

@@ -71,7 +71,7 @@ class Sent:
 class Control:
     """The only micro-batch of a step, with a gradient scale and a control word of the test's own."""
 
-    last, backwards_done = True, 0
+    last, backwards_done, batches = True, 0, None
 
     def __init__(self, scale: float, word: ControlWord):
         self._scale, self._word = scale, word

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lockstep.causes import refusal as cause_of
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.parallel.hooks.parameter_hooks import take_hooks
 from lockstep.parallel.hooks.probe import problem_with
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
-from lockstep.verify.causes import refusal as cause_of
 from pool import Pool
 from ranks.support import assert_user_errors, open_watched
 from ranks.test_strategies import Listed, Ragged, final
