@@ -188,7 +188,8 @@ def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
     That check sees one call of the loss and its halves, and so it knows better than a comparison of runs, except where
     something shows on several ranks only.
     """
-    if not found or any(cause.key in SHOWN_BY_RANKS for cause in causes):
+    # A run that differs from its own repetition explains everything, and its halves differ by chance.
+    if not found or any(cause.key in (*SHOWN_BY_RANKS, "nondeterminism") for cause in causes):
         return causes
     return [named(*found)]
 
