@@ -524,9 +524,9 @@ class Unseeded(Sound):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         tokens, mask = batch
-        keep = torch.tensor([random.SystemRandom().random() > 0.2 for _ in range(tokens.shape[1] - 1)])
-        losses = token_losses(model(tokens[:, :-1] * keep), tokens, mask)
-        return Loss(losses.sum(), len(losses))
+        losses = token_losses(model(tokens[:, :-1]), tokens, mask)
+        noise = torch.tensor([random.SystemRandom().uniform(0.5, 1.5) for _ in range(len(losses))])
+        return Loss((losses * noise).sum(), len(losses))
 
 
 FOUND: dict[type[Sound], str] = {
