@@ -380,7 +380,7 @@ def judged(whole: tuple[float, float], halves: list[tuple[float, float]], double
     tolerance = Tolerance.of(torch.finfo(torch.float32).eps)
     parts = [Measured(*half) for half in halves]
     weight = 2 * halves[0][1] + halves[1][1]
-    cause = of_halves(Measured(*whole), parts, lambda rest: Measured(doubled[rest], weight), None, set(), tolerance)
+    cause = of_halves(Measured(*whole), parts, lambda rest: Measured(doubled[rest], weight), None, tolerance)
     return cause and cause.key
 
 

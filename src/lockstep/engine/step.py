@@ -139,7 +139,8 @@ class Stepper:
         """End a pass without an update, and leave the mean's gradient where it is."""
         word = reduced.codec.unpack(reduced.packed.tolist())
         norm = torch.linalg.vector_norm(reduced.norms)
-        grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight := float(word.weight) or math.nan)
+        weight = float(word.weight) or math.nan
+        grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight)
         self.update.multiply(reduced.parameters, self._to_mean(reduced, weight))
         outcome = Outcome(control, reduced, math.inf, word, grad_norm)
         return replace(self.outcomes.conclude(outcome), applied=False)

@@ -17,7 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
-from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.driver import BaseDriver, Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
@@ -110,7 +110,7 @@ def _make_driver(
     axes: Axes | None,
     compiled: bool,
     data: Callable[[], Any] | None,
-) -> Driver:
+) -> BaseDriver:
     # config/conflicts.py refuses what exact mode does not support: other meshes, and unused parameters.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver

@@ -106,7 +106,6 @@ class Driver(Protocol):
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
     extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
-    statistics: RunningStatistics  # of BatchNorm, which `sync_buffers` combines
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
@@ -122,9 +121,6 @@ class Driver(Protocol):
 
     def sync_buffers(self) -> None:
         """Make buffers equal on all ranks, before evaluating or saving: combined statistics, or else rank 0's."""
-
-    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        """Call the hooks that the user set on parameters, by name. They get full gradients."""
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
         """Enclose many small forwards without gradients. Yields a warning for the user, or None.
@@ -160,7 +156,9 @@ class BaseDriver(Driver):
         self.model = model
         self.module: nn.Module = model
         self.runtime = runtime
-        self.statistics = RunningStatistics(model, replicas or runtime.collectives, held)
+        self.statistics = RunningStatistics(
+            model, replicas or runtime.collectives, held
+        )  # `sync_buffers` combines them
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
@@ -190,11 +188,11 @@ class BaseDriver(Driver):
 
     def backward(self, loss: Loss, control: Control) -> None:
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
-        initial = control.record(loss)
+        grad_output = control.record(loss)
 
         # After `record`: the word carries the weights of all micro-batches.
         word = control.before_reduce() if control.last else None
-        self._backward(loss.total, control.constant(initial, loss.total.dtype), word)
+        self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
         if control.last:
             self.statistics.end_step(control.batches)
         control.backwards_done += 1
@@ -231,6 +229,7 @@ class BaseDriver(Driver):
         self.statistics.forget()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        """Call the hooks that the user set on parameters, by name. They get full gradients."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name in hooks:
                 hooks[name].register(parameter)
@@ -345,12 +344,6 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         )
 
     return [name for name, _ in pairs], [p for _, p in pairs]
-
-
-def hooked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters with a hook on their gradient."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [name for name, p in model.named_parameters() if any(getattr(p, kind, None) for kind in kinds)]
 
 
 def broadcast_model(model: nn.Module, collectives: Collectives) -> None:

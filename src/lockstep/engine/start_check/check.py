@@ -27,7 +27,7 @@ from lockstep.engine.start_check.random_numbers import drawn, generator_states, 
 from lockstep.engine.start_check.samples import Samples, read
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.driver import RanksDiffer, hooked_parameters
+from lockstep.parallel.driver import RanksDiffer
 from lockstep.precision import Precision
 from lockstep.task import Task
 
@@ -133,7 +133,7 @@ def _data_differs(run: Run, source: MapSource, request: Any, samples: Samples | 
         if length != first[0]:
             return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
 
-    # Samples that are meant to be drawn anew by every process cannot be compared.
+    # Samples that are meant to be drawn again by every process cannot be compared.
     if not run.config.data.seed_samples:
         return None
     for rank, (_, digests) in enumerate(others, start=1):
@@ -223,12 +223,11 @@ def _of_halves(probe: Probe, kept: KeptState, samples: Samples, tolerance: Toler
     whole = measured(ordered)
     halves = [measured(ordered[:middle]), measured(ordered[middle:])]
     wrong = add_up(whole, halves, probe.names, tolerance)
-    hooked = set(hooked_parameters(probe.run.driver.model))
 
     def doubled(with_rest: bool) -> Measured:
         return measured(ordered[:middle] * 2 + (ordered[middle:] if with_rest else []))
 
-    return of_halves(whole, halves, doubled, wrong, hooked, tolerance)
+    return of_halves(whole, halves, doubled, wrong, tolerance)
 
 
 def _eps(precision: Precision, stored: torch.dtype) -> float:

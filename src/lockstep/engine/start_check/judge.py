@@ -107,7 +107,6 @@ def of_halves(
     halves: Sequence[Measured],
     doubled: Callable[[bool], Measured],
     wrong: list[str] | None,
-    hooked: set[str],
     tolerance: Tolerance,
 ) -> Cause | None:
     """Name why the whole is not the sum of its halves.
@@ -133,8 +132,7 @@ def of_halves(
         return None
     if same_total:
         assert wrong is not None
-        key = "gradient" if set(wrong) <= hooked else "batch-coupled"
-        return named(key, f"{seen}; these add up, and the gradient of {_some(wrong)} does not")
+        return named("batch-coupled", f"{seen}; these add up, and the gradient of {_some(wrong)} does not")
     if is_mean:
         return named("mean-for-sum", seen)
 

@@ -6,7 +6,7 @@ is sharded, and the drivers call them, always with a full gradient:
     one process, ddp, zero1, fsdp    that of each micro-batch, before it is added to others
     tp and pp, alone or in a mesh    the sum of the step over micro-batches and ranks, gathered from its shards
 
-Both are right for a linear hook only: what it makes of a sum is the sum of what it makes of the terms. hook_probe.py
+Both are right for a linear hook only: what it makes of a sum is the sum of what it makes of the terms. probe.py
 tells which hooks are linear, and all others are refused.
 """
 
