@@ -99,7 +99,7 @@ def train(
 
     `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are those of a script.
     """
-    # What was typed for the run that is resumed holds, unless it is typed anew.
+    # What was typed for the run that is resumed holds, unless it is typed again.
     layers[:0] = _stored_layer(_last(layers, "resume"), layers)
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
@@ -163,7 +163,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     if not (run / "config.yaml").exists():
         return []
 
-    # What the code sets comes from the code, as it is now. Where a run goes, and from where, is said anew.
+    # What the code sets comes from the code, as it is now. Where a run goes, and from where, is said again.
     stored = flatten(read_file(run / "config.yaml"))
     was_typed = ("command line", "file ", STORED)
     values = {
@@ -172,9 +172,9 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
         if sources.get(key, "").startswith(was_typed) and key not in ("run_dir", "resume")
     }
 
-    # A line says what is taken over; what is typed anew is compared with the checkpoint, by the line `resumed`.
-    anew = {key for _, given in typed for key in flatten(given)}
-    taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in anew)
+    # A line says what is taken over; what is typed again is compared with the checkpoint, by the line `resumed`.
+    typed_again = {key for _, given in typed for key in flatten(given)}
+    taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in typed_again)
     if taken and World.from_env().rank == 0:
         print(f"lockstep: taken over from {run}: {taken}", file=sys.stderr)
 

@@ -61,7 +61,7 @@ def launch_distributed_training(
     if launched() or count == 1:
         return train_fn(current_world().rank, count, *args, **kwargs)
 
-    # Processes are started anew, so that none of them inherits a CUDA context.
+    # Processes are spawned, so that none of them inherits a CUDA context.
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = os.environ.get("MASTER_PORT") or str(_free_port())
     spawn(_run_rank, (count, address, port, train_fn, args, kwargs), nprocs=count)
