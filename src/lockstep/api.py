@@ -99,12 +99,12 @@ def train(
             run_target(target, layers)
         return 0
 
-    if World.launched():
+    if _is_rank_already(nnodes):
         option = "--nnodes" if nproc is None else "--nproc"
         raise UserError(
             f"{option} cannot be used here: another launcher has already made this process a rank",
-            "RANK and WORLD_SIZE in the environment",
-            f"leave {option} out under torchrun; or unset RANK and WORLD_SIZE",
+            "WORLD_SIZE, RANK and LOCAL_RANK in the environment",
+            f"leave {option} out under torchrun; or unset WORLD_SIZE, RANK and LOCAL_RANK",
         )
 
     # The folder is chosen before the task is imported, so only what was typed counts.
@@ -112,6 +112,14 @@ def train(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
     return _launch({"target": target, "layers": layers, "again": again(run_dir)}, run_dir, processes, nodes, join).code
+
+
+def _is_rank_already(nnodes: str | None) -> bool:
+    # What a cloud sets for each machine is no riddle if the command itself says how many machines there are.
+    if nnodes is not None and "LOCAL_RANK" not in os.environ:
+        return False
+
+    return World.launched()
 
 
 def run_target(target: str, layers: list[Layer]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,18 +157,28 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Save weights under the model's own names, tied weights once. An older file is replaced atomically."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
-        with replacing(run_dir / "model.safetensors") as draft:
-            save_file(weights, str(draft), metadata={"format": "pt", **aliases})
-
-            # Without the fsync, a power failure after the rename could leave a file without its contents.
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
+        write_safetensors(run_dir / "model.safetensors", weights, aliases)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"the final weights cannot be written to {run_dir}: {error}",
             "",
             f"make room, then add --resume {run_dir} to the same command: it resumes from the last checkpoint",
         ) from error
+
+
+def write_safetensors(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Write weights to one file, which is replaced as a whole or not at all. Its metadata map aliases to names."""
+    from safetensors.torch import save_file
+
+    with replacing(path, str(os.getpid())) as draft:
+        # safetensors makes a file that only its owner can read; this one has the mode that the user's umask gives.
+        draft.touch()
+        mode = stat.S_IMODE(draft.stat().st_mode)
+        save_file(weights, str(draft), metadata={**aliases, "format": "pt"})
+        draft.chmod(mode)
+
+        # Without the fsync, a power failure after the rename could leave a file without its contents.
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
