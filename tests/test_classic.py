@@ -335,7 +335,7 @@ def test_every_process_of_a_machine_has_its_own_gpu(monkeypatch):
 
 def test_a_failed_start_is_never_a_start_alone(monkeypatch):
     """MASTER_ADDR and MASTER_PORT are used as the user has set them."""
-    announced = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "12355"}
+    announced = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node7", "MASTER_PORT": "12355"}
     for name, value in announced.items():
         monkeypatch.setenv(name, value)
     joined = []

@@ -117,12 +117,12 @@ def train(
             run_target(target, layers, arguments)
         return 0
 
-    if World.launched():
+    if _is_rank_already(nnodes):
         option = "--nnodes" if nproc is None else "--nproc"
         raise UserError(
             f"{option} cannot be used here: another launcher has already made this process a rank",
-            "RANK and WORLD_SIZE in the environment",
-            f"leave {option} out under torchrun; or unset RANK and WORLD_SIZE",
+            "WORLD_SIZE, RANK and LOCAL_RANK in the environment",
+            f"leave {option} out under torchrun; or unset WORLD_SIZE, RANK and LOCAL_RANK",
         )
 
     # The folder is chosen before the task is imported, so only what was typed counts.
@@ -131,6 +131,14 @@ def train(
     )
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "again": again(run_dir)}
     return _launch(spec, run_dir, processes, nodes, join).code
+
+
+def _is_rank_already(nnodes: str | None) -> bool:
+    # What a cloud sets for each machine is no riddle if the command itself says how many machines there are.
+    if nnodes is not None and "LOCAL_RANK" not in os.environ:
+        return False
+
+    return World.launched()
 
 
 def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lockstep
 from lockstep import targets
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import Preempted, UserError, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return VERBS[options.verb](options, overrides) or 0
     except UserError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print(printable(f"lockstep: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
@@ -203,7 +203,7 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         case _:
             text, code = inspect.verify(options.path)
 
-    print(text)
+    print(printable(text))
     return code
 
 

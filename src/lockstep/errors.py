@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from unicodedata import category
+
+# They reorder what follows: a name may read as another one.
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 class UserError(Exception):
@@ -72,6 +76,17 @@ class Preempted(SystemExit):
         self.step = step
         self.signal = signal
         self.checkpoint = checkpoint  # the path of the newest one; None if there is none
+
+
+def printable(value: object) -> str:
+    """Return text that cannot steer a terminal or mislead a reader: control characters are written as escapes.
+
+    Text from the wire, from files, exceptions and logs passes through here before it is shown. Characters that change
+    the direction of text, and surrogates, which no terminal can show, are written as escapes too.
+    """
+    text = str(value).replace("\r\n", "\n")
+    unsafe = {c for c in set(text) - {"\n", "\t"} if category(c) in ("Cc", "Cs") or c in _DIRECTIONS}
+    return "".join(c.encode("unicode_escape").decode() if c in unsafe else c for c in text) if unsafe else text
 
 
 def some_names(names: list[str], most: int = 5) -> str:

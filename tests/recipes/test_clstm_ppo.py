@@ -347,6 +347,7 @@ def test_the_script_and_its_trainer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(DistributedCLSTMPPOTrainer, "train", lambda self: found)
     for rank in "01":  # under torchrun one rank prints the score
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert train_script(alone) == 0
     assert capsys.readouterr().out.count("score per test episode") == 1
@@ -394,6 +395,7 @@ def test_processes_are_never_made_up(monkeypatch):
     with pytest.raises(UserError, match="--batch_size 12"):
         DistributedCLSTMPPOTrainer(1, 10, 9)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert processes(-1) == 4  # torchrun's: all of them share the number of episodes
 

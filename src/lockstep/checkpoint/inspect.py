@@ -5,7 +5,6 @@ Only `export` imports torch, and only when it is called: looking at checkpoints 
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ from lockstep.checkpoint.storage import (
     remove,
     to_delete,
 )
-from lockstep.errors import UserError, plural
-from lockstep.launch.records import replacing
+from lockstep.errors import UserError, plural, printable
 
-# How many tensors `show` lists.
+# How many tensors `show` lists, and how many checkpoints `ls`.
 MAX_SHOWN = 200
+MAX_LISTED = 1000
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = "model."
@@ -37,8 +36,13 @@ _PREFIX = "model."
 
 def ls(place: Path) -> tuple[str, int]:
     """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
-    rows = [_row(checkpoint) for checkpoint in committed(_store(place))]
-    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) if rows else "no checkpoints", 0
+    checkpoints = committed(_store(place))
+    rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
+    if not rows:
+        return "no checkpoints", 0
+
+    rest = f"\nand {len(checkpoints) - MAX_LISTED} older ones" if len(checkpoints) > MAX_LISTED else ""
+    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
 def show(place: Path) -> tuple[str, int]:
@@ -135,9 +139,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     # An older file is replaced as a whole or not at all.
     target = out if out.suffix == ".safetensors" else out / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target, str(os.getpid())) as draft:
-        write_weights(draft, tensors, aliases)
-
+    write_weights(target, tensors, aliases)
     return target
 
 
@@ -228,6 +230,8 @@ def _metrics(manifest: Manifest) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
+    # A name in a manifest may hold anything: no cell may begin a line of its own.
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{width}}}" for width in widths)
     return "\n".join(line.format(*row).rstrip() for row in rows)

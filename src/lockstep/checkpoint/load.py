@@ -19,6 +19,9 @@ from lockstep.checkpoint.state_tree import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, Store, committed
 from lockstep.errors import UserError
 
+# How many damaged checkpoints in a row are looked at.
+MOST_DAMAGED = 50
+
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
 
@@ -63,6 +66,14 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
         first = bad[0][0]
         reasons = "; ".join(f"{file}: {why}" for file, why in bad)
         damaged.append(Damaged(checkpoint, first, reasons.removeprefix(f"{first}: ")))
+
+        # Bad disks spoil a few. To look at thousands, and to set them aside, would take longer than anybody waits.
+        if len(damaged) >= MOST_DAMAGED and len(names) > MOST_DAMAGED:
+            raise UserError(
+                f"the newest {MOST_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
+                str(damaged[0]),
+                "remove them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
+            )
 
     if not damaged:
         return None

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage import Checkpoint, step_in
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST
 
@@ -38,6 +38,9 @@ SIZES = {
 
 # No tensor or file has more bytes: a larger number is a lie and would overflow further down.
 _LARGEST = 2**60
+
+# Nor has a manifest: what is read whole must fit into memory.
+_LARGEST_MANIFEST = 2**28
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -157,7 +160,18 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
-        return decode(stream.read(), checkpoint)
+        data = stream.read(_LARGEST_MANIFEST + 1)
+    if len(data) > _LARGEST_MANIFEST:
+        raise Damaged(checkpoint, MANIFEST, f"more than {_LARGEST_MANIFEST:,} bytes")
+
+    manifest = decode(data, checkpoint)
+
+    # A copy under the name of a later step would be taken for the newest, and the real ones for older. Under a name
+    # that is no step's, a copy claims nothing.
+    claimed = step_in(checkpoint.name)
+    if claimed is not None and claimed != manifest.step:
+        raise Damaged(checkpoint, MANIFEST, f"that of step {manifest.step:,}: the folder was renamed, or is a copy")
+    return manifest
 
 
 def check_size(checkpoint: Checkpoint, file: File) -> None:

@@ -16,16 +16,15 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
+from lockstep.launch.records import open_regular, read_bytes, replacing
 
 # Bytes written at a time.
 CHUNK = 16 << 20
@@ -36,6 +35,9 @@ PAGE = 4096
 # Two small files at the top level: the newest checkpoint's name, and the token of the only attempt allowed to commit.
 LATEST = "latest"
 OWNER = "owner"
+
+
+_NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class Store(Protocol):
@@ -116,11 +118,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_in(name: str) -> int | None:
+    """Return the step whose folder has this name; None if it is the name of no step."""
+    # A step has only one name, with eight digits or more: "step-000000007" is not that of step 7.
+    match = _NAME_OF_STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def committed(store: Store) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
-    # A step has only one name, with eight digits or more: "step-000000007" is not that of step 7.
-    name_of_step = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
-    checkpoints = [Checkpoint(store, name) for name in store.folders() if name_of_step.fullmatch(name)]
+    checkpoints = [Checkpoint(store, name) for name in store.folders() if step_in(name) is not None]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
@@ -148,18 +155,30 @@ def set_aside(store: Store, name: str, why: str) -> str:
 
     Return its new name.
     """
-    # The same step may have been set aside before.
-    taken = store.folders()
-    candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
-    target = next(candidate for candidate in candidates if candidate not in taken)
+    target = _free_name(name, why, store.folders())
     store.rename(name, target)
     update_latest(store)
     return target
 
 
+def _free_name(name: str, why: str, taken: Container[str]) -> str:
+    # The same step may have been set aside before.
+    candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
 def set_aside_after(store: Store, step: int) -> list[str]:
     """Set aside all checkpoints after `step`: the run goes back to it on purpose. Return their new names."""
-    return [set_aside(store, later.name, "undone") for later in committed(store) if later.step > step]
+    # The folder is listed once, however many there are.
+    taken = set(store.folders())
+    names = {}
+    for later in committed(store):
+        if later.step > step:
+            names[later.name] = _free_name(later.name, "undone", taken)
+            store.rename(later.name, names[later.name])
+    if names:
+        update_latest(store)
+    return list(names.values())
 
 
 def remove(store: Store, name: str, token: str) -> None:
@@ -235,13 +254,14 @@ class FileStore:
         return hash(self.root.resolve())
 
     def folders(self) -> list[str]:
-        return [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
+        # One look at the folder: asking the system about each entry would take a second for 200,000 of them.
+        if not self.root.is_dir():
+            return []
+        with os.scandir(self.root) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
 
     def open(self, key: str) -> io.BufferedIOBase:
-        # Opening a pipe that took the place of a file would wait forever.
-        if not stat.S_ISREG(os.stat(self.root / key).st_mode):
-            raise OSError(errno.EINVAL, "not a file")
-        return open(self.root / key, "rb")
+        return open_regular(self.root / key)
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         path = self.root / key
@@ -286,7 +306,7 @@ class FileStore:
     def owner(self) -> str | None:
         # Before the first claim there is no such file.
         with suppress(OSError):
-            return (self.root / OWNER).read_text(errors="replace").strip()
+            return read_bytes(self.root / OWNER, most=1000).decode(errors="replace").strip()
         return None
 
     def free_bytes(self) -> int:

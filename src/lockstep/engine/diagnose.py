@@ -204,7 +204,7 @@ def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
 
     path = run_dir / NOTE
     return runtime.collectives.run_on_rank0(
-        lambda: json.loads(path.read_text())["micro_batch"] if path.exists() else None
+        lambda: json.loads(records.read_bytes(path))["micro_batch"] if path.exists() else None
     )
 
 

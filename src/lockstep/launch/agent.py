@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
+from lockstep.launch.door import SECRET
 from lockstep.launch.job import Job
 from lockstep.launch.protocol import (
     CollectStacks,
@@ -33,6 +34,7 @@ from lockstep.launch.protocol import (
 )
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.zygote import Zygote, kill_rank
+from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import available_cores
 
@@ -95,6 +97,9 @@ class Agent:
         self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
 
+        # The last attempt whose ranks were started, or asked of the zygote.
+        self._started = -1
+
         # Whether a zygote died while importing; a new one would too.
         self._cannot_import = False
 
@@ -152,6 +157,7 @@ class Agent:
             "GROUP_RANK": str(start.group_rank),
             "MASTER_ADDR": start.address,
             "MASTER_PORT": str(start.port),
+            STORE_PREFIX: start.store,
             FOLDER: str(current.folder),
             ATTEMPT: str(start.attempt),
         }
@@ -173,6 +179,8 @@ class Agent:
 
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             self._zygote.fork(rank, env, self._job.spec, log, fds)
+
+        self._started = start.attempt
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -279,7 +287,7 @@ class Agent:
     def node_beat(self) -> NodeBeat:
         current = self._current
         if current is None:
-            return NodeBeat()
+            return NodeBeat(attempt=self._started)
 
         # There is no view of a rank that died before its first heartbeat.
         views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
@@ -287,7 +295,7 @@ class Agent:
         # Rank 0 renames the file into place once it has read the configuration.
         settings = json.loads(records.read(current.folder / "settings.json") or "{}")
 
-        return NodeBeat([view for view in views if view is not None], settings)
+        return NodeBeat([view for view in views if view is not None], settings, self._started)
 
     def sockets(self) -> list[Zygote]:
         return [self._zygote] if self._zygote.alive else []
@@ -306,7 +314,9 @@ class Agent:
 
 def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | dict(os.environ)
+    # The launchers' secret is not for ranks: programs there may record their environment.
+    inherited = {name: value for name, value in os.environ.items() if name != SECRET}
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | inherited
 
 
 def _preempt_rank(pid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -69,6 +70,15 @@ class Job:
     @property
     def resume_command(self) -> str:
         return self.spec.get("again") or "run the same command again with --resume auto"
+
+    @property
+    def secret_path(self) -> Path:
+        """The file with the job's secret, where every node looks for it before it knows the others."""
+        # If no run folder was typed, nodes learn its name only when they have joined.
+        if not self.decided:
+            return self.run_dir / ".secret"
+
+        return self.run_dir.parent / f".secret-{re.sub('[^0-9A-Za-z.]', '-', self.join or '')}"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -224,7 +234,18 @@ def parse_join(asked: str) -> tuple[str, int]:
             "type --join and one node's address, as in 10.0.0.1:29400",
         )
 
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+
+    # Every machine could bind such an address, and would then coordinate a job of its own.
+    with suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            raise UserError(
+                f"--join {asked} names no machine",
+                f"{host} stands for all addresses of whichever machine uses it",
+                "type the address of one node, as the others reach it",
+            )
+
+    return host, int(port)
 
 
 def append_event(run_dir: Path, event: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 This file has three parts: messages (frozen dataclasses, each sent as one line of JSON, checked field by field and never
 evaluated), commands (what the state machine wants done on the coordinating node), and the TCP connections that carry
-messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks. There is
-no authentication: nodes must share a trusted network, as they must for torch's own rendezvous.
+messages. Only the address given with `--join` is bound, messages have a size limit, and nothing here blocks. A message
+is believed only from a node that has proven that it knows the job's secret (`door.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
+from lockstep.launch.door import SECRET, SECRET_FILE, Door, Notice, NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.job import Count, parse_join
 from lockstep.launch.watchdog import RankView
@@ -104,6 +104,7 @@ class NodeBeat(Message):
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
+    attempt: int = -1  # the last one that the node was told to start, and did
 
 
 # ---- messages from the coordinator to a node ----
@@ -141,6 +142,7 @@ class Start(AttemptMessage):
     group_rank: int  # the node's number in this attempt
     address: str
     port: int
+    store: str  # the beginning of all keys in the ranks' store
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,13 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Close the connection to a node that does not belong to the job any more."""
+
+    node: int
+
+
+@dataclass(frozen=True)
 class LogEvent:
     """Append an event to the run's events.jsonl."""
 
@@ -203,7 +212,7 @@ class JobEnd(Message):
     restarts: int = 0
 
 
-Command = StartAttempt | Send | LogEvent | Announce | JobEnd
+Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----
@@ -241,12 +250,13 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """One non-blocking TCP connection that carries messages."""
+    """One non-blocking TCP connection that carries messages, each with a signature."""
 
-    def __init__(self, connection: socket.socket, now: float):
+    def __init__(self, connection: socket.socket, now: float, seal: Seal):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._seal = seal
 
         # The beginning of a message whose rest has not arrived, and what the socket has not taken yet.
         self._unread = b""
@@ -258,7 +268,7 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
-        self._unsent += encode(message)
+        self._unsent += self._seal.sign(encode(message))
         self._flush()
 
     def _flush(self) -> None:
@@ -298,7 +308,7 @@ class Connection:
             raise ConnectionLost("it sent a message that is too long")
 
         try:
-            messages = [decode(line) for line in lines]
+            messages = [decode(self._seal.check(line + b"\n")) for line in lines]
         except (ValueError, RecursionError) as error:
             raise ConnectionLost(f"it sent something that is not one of our messages ({error})") from error
 
@@ -317,29 +327,33 @@ class Connection:
 
 
 class Hub:
-    """The coordinator's connections to all other nodes, by node number. A job on a single node has no listener."""
+    """The coordinator's connections to all other nodes, by node number. A job on a single node has no door."""
 
-    def __init__(self, *listeners: socket.socket):
-        self._listeners = listeners
+    def __init__(self, door: Door | None = None):
+        self._door = door
         self._connections: dict[int, Connection] = {}
 
         # The number given to the node that connected last.
         self._last = 0
 
-    def sockets(self) -> list[Any]:
-        return [*self._listeners, *self._connections.values()]
+    def sockets(self, now: float) -> list[Any]:
+        return [*(self._door.files(now) if self._door else []), *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
-        """Accept new connections and return what has arrived on all of them."""
-        for listener in self._listeners:
-            # An error means that no other node is waiting, or that it has hung up already.
-            with suppress(OSError):
-                while True:
-                    connection, _ = listener.accept()
-                    self._last += 1
-                    self._connections[self._last] = Connection(connection, now)
+        """Accept nodes that know the secret and return what has arrived from all of them."""
+        for connection, seal in self._door.poll(now) if self._door else []:
+            self._last += 1
+            self._connections[self._last] = Connection(connection, now, seal)
 
         return self._read_all(now)
+
+    def take_notices(self) -> list[Notice]:
+        """Return what there is to say about strangers: once for each kind."""
+        return self._door.take_notices() if self._door else []
+
+    def turned_away(self) -> dict[str, int]:
+        """Return how many strangers of each kind there were."""
+        return dict(self._door.turned_away) if self._door else {}
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         received: list[tuple[int, Message | ConnectionLost]] = []
@@ -364,12 +378,12 @@ class Hub:
 
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
-        for listener in self._listeners:
-            listener.close()
+        if self._door:
+            self._door.close()
 
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
-            select.select(list(self._connections.values()), [], [], left)
+            records.wait_readable(self._connections.values(), left)
             self._read_all(time.monotonic())
 
         for number in list(self._connections):
@@ -406,8 +420,8 @@ def claim(join: str) -> socket.socket | None:
     return listener
 
 
-def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connection:
-    """Connect to the coordinating node, which may not be running yet."""
+def connect(join: str, source: str | None, say: Callable[[str], None], secret: Secret) -> Connection:
+    """Connect to the coordinating node, which may not be running yet. Both sides prove that they know the secret."""
     host, port = parse_join(join)
 
     # Nodes may be started in any order: retry and say so once.
@@ -417,9 +431,17 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
     while time.monotonic() - began < CONNECT_S:
         try:
             connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
-            return Connection(connection, time.monotonic())
+            return _proven(connection, secret)
         except OSError as error:
             why = error.strerror or str(error)
+        except NotProven as error:
+            raise UserError(
+                f"--join {join}: the two nodes do not share a secret",
+                f"what listens there {error}; the secret here is from {secret.source}",
+                f"type a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
+            ) from None
+        except TurnedAway:
+            why = "it is busy: too many others want to join"
 
         if not announced and time.monotonic() - began > 1.0:
             announced = True
@@ -432,3 +454,11 @@ def connect(join: str, source: str | None, say: Callable[[str], None]) -> Connec
         why,
         "start the same command on the node that has this address",
     )
+
+
+def _proven(connection: socket.socket, secret: Secret) -> Connection:
+    try:
+        return Connection(connection, time.monotonic(), prove(connection, secret))
+    except BaseException:
+        connection.close()
+        raise

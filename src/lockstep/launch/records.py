@@ -6,15 +6,22 @@ all, one that cannot be read counts as empty, and JSON is checked field by field
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import secrets
-from collections.abc import Iterator
+import select
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+# The limit for the bytes of a file that is read whole. Logs and metrics of long runs stay far below it.
+LARGEST = 2**30
 
 
 @contextmanager
@@ -23,6 +30,8 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
     # Processes that may write the same file at once need different suffixes.
     draft = path.with_name(f".{path.name}.{suffix}")
     try:
+        # Left by a process that was killed; or a link, which must not be written through.
+        draft.unlink(missing_ok=True)
         yield draft
         os.replace(draft, path)
     except BaseException:
@@ -36,17 +45,49 @@ def write(path: Path, text: str) -> None:
         draft.write_text(text)
 
 
-def read(path: Path, start: int = 0, most: int | None = None) -> str:
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, for ever."""
+    # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+    return os.fdopen(fd, "rb")
+
+
+def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+    """Return the contents of a regular file. Raises OSError if it is anything else, or larger than `most`."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+
+    return data
+
+
+def read(path: Path, start: int = 0, most: int = LARGEST) -> str:
     """Return what a file holds from byte `start` on, its last `most` bytes at most; "" if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            if most is not None:
-                start = max(start, file.seek(0, os.SEEK_END) - most)
-
-            file.seek(start)
-            return file.read().decode(errors="replace")
+        with open_regular(path) as file:
+            # Files of /proc have contents, but no size.
+            file.seek(max(start, os.fstat(file.fileno()).st_size - most))
+            return file.read(most).decode(errors="replace")
     except OSError:
         return ""
+
+
+def wait_readable(files: Iterable[Any], seconds: float) -> bool:
+    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
+
+    Unlike `select.select`, it takes file descriptors above 1023.
+    """
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+
+    return bool(poll.poll(1000 * seconds))
 
 
 def parse(kind: Any, value: Any) -> Any:

@@ -10,7 +10,9 @@ import fcntl
 import itertools
 import os
 import re
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ MANIFEST = "manifest.json"
 
 # Locked by the launcher of a job for as long as it lives; rank 0 locks another file.
 LAUNCHER_LOCK = ".launcher"
+
+# What a run writes to, by folder: patterns of names.
+WRITTEN = {
+    ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
+    "logs": ".*",
+    "samples": ".*",
+    "checkpoints": "latest|owner|step-.*",
+}
 
 
 def new_run_dir(name: str) -> Path:
@@ -104,7 +114,8 @@ def run_of(path: Path) -> Path:
 
 
 def prepare(run: Path) -> None:
-    """Make the folder and check that it can be written to."""
+    """Make the folder and check that it can be written to, and that nothing there leads elsewhere."""
+    _refuse_detours(run)
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
 
@@ -114,6 +125,24 @@ def prepare(run: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise not_writable(run, error) from error
+
+
+def _refuse_detours(run: Path) -> None:
+    """Raise a UserError if something that the run would write to is a link, a pipe or a device."""
+    for folder, names in WRITTEN.items():
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(run / folder) as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
+                    continue
+                if not re.fullmatch(names, entry.name):
+                    continue
+
+                target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
+                raise UserError(
+                    f"run_dir={run}: the run would write through {Path(folder) / entry.name}, which is no file",
+                    f"{'a symbolic link' if target else 'a pipe or a device'}{target}",
+                    f"remove {entry.path}; to keep a run on another disk, let run_dir itself name a folder there",
+                )
 
 
 def not_writable(run: Path, error: OSError) -> UserError:
@@ -140,7 +169,16 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     The lock belongs to this process: it is released however the process ends. Returns None on a file system without
     locks; there only the owner's token guards the checkpoints.
     """
-    file = (run / ".lock").open("a+")
+    try:
+        # A link, or a pipe, in the place of this file must not be written through.
+        fd = os.open(run / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(run / ".lock"))
+
+        file = os.fdopen(fd, "a+")
+    except OSError as error:
+        raise not_writable(run, error) from error
 
     # A predecessor that was just killed releases its lock within moments: try for a while.
     deadline = time.monotonic() + timeout
@@ -172,7 +210,7 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
 
 
 def _holder(run: Path) -> str:
-    host, _, pid = (run / ".lock").read_text().strip().partition(" ")
+    host, _, pid = records.read(run / ".lock", most=300).strip().partition(" ")
     return f"process {pid} on {host}" if pid else "unknown"
 
 

@@ -34,6 +34,7 @@ from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
     Command,
+    Drop,
     Exited,
     JobEnd,
     Kill,
@@ -66,6 +67,9 @@ QUIET_S = 2.0
 
 # How long the coordinator waits for nodes to report that their killed ranks are gone.
 NODES_KILL_S = 10.0
+
+# How long a node may take to confirm that it starts its ranks. It needs no time for that: importing comes afterwards.
+START_S = 10.0
 
 # How long the coordinator waits for the nodes' stacks.
 NODES_STACKS_S = 5.0
@@ -208,6 +212,10 @@ class JobStateMachine:
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
+        # Nodes that have not confirmed yet that they start the present attempt, and until when they may.
+        self._not_started: set[int] = set()
+        self._start_by = math.inf
+
         # Node -> when its last heartbeat came.
         self._last_beat: dict[int, float] = {}
 
@@ -259,6 +267,8 @@ class JobStateMachine:
         self.cluster.remove(number, now)
         self._last_beat.pop(number, None)
         self._unanswered.discard(number)
+        self._not_started.discard(number)
+        self._commands.append(Drop(number))
 
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
@@ -295,6 +305,8 @@ class JobStateMachine:
             watchdog = Watchdog(self.settings.hang, self._hang_places)
             self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), watchdog)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
+            self._not_started = ranks.keys() - {0}  # the coordinating node starts its own at once
+            self._start_by = now + START_S
 
     def exited(self, event: Exited, now: float) -> None:
         # Messages of an earlier attempt may still arrive.
@@ -366,6 +378,9 @@ class JobStateMachine:
 
     def beat_received(self, node: int, beat: NodeBeat, now: float) -> None:
         self._last_beat[node] = now
+        if beat.attempt == self.attempt.number:
+            self._not_started.discard(node)
+
         self.attempt.watchdog.views[node] = beat.views
         if beat.settings:
             self.settings = Settings(**beat.settings)
@@ -483,6 +498,10 @@ class JobStateMachine:
         """Start an attempt that is ready and act on the deadline of the present phase."""
         if self.job_phase is JobPhase.GATHER:
             self._start_if_ready(now)
+
+        if now > self._start_by and self.job_phase in ACTIVE:
+            for number in sorted(self._not_started & self.cluster.nodes.keys()):
+                self.gone(number, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)
 
         if now < self._deadline:
             return

@@ -7,20 +7,22 @@ the coordinator says. Each node has an `Agent`, which owns its ranks.
 
 from __future__ import annotations
 
-import select
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, printable
+from lockstep.launch import records
 from lockstep.launch.agent import Agent
+from lockstep.launch.door import Door, Notice, Secret, find_secret
 from lockstep.launch.failure import NODE, Failure
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.protocol import (
@@ -29,6 +31,7 @@ from lockstep.launch.protocol import (
     Command,
     Connection,
     ConnectionLost,
+    Drop,
     Exited,
     Hello,
     Hub,
@@ -78,11 +81,13 @@ def supervise(job: Job) -> JobEnd:
             return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
 
         # The node that can bind the address coordinates; the others follow.
+        secret = find_secret(job.secret_path)
         listener = claim(job.join)
         if listener is None:
-            return follow(job, job.join, name, signals)
+            return follow(job, job.join, name, signals, secret)
 
-        return Coordinator(job, name, signals, Hub(listener), listener.getsockname()[0]).run()
+        address, _ = socket.getnameinfo(listener.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+        return Coordinator(job, name, signals, Hub(Door(listener, secret)), address).run()
 
 
 # ---- the launcher's terminal ----
@@ -105,7 +110,8 @@ def say(text: str) -> None:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
-    print(text, file=sys.stderr, flush=True)
+    # Ranks and other nodes had a part in the text.
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 # ---- the coordinating node ----
@@ -137,11 +143,14 @@ class Coordinator:
             while self._ending is None:
                 self._turn()
 
+        if counts := self._hub.turned_away():
+            append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
+
         return self._ending
 
     def _turn(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
-        select.select(self._agent.sockets() + self._hub.sockets(), [], [], TURN_S)
+        records.wait_readable(self._agent.sockets() + self._hub.sockets(time.monotonic()), TURN_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
@@ -154,6 +163,9 @@ class Coordinator:
         for number, message in self._hub.poll(now):
             self._receive(number, message, now)
 
+        for notice in self._hub.take_notices():
+            self._tell(notice)
+
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._every_second(now)
@@ -162,6 +174,12 @@ class Coordinator:
         self._machine.tick(now)
         for command in self._machine.take():
             self._carry_out(command)
+
+    def _tell(self, notice: Notice) -> None:
+        """Say once for each kind of stranger that there was one. They cannot choose a word of it."""
+        source = f" from {notice.address}" if notice.address else ""
+        say(f"lockstep: a stranger{source} at --join {self._job.join} {notice.kind}; others like it are only counted")
+        append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
 
     def _every_second(self, now: float) -> None:
         """Exchange heartbeats, check for hangs and look for a request of `lockstep resize`."""
@@ -172,11 +190,12 @@ class Coordinator:
 
         # `lockstep resize` leaves a file with a number, which is consumed here.
         request = self._job.run_dir / "resize"
-        try:
-            text = request.read_text().strip()
-            request.unlink()
-        except OSError:
+        if not request.is_file():
             return
+
+        text = records.read(request, most=100).strip()
+        with suppress(OSError):
+            request.unlink()
 
         if text.isascii() and text.isdigit():
             self._machine.resize(int(text), now)
@@ -255,6 +274,8 @@ class Coordinator:
                 self._start_attempt(command)
             case Send():
                 self._send(command.node, command.message)
+            case Drop():
+                self._hub.drop(command.node)
             case LogEvent():
                 append_event(self._job.run_dir, command.event)
             case Announce():
@@ -270,9 +291,13 @@ class Coordinator:
         """Start the ranks on all nodes.
 
         The socket of the ranks' rendezvous is bound before any rank starts, and each attempt gets a new one: no port is
-        guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it.
+        guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it. Torch's store asks
+        nobody for a secret, so it is bound to one address, and its keys begin with a text that is hard to guess.
         """
-        with socket.create_server((self._address, 0), backlog=1024) as listener:
+        address = self._address if len(command.ranks) > 1 else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        store = secrets.token_hex(16)
+        with socket.create_server((address, 0), family=family, backlog=1024) as listener:
             # Ranks are numbered node by node.
             first_rank = 0
             for group_rank, (number, count) in enumerate(command.ranks.items()):
@@ -282,8 +307,9 @@ class Coordinator:
                     count=count,
                     world_size=sum(command.ranks.values()),
                     group_rank=group_rank,
-                    address=self._address,
+                    address=address,
                     port=listener.getsockname()[1],
+                    store=store,
                 )
                 self._send(number, start, listener)
                 first_rank += count
@@ -303,9 +329,9 @@ class Coordinator:
 # ---- every other node ----
 
 
-def follow(job: Job, join: str, name: str, signals: list[str]) -> JobEnd:
+def follow(job: Job, join: str, name: str, signals: list[str], secret: Secret) -> JobEnd:
     """Do what the coordinating node says, until it ends the job or is gone."""
-    with closing(connect(join, job.host, say)) as connection:
+    with closing(connect(join, job.host, say, secret)) as connection:
         try:
             adopted, orders = _introduce(job, name, connection)
             with closing(Agent(adopted, name)) as agent:
@@ -370,5 +396,5 @@ def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list
 
 def _received(connection: Connection, *others: Any) -> list[Message]:
     """Wait a moment for messages, or for something on the `others`."""
-    select.select([connection, *others], [], [], TURN_S)
+    records.wait_readable([connection, *others], TURN_S)
     return [message for message in connection.receive(time.monotonic()) if not isinstance(message, NodeBeat)]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import worker
+from lockstep.launch import records, worker
 from lockstep.launch.failure import PREEMPTED
 from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
@@ -107,7 +107,7 @@ class Zygote:
             self.kill()
 
         # Read everything that is there; no data means that the process ended.
-        while self.alive and select.select([self._socket], [], [], 0)[0]:
+        while self.alive and records.wait_readable([self._socket], 0.0):
             data = b""
             with contextlib.suppress(OSError):
                 data = self._socket.recv(65536)

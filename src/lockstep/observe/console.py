@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal, TextIO, get_args
 
-from lockstep.errors import unknown_name
+from lockstep.errors import printable, unknown_name
 from lockstep.observe.formats import (
     compact,
     duration,
@@ -24,7 +24,6 @@ from lockstep.observe.formats import (
     megabytes,
     number,
     one_line,
-    printable,
     ranks,
     rate,
     rate_key,

@@ -1,7 +1,7 @@
 """Numbers and text for people, the same on the terminal and in the report.
 
 Every function takes anything that a record may hold and never raises: `-` stands for a value that is not a number,
-and control characters are replaced.
+and control characters are written as escapes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import html
 import math
-import unicodedata
 from collections.abc import Callable, Container, Mapping
 from typing import Any
+
+from lockstep.errors import printable
 
 # The unit of a task that names none.
 SAMPLE = "sample"
@@ -112,13 +113,6 @@ def duration(seconds: float) -> str:
 @_or_dash
 def ranks(world: float) -> str:
     return "1 rank" if world == 1 else f"{world:.0f} ranks"
-
-
-def printable(value: Any) -> str:
-    """Replace control characters and surrogates, which could steer a terminal or break a page, by `\ufffd`."""
-    text = str(value).replace("\r\n", "\n")
-    unsafe = {character for character in set(text) - {"\n", "\t"} if unicodedata.category(character) in ("Cc", "Cs")}
-    return "".join("\ufffd" if character in unsafe else character for character in text)
 
 
 def escaped(value: Any) -> str:

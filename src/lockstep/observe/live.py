@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.errors import printable
 from lockstep.observe.console import Display, Record, event_line, metric_parts, never_raises, title_parts
 from lockstep.observe.formats import (
     SAMPLE,
@@ -23,7 +24,6 @@ from lockstep.observe.formats import (
     megabytes,
     number,
     one_line,
-    printable,
     rate,
     rate_key,
     scientific,

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
+from lockstep.launch.records import read_bytes, replacing
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -125,7 +125,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _read_mapping(path: Path) -> Record:
     # `safe_load`, so that no file can run code.
-    text = path.read_text(encoding="utf-8")
+    text = read_bytes(path, most=2**26).decode()
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(values, dict):
         raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
@@ -158,12 +159,7 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
     from safetensors import SafetensorError
 
     try:
-        with replacing(run_dir / "model.safetensors") as draft:
-            write_weights(draft, weights, aliases)
-
-            # Without the fsync, a power failure after the rename could leave a file without its contents.
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
+        write_weights(run_dir / "model.safetensors", weights, aliases)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"the final weights cannot be written to {run_dir}: {error}",
@@ -173,20 +169,34 @@ def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, s
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Write a safetensors file whose metadata map the other names of tied weights to those in it.
+    """Write a safetensors file, which is replaced as a whole or not at all. Its metadata map aliases to names.
 
     The same weights always make the same bytes: safetensors itself writes metadata in a random order.
     """
     from safetensors.torch import save_file
 
-    save_file(weights, str(path), metadata={**aliases, "format": "pt"})
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    with replacing(path, str(os.getpid())) as draft:
+        # safetensors makes a file that only its owner can read; this one has the mode that the user's umask gives.
+        draft.touch()
+        mode = stat.S_IMODE(draft.stat().st_mode)
+        save_file(weights, str(draft), metadata={**aliases, "format": "pt"})
+        draft.chmod(mode)
 
-        # Another order takes the same room; the format pads with spaces.
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= size, "the header would run into the data"
-        file.seek(8)
-        file.write(text.ljust(size))
+        with draft.open("r+b") as file:
+            _sort_metadata(file)
+
+            # Without the fsync, a power failure after the rename could leave a file without its contents.
+            os.fsync(file.fileno())
+
+
+def _sort_metadata(file: BinaryIO) -> None:
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+
+    # Another order takes the same room; the format pads with spaces.
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= size, "the header would run into the data"
+    file.seek(8)
+    file.write(text.ljust(size))
+    file.flush()

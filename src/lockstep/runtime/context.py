@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
+from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.machine import available_cores
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
@@ -150,7 +151,8 @@ def join(
         )
 
         # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
-        store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"lockstep{os.environ.get(STORE_PREFIX, '')}/{restarts}", store)
 
     backend = asked if asked != "auto" else _backend_for(world, device, store)
     dist.init_process_group(

@@ -27,17 +27,15 @@ class World:
 
     @staticmethod
     def launched(env: Mapping[str, str] = os.environ) -> bool:
-        """Return whether a launcher (ours, torchrun, a hand-written one) set RANK and WORLD_SIZE.
+        """Return whether a launcher made this process a rank: see `environments.launched`."""
+        # Imported late: the readers make worlds, so they import this module.
+        from lockstep.runtime import environments
 
-        Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher
-        in each task, and only a plain script is itself a rank.
-        """
-        return "RANK" in env and "WORLD_SIZE" in env
+        return environments.launched(env)
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> World:
         """Return the world that the environment describes, or that of a single process."""
-        # Imported late: the readers make worlds, so they import this module.
         from lockstep.runtime import environments
 
         return environments.detect(env)

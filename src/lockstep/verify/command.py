@@ -15,7 +15,7 @@ from lockstep import targets
 from lockstep.causes import Cause, in_own_loop, named, refusal
 from lockstep.config import Layer
 from lockstep.config import check as check_layers
-from lockstep.errors import UserError
+from lockstep.errors import UserError, printable
 from lockstep.observe.formats import finite
 from lockstep.verify.compare import Comparison, Divergence, first_chaotic_step
 from lockstep.verify.diagnose import Case, explain
@@ -71,7 +71,7 @@ def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: st
         _write(Path(json_file), "")  # fail now rather than after all the work
 
     report = verify(target, layers, options)
-    print(text_of(report))
+    print(printable(text_of(report)))
     if json_file:
         _write(Path(json_file), json.dumps(json_of(report), indent=2) + "\n")
     return 0 if report.passed else 1

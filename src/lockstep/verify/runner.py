@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import socket
 import sys
@@ -19,6 +18,7 @@ from typing import BinaryIO
 from lockstep.config import Layer
 from lockstep.launch.failure import HANG, Failure
 from lockstep.launch.job import PRELOAD
+from lockstep.launch.records import wait_readable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores, visible_gpus
@@ -162,7 +162,7 @@ class Runner:
     def _watch(self, running: list[RunningTrial]) -> None:
         """Note which ranks have ended and end the trials that have run out of time."""
         # A report of the zygote ends the wait at once; without one, the clock is checked again.
-        select.select([self._zygote.fileno()], [], [], 0.2)
+        wait_readable([self._zygote], 0.2)
 
         for report in self._zygote.poll():
             if "code" not in report:

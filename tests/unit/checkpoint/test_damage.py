@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -91,12 +92,56 @@ def test_the_pickle_of_these_tests_does_explode(tmp_path):
     assert (tmp_path / "exploded").exists()
 
 
-def test_a_manifest_of_another_step_does_not_match_its_files(root):
+def test_a_manifest_of_another_step_is_damaged(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
+    assert (found.damaged[0].file, found.damaged[0].why[:18]) == ("manifest.json", "that of step 10: t")
+
+
+def test_every_bad_file_is_named(root):
+    for file in (file_name(0), file_name(1)):
+        (root / "step-00000020" / file).write_bytes(b"")
+    found, _ = load(root)
     assert found.damaged[0].file == file_name(0)
-    assert file_name(1) in found.damaged[0].why  # every bad file is named
+    assert file_name(1) in found.damaged[0].why
+
+
+def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
+    shutil.copytree(root / "step-00000010", root / "step-99999999")
+    found, _ = load(root)
+    assert found.checkpoint.name == "step-00000020"
+    assert [str(damaged) for damaged in found.damaged] == [
+        "step-99999999/manifest.json: that of step 10: the folder was renamed, or is a copy"
+    ]
+
+    # A name that is no step's claims nothing.
+    shutil.copytree(root / "step-00000010", root / "the one I like")
+    assert read_manifest(Checkpoint.at(root / "the one I like")).step == 10
+
+
+@pytest.mark.parametrize("how", ["a pipe", "endless", "huge"])
+def test_a_manifest_that_cannot_be_read_to_its_end_is_damaged(root, how):
+    path = root / "step-00000020" / "manifest.json"
+    path.unlink()
+    match how:
+        case "a pipe":
+            os.mkfifo(path)
+        case "endless":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.touch()
+            os.truncate(path, 2**40)  # it has no blocks on the disk
+    found, loaded = load(root)
+    assert same(loaded, state(10))
+    assert re.match("cannot be read: not a regular file|more than", found.damaged[0].why)
+
+
+def test_nobody_looks_at_thousands_of_damaged_checkpoints(root):
+    for step in range(1000, 1100):
+        (root / f"step-{step:08}").mkdir()
+    with pytest.raises(UserError, match=r"the newest 50 of 102 checkpoints .*\n.*\n.*--resume RUN"):
+        load(root)
 
 
 def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):

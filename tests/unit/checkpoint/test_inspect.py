@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,25 @@ def test_verify_names_every_bad_file_and_fails(run, capsys):
     assert f"{file_name(1)}: the bytes changed" in text
     assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000010")[0] == 1
     assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000015")[0] == 0
+
+
+def test_names_in_a_manifest_cannot_steer_the_terminal(run, capsys):
+    commit(run / "checkpoints", 20, 1, values={"metrics": {"\x1b[2J\nstep": 1.0}})
+    for action in ("ls", "show"):
+        code, text = lockstep(capsys, "ckpt", action, run)
+        assert code == 0
+        assert r"\x1b[2J\nstep=1" in text
+
+
+def test_weights_have_the_mode_that_the_umask_gives(run, tmp_path, capsys):
+    before = os.umask(0o027)
+    try:
+        lockstep(capsys, "ckpt", "export", run, "--out", tmp_path)
+        (tmp_path / "neighbour").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.filemode((tmp_path / name).stat().st_mode) for name in ("model.safetensors", "neighbour")]
+    assert modes == ["-rw-r-----", "-rw-r-----"]
 
 
 def test_export_writes_the_newest_or_the_step_asked_for(run, tmp_path, capsys):

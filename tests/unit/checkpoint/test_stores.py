@@ -104,7 +104,7 @@ def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(tmp_
 
 def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "file")
-    with pytest.raises(OSError, match="not a file"):
+    with pytest.raises(OSError, match="not a regular file"):
         FileStore(tmp_path).open("file")
 
 

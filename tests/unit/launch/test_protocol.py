@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UserError
-from lockstep.launch import protocol
+from lockstep.launch import door, protocol
+from lockstep.launch.door import Door, Seal, Secret
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.job import Count, Job
 from lockstep.launch.protocol import (
@@ -44,8 +45,8 @@ MESSAGES = [
     Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
     Stacks(3, {0: "line\nline"}, {0: [{}]}),
-    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000),
-    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}),
+    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, "a1"),
+    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
     Announce("text with \u00e9"),
 ]
 
@@ -98,13 +99,30 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
         pass
 
 
+SECRET = Secret(b"a secret of a test", "a test")
+
+
+class Peer:
+    """The other side of a connection, which signs what it says."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        self._seal = Seal(SECRET, b"1.2", door.COORDINATOR_SIDE, door.NODE_SIDE)
+
+    def say(self, *messages: protocol.Message) -> None:
+        self.socket.sendall(self.signed(*messages))
+
+    def signed(self, *messages: protocol.Message) -> bytes:
+        return b"".join(self._seal.sign(encode(message)) for message in messages)
+
+
 @pytest.fixture
 def line():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
-    made = Connection(here, time.monotonic())
-    yield made, there
+    made = Connection(here, time.monotonic(), Seal(SECRET, b"1.2", door.NODE_SIDE, door.COORDINATOR_SIDE))
+    yield made, Peer(there)
     made.close()
     there.close()
 
@@ -119,19 +137,34 @@ def received(line: Connection, now: float = 0.0) -> list:
 
 def test_messages_come_whole(line):
     made, there = line
-    data = encode(Announce("a")) + encode(Announce("b"))
-    there.sendall(data[:-5])
+    data = there.signed(Announce("a"), Announce("b"))
+    there.socket.sendall(data[:-5])
     assert received(made) == [Announce("a")]
-    there.sendall(data[-5:])
+    there.socket.sendall(data[-5:])
     assert received(made) == [Announce("b")]
 
 
 def test_last_words_are_heard_before_the_end(line):
     made, there = line
-    there.sendall(encode(Announce("bye")))
-    there.close()
+    there.say(Announce("bye"))
+    there.socket.close()
     assert received(made) == [Announce("bye")]
     with pytest.raises(ConnectionLost, match="closed"):
+        received(made)
+
+
+@pytest.mark.parametrize("how", ["forged", "repeated", "left out", "sent back"])
+def test_only_what_the_peer_said_is_heard(line, how):
+    made, there = line
+    first, second = there.signed(Announce("a")), there.signed(Announce("b"))
+    forged = {
+        "forged": first.replace(b'"a"', b'"x"'),
+        "repeated": first + first,
+        "left out": second,
+        "sent back": Seal(SECRET, b"1.2", door.NODE_SIDE, door.COORDINATOR_SIDE).sign(encode(Announce("a"))),
+    }
+    there.socket.sendall(forged[how])
+    with pytest.raises(ConnectionLost, match="its signature is wrong"):
         received(made)
 
 
@@ -144,7 +177,7 @@ def test_silence_is_noticed(line):
 
 def test_noise_ends_a_connection(line):
     made, there = line
-    there.sendall(b"GET / HTTP/1.0\r\n")
+    there.socket.sendall(b"GET / HTTP/1.0\r\n")
     with pytest.raises(ConnectionLost, match="not one of our messages"):
         received(made)
 
@@ -152,7 +185,7 @@ def test_noise_ends_a_connection(line):
 def test_a_message_without_end_is_cut_off(line, monkeypatch):
     monkeypatch.setattr(protocol, "LARGEST", 1000)
     made, there = line
-    there.sendall(b"x" * 5000)
+    there.socket.sendall(b"x" * 5000)
     with pytest.raises(ConnectionLost, match="too long"):
         received(made)
 
@@ -164,6 +197,17 @@ def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
         made.send(Announce("x" * 50_000_000))
 
 
+def connected(hub: Hub, address: str, *sources: str | None) -> list[Connection]:
+    """Connect from each source, while the hub opens the door."""
+    lines: list[Connection] = []
+    for source in sources:
+        knocking = threading.Thread(target=lambda source=source: lines.append(connect(address, source, print, SECRET)))
+        knocking.start()
+        while knocking.is_alive():
+            hub.poll(0.0)
+    return lines
+
+
 @pytest.fixture
 def address():
     return f"127.0.0.1:{free_port()}"
@@ -172,8 +216,8 @@ def address():
 def test_one_claims_the_address_and_the_others_connect(address):
     listener = claim(address)
     assert claim(address) is None
-    hub = Hub(listener)
-    lines = [connect(address, source, print) for source in (None, "127.0.0.2")]
+    hub = Hub(Door(listener, SECRET))
+    lines = connected(hub, address, None, "127.0.0.2")
     for line in lines:
         line.send(Announce("here"))
     heard = []
@@ -195,8 +239,8 @@ def test_one_claims_the_address_and_the_others_connect(address):
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(protocol, "DRAIN_S", 120.0)
     monkeypatch.setattr(protocol, "LOST_AFTER_S", 120.0)
-    hub = Hub(claim(address))
-    line = connect(address, None, print)
+    hub = Hub(Door(claim(address), SECRET))
+    (line,) = connected(hub, address, None)
     line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):
         pass
@@ -216,10 +260,8 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
 
 def test_orders_may_come_together_with_the_welcome(line):
     made, there = line
-    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000)
-    there.sendall(
-        encode(Announce("early")) + encode(Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]])) + encode(order)
-    )
+    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, "a1")
+    there.say(Announce("early"), Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]]), order)
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
     adopted, orders = _introduce(Job({"layers": layers, "path": []}, Path("runs/a"), Count(1, 1)), "host", made)
     assert orders == [Announce("early"), order]
@@ -229,16 +271,15 @@ def test_orders_may_come_together_with_the_welcome(line):
 
 def test_a_refusal_is_an_error_for_the_user(line):
     made, there = line
-    there.sendall(encode(Refused("--join x", "target: 'b' here, 'a' there", "run the same command")))
+    there.say(Refused("--join x", "target: 'b' here, 'a' there", "run the same command"))
     with pytest.raises(UserError, match="run the same command"):
         _introduce(Job({}, Path("runs/a"), Count(1, 1)), "host", made)
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_ipv4_nodes_reach_an_address_for_all_of_ipv6():
-    port = free_port()
-    with claim(f"[::]:{port}"), socket.create_connection(("127.0.0.1", port), 10.0):
-        pass
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_an_address_that_every_machine_could_bind_is_refused(host):
+    with pytest.raises(UserError, match="names no machine"):
+        claim(f"{host}:29400")
 
 
 def test_an_address_of_another_machine_is_not_ours():
@@ -254,7 +295,7 @@ def test_a_coordinator_that_never_answers(address, monkeypatch):
     monkeypatch.setattr(protocol, "CONNECT_S", 1.5)
     said = []
     with pytest.raises(UserError, match="no answer within"):
-        connect(address, None, said.append)
+        connect(address, None, said.append, SECRET)
     assert f"no answer from {address} yet" in said[0]
 
 

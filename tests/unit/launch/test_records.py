@@ -1,6 +1,8 @@
 """Files and JSON of other processes, whole or not at all."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,26 @@ def test_a_file_is_read_from_a_position_and_not_beyond_its_last_bytes(tmp_path):
 def test_what_cannot_be_read_is_empty(tmp_path):
     assert records.read(tmp_path / "missing") == ""
     assert records.read(tmp_path) == ""
+    os.mkfifo(tmp_path / "pipe")
+    assert records.read(tmp_path / "pipe") == ""
+    assert records.read(Path("/dev/zero")) == ""
+    assert records.read(Path("/proc/self/cgroup")) == Path("/proc/self/cgroup").read_text()
+
+
+def test_what_is_read_whole_has_a_limit(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert records.read_bytes(tmp_path / "file", most=5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes"):
+        records.read_bytes(tmp_path / "file", most=4)
+
+
+def test_a_draft_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".record.tmp").symlink_to(tmp_path / "victim")
+    with records.replacing(tmp_path / "record") as draft:
+        draft.write_text("new")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "record").read_text() == "new"
 
 
 GOOD = {"number": 1, "parts": [{"size": 2, "name": None}], "texts": {"3": "x"}, "anything": {"a": [1, None]}}

@@ -1,6 +1,7 @@
 """Which folder a run gets, and when it gets none."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from lockstep import api
 from lockstep.api import resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import ask_for_size, choose_run_dir, hold_as_launcher
+from lockstep.launch.run_dir import ask_for_size, choose_run_dir, hold_as_launcher, lock, prepare
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -102,3 +103,52 @@ def test_a_size_that_does_not_fit_is_refused_before_anybody_is_asked(tmp_path, c
     assert not (run / "resize").exists()
     with pytest.raises(UserError, match="no launcher"):
         api.resize(run, 4)
+
+
+# Folders from somebody else
+
+WRITTEN = ["metrics.jsonl", ".lock", "config.yaml", "logs/rank-0.log", "checkpoints/latest", "checkpoints", "logs"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_run_writes_through_no_link(tmp_path, name):
+    """Not even if the link leads to a file that is there, or to a folder."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir()
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match=f"would write through {name}, which is no file\n.*symbolic link -> {victim}"):
+        prepare(run)
+    assert list(victim.iterdir()) == []
+
+
+def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(UserError, match="a pipe or a device"):
+        prepare(tmp_path)
+
+
+def test_the_users_own_links_beside_the_run_are_no_business_of_ours(tmp_path):
+    (tmp_path / "data").symlink_to("/usr")
+    prepare(tmp_path)
+
+
+def test_a_run_folder_may_be_a_link_itself(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    prepare(tmp_path / "run")
+    assert (tmp_path / "disk" / "logs").is_dir()
+
+
+@pytest.mark.parametrize("how", ["a link", "a pipe"])
+def test_the_lock_is_a_file(tmp_path, how):
+    """`lockstep resize` looks at it in any folder that is named."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    if how == "a link":
+        (tmp_path / ".lock").symlink_to(victim)
+    else:
+        os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(UserError, match="cannot be written to"):
+        lock(tmp_path)
+    assert victim.read_text() == "precious"

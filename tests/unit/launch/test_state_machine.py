@@ -13,6 +13,7 @@ from lockstep.launch.job import Count, Job, Node, divide
 from lockstep.launch.protocol import (
     Announce,
     CollectStacks,
+    Drop,
     Exited,
     JobEnd,
     Kill,
@@ -73,7 +74,8 @@ class Stage:
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        self.machine.beat_received(node, NodeBeat(list(views), settings), self.now)
+        beat = NodeBeat(list(views), settings, self.machine.attempt.number)
+        self.machine.beat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
         return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -472,6 +474,21 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
+
+
+def test_a_node_that_starts_nothing_is_named_and_dropped():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.beat(node=0)
+    stage.machine.beat_received(1, NodeBeat(attempt=-1), stage.now)  # it is alive, but does nothing
+    stage.tick(9.9)
+    assert not stage.of(Drop)
+    stage.tick(0.2)
+    stage.ranks_gone(0)
+    assert stage.of(Drop) == [Drop(1)]
+    assert "node 1 (host-1) was dropped: it has not started its ranks within 10 s" in stage.said
+    stage.tick(3.1)
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
 
 def test_a_node_that_has_done_its_part_may_go():

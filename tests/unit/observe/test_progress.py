@@ -134,7 +134,7 @@ def test_the_end_is_one_line_with_the_folder_and_without_the_options():
 
 def test_text_cannot_steer_the_terminal():
     lines = plain_lines(("message", "a\x1b[2Jb\r\nc"), ("event", {"event": "sample", "text": "one\n\x07two"}))
-    assert lines == ["a\ufffd[2Jb", "c", "sample:", "one", "\ufffdtwo"]
+    assert lines == [r"a\x1b[2Jb", "c", "sample:", "one", r"\x07two"]
     assert "\n" not in event_line({"event": "odd\n", "k\ney": "v\nw", "more": {"x": [1, 2]}})
 
 

@@ -50,8 +50,38 @@ def test_torchrun() -> None:
     assert World.launched(TORCHRUN)
 
 
-def test_a_hand_written_launcher_may_leave_out_the_local_ranks() -> None:
-    assert World.from_env({"RANK": "1", "WORLD_SIZE": "2"}) == World(1, 2, 1, 2, "127.0.0.1", 29500)
+def test_a_hand_written_launcher_may_leave_out_the_rest() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert World.from_env(env) == World(1, 2, 1, 2, "127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"},  # of a machine, in a cloud
+        {"WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+    ],
+)
+def test_half_a_set_makes_no_rank_and_no_process_that_trains_alone(half: dict[str, str]) -> None:
+    for question in (World.from_env, World.launched):
+        with pytest.raises(UserError, match="does not say which rank this process is"):
+            question(half)
+    assert World.from_env(half | {"LOCKSTEP_ENVIRONMENT": "none"}) == World()
+    assert not World.launched(half | {"LOCKSTEP_ENVIRONMENT": "none"})
+
+
+@pytest.mark.parametrize("one", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
+def test_one_machine_of_one_is_no_riddle(one: dict[str, str]) -> None:
+    assert World.from_env(one) == World()
+    assert not World.launched(one)
+
+
+def test_a_slurm_step_answers_what_half_a_set_leaves_open() -> None:
+    assert World.from_env(SLURM | {"WORLD_SIZE": "5"}) == World.from_env(SLURM)
+    assert not World.launched(SLURM | {"WORLD_SIZE": "5"})
 
 
 def test_only_rank_0_listens() -> None:

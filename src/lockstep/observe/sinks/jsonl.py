@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lockstep.errors import UserError
+from lockstep.launch.records import read_bytes
 
 NONFINITE = "_nonfinite"
 
@@ -73,7 +74,7 @@ class JsonlSink:
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return all whole records of a file, with non-finite numbers put back. A truncated last line is left out."""
-    *lines, tail = Path(path).read_bytes().split(b"\n")
+    *lines, tail = read_bytes(Path(path)).split(b"\n")
 
     # Blank lines are skipped. Anything else in the middle of a file must be a record.
     records = []

@@ -16,13 +16,37 @@ from lockstep.runtime.world import World
 READERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (torchrun.read, slurm.read)
 
 
+def launched(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher (ours, torchrun, a hand-written one) set WORLD_SIZE, RANK and LOCAL_RANK.
+
+    Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher in each
+    task, and only a plain script is itself a rank. Raises a UserError for half a set of variables.
+    """
+    if switched_off(env):
+        return False
+
+    # Half a set is no riddle inside a Slurm step.
+    if not torchrun.is_rank(env) and slurm.read(env) is None:
+        torchrun.refuse_half_a_set(env)
+
+    return torchrun.is_rank(env)
+
+
+def switched_off(env: Mapping[str, str]) -> bool:
+    return env.get("LOCKSTEP_ENVIRONMENT") == "none"
+
+
 def detect(env: Mapping[str, str]) -> World:
     """Return the world of the first reader that recognises the environment, or that of a single process.
 
     `LOCKSTEP_ENVIRONMENT=none` makes every process train by itself, such as the tasks of a sweep under `srun`.
     """
-    if env.get("LOCKSTEP_ENVIRONMENT") == "none":
+    if switched_off(env):
         return World()
 
     worlds = (read(env) for read in READERS)
-    return next((world for world in worlds if world is not None), World())
+    found = next((world for world in worlds if world is not None), None)
+    if found is None:
+        torchrun.refuse_half_a_set(env)
+
+    return found or World()

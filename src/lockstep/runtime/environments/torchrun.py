@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE and their relatives: what torchrun, our own launcher and most hand-written ones set."""
+"""RANK, WORLD_SIZE, LOCAL_RANK and their relatives: what torchrun, our own launcher and hand-written ones set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,37 @@ from lockstep.runtime.world import World, whole_number
 # Rank 0 inherits our launcher's listening socket: no port is ever guessed.
 LISTEN_FD = "LOCKSTEP_LISTEN_FD"
 
+# The beginning of all keys in the store of our launcher's ranks: random, so that nobody else meets them by chance.
+STORE_PREFIX = "LOCKSTEP_STORE"
+
+
+# What makes a process a rank. The first two alone may describe a machine: some clouds set them once for each.
+FULL_SET = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def is_rank(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher has made this process a rank."""
+    return all(name in env for name in FULL_SET)
+
+
+def refuse_half_a_set(env: Mapping[str, str]) -> None:
+    """Raise a UserError if the variables speak of several ranks, or machines, and do not say which this process is."""
+    # One rank, or one machine, is no riddle.
+    announced = [f"{name}={env[name]}" for name in FULL_SET[:2] if name in env]
+    if is_rank(env) or not announced or announced in (["WORLD_SIZE=1"], ["WORLD_SIZE=1", "RANK=0"]):
+        return
+
+    missing = [name for name in FULL_SET if name not in env]
+    raise UserError(
+        f"{' and '.join(announced)} in the environment: that does not say which rank this process is",
+        f"{' and '.join(missing)} not set: some clouds set the others for each machine, not for each process",
+        "start the ranks with torchrun, or set WORLD_SIZE, RANK and LOCAL_RANK for each; on several machines, type "
+        "--nproc N --nnodes M --join HOST:PORT; to train alone, set LOCKSTEP_ENVIRONMENT=none",
+    )
+
 
 def read(env: Mapping[str, str]) -> World | None:
-    if not World.launched(env):
+    if not is_rank(env):
         return None
 
     rank = whole_number(env, "RANK")
@@ -29,7 +57,7 @@ def read(env: Mapping[str, str]) -> World | None:
     return World(
         rank=rank,
         size=size,
-        local_rank=whole_number(env, "LOCAL_RANK", rank),
+        local_rank=whole_number(env, "LOCAL_RANK"),
         local_size=whole_number(env, "LOCAL_WORLD_SIZE", size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=whole_number(env, "MASTER_PORT", 29500),
