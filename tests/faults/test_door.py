@@ -16,7 +16,7 @@ from launchers import Launcher, events, pid_of, until
 from faults import intruder
 from faults.runs import TINY, Started
 from faults.torture import digests
-from lockstep.launch import door
+from lockstep.launch.wire import door
 from ports import free_port
 
 STAY = "me.note(); me.train(600)"

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from lockstep.launch import flight_recorder
+from lockstep.launch.hangs import flight_recorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
 
 RANK = """
 import os, sys
 from pathlib import Path
-from lockstep.launch import flight_recorder
+from lockstep.launch.hangs import flight_recorder
 folder = Path(sys.argv[1])
 os.environ.update(flight_recorder.environment(folder))
 import torch, torch.distributed as dist

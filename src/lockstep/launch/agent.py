@@ -16,10 +16,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch import failure, flight_recorder, records, stacks, watchdog
-from lockstep.launch.door import SECRET
+from lockstep.launch import failure, records
+from lockstep.launch.hangs import flight_recorder, stacks, watchdog
 from lockstep.launch.job import Job
-from lockstep.launch.protocol import (
+from lockstep.launch.run_dir import not_writable
+from lockstep.launch.wire.door import SECRET
+from lockstep.launch.wire.protocol import (
     CollectStacks,
     Exited,
     Kill,
@@ -32,7 +34,6 @@ from lockstep.launch.protocol import (
     Start,
     ZygoteLost,
 )
-from lockstep.launch.run_dir import not_writable
 from lockstep.launch.zygote import Zygote, kill_rank
 from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import Preempted, SmallerMicroBatch, UserError
-from lockstep.launch import records, stacks
+from lockstep.launch import records
+from lockstep.launch.hangs import stacks
 from lockstep.runtime import heartbeat
 
 # The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.

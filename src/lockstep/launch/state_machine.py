@@ -29,8 +29,9 @@ from typing import Any
 from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import Preempted, plural
 from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, left_early, root_cause
+from lockstep.launch.hangs.watchdog import RankView, Watchdog
 from lockstep.launch.job import Cluster, Job, Node
-from lockstep.launch.protocol import (
+from lockstep.launch.wire.protocol import (
     Announce,
     CollectStacks,
     Command,
@@ -48,7 +49,6 @@ from lockstep.launch.protocol import (
     StartAttempt,
     ZygoteLost,
 )
-from lockstep.launch.watchdog import RankView, Watchdog
 
 # How long the job waits for its nodes.
 GATHER_S = 300.0

@@ -22,10 +22,12 @@ from typing import Any, assert_never
 from lockstep.errors import UserError, printable
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
-from lockstep.launch.door import Door, Notice, Secret, find_secret
 from lockstep.launch.failure import NODE, Failure
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
-from lockstep.launch.protocol import (
+from lockstep.launch.run_dir import folder_identity, latest_step
+from lockstep.launch.state_machine import JobStateMachine
+from lockstep.launch.wire.door import Door, Notice, Secret, find_secret
+from lockstep.launch.wire.protocol import (
     BEAT_S,
     Announce,
     Command,
@@ -52,8 +54,6 @@ from lockstep.launch.protocol import (
     connect,
     difference,
 )
-from lockstep.launch.run_dir import folder_identity, latest_step
-from lockstep.launch.state_machine import JobStateMachine
 from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
 
 # How long a turn of the loop waits for something to happen.

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure, flight_recorder, stacks
+from lockstep.launch import failure
+from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.runtime.heartbeat import FOLDER
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from lockstep.launch import state_machine as module
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.watchdog import RankView
 from lockstep.launch.job import Count, Job, Node, divide
-from lockstep.launch.protocol import (
+from lockstep.launch.state_machine import JobStateMachine
+from lockstep.launch.wire.protocol import (
     Announce,
     CollectStacks,
     Drop,
@@ -26,8 +28,6 @@ from lockstep.launch.protocol import (
     StartAttempt,
     ZygoteLost,
 )
-from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.watchdog import RankView
 
 ONE, TWO = Count(1, 1), Count(2, 2)
 

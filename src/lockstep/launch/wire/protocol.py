@@ -20,10 +20,10 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.door import SECRET, SECRET_FILE, Door, Notice, NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.watchdog import RankView
 from lockstep.launch.job import Count, parse_join
-from lockstep.launch.watchdog import RankView
+from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice, NotProven, Seal, Secret, TurnedAway, prove
 
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0

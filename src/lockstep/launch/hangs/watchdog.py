@@ -25,9 +25,10 @@ from typing import Any
 
 from lockstep.config.schema import HangConfig
 from lockstep.errors import plural
-from lockstep.launch import flight_recorder, records
+from lockstep.launch import records
 from lockstep.launch.failure import HANG, Failure
-from lockstep.launch.stacks import Frame, describe, group, line_of, loaders, main_thread
+from lockstep.launch.hangs import flight_recorder
+from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, loaders, main_thread
 from lockstep.runtime import heartbeat
 
 # What the ranks may do before they enter a collective in which others wait already.

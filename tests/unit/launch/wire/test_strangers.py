@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch import door
-from lockstep.launch.door import Door, NotProven, Secret, find_secret
-from lockstep.launch.protocol import claim, connect
+from lockstep.launch.wire import door
+from lockstep.launch.wire.door import Door, NotProven, Secret, find_secret
+from lockstep.launch.wire.protocol import claim, connect
 from ports import free_port
 
 OURS, THEIRS = Secret(b"the secret of this job", "a test"), Secret(b"that of another job", "elsewhere")

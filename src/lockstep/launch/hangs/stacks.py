@@ -34,7 +34,7 @@ _TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
 # Around the stacks of a loader process, in an answer of `collect`.
 _LOADER_END = "End of loader"
 _LOADER = re.compile(rf"^Loader (\d+):$(.*?)^{_LOADER_END}$", re.MULTILINE | re.DOTALL)
-_PACKAGE = str(Path(__file__).parent.parent) + "/"
+_PACKAGE = str(Path(__file__).parents[2]) + "/"
 
 # Frames that lead to the user's code in every stack and never explain anything.
 _INTERNAL = re.compile(

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UserError
-from lockstep.launch import door, protocol
-from lockstep.launch.door import Door, Seal, Secret
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.watchdog import RankView
 from lockstep.launch.job import Count, Job
-from lockstep.launch.protocol import (
+from lockstep.launch.supervisor import _introduce
+from lockstep.launch.wire import door, protocol
+from lockstep.launch.wire.door import Door, Seal, Secret
+from lockstep.launch.wire.protocol import (
     Announce,
     Connection,
     ConnectionLost,
@@ -34,8 +36,6 @@ from lockstep.launch.protocol import (
     difference,
     encode,
 )
-from lockstep.launch.supervisor import _introduce
-from lockstep.launch.watchdog import RankView
 from ports import free_port
 
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import flight_recorder
+from lockstep.launch.hangs import flight_recorder
 
 
 def analyse(dumps):
@@ -124,7 +124,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lockstep.launch import flight_recorder
+from lockstep.launch.hangs import flight_recorder
 folder, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 flight_recorder.serve(folder, rank)
 store = dist.FileStore(str(folder / "store"), 2)

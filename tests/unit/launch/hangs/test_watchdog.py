@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from lockstep.config.schema import HangConfig
-from lockstep.launch import records, watchdog
-from lockstep.launch.flight_recorder import Findings
-from lockstep.launch.stacks import collect, group, line_of, loader_pids, loaders, main_thread
-from lockstep.launch.watchdog import Evidence, RankView, Watchdog, explain, suspect
+from lockstep.launch import records
+from lockstep.launch.hangs import watchdog
+from lockstep.launch.hangs.flight_recorder import Findings
+from lockstep.launch.hangs.stacks import collect, group, line_of, loader_pids, loaders, main_thread
+from lockstep.launch.hangs.watchdog import Evidence, RankView, Watchdog, explain, suspect
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -401,8 +402,8 @@ def test_many_odd_ranks_are_not_all_described():
 RANK = """
 import re, sys, threading, time
 from pathlib import Path
-from lockstep.launch import stacks
-from lockstep.launch.stacks import line_of
+from lockstep.launch.hangs import stacks
+from lockstep.launch.hangs.stacks import line_of
 from lockstep.runtime.heartbeat import Heartbeat
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")
@@ -443,7 +444,7 @@ def ranks(tmp_path):
 LOADERS = """
 import os, sys, time
 from pathlib import Path
-from lockstep.launch import stacks
+from lockstep.launch.hangs import stacks
 stacks.register(Path(sys.argv[1]) / "stacks-0")
 def reads_a_sample():
     os.write(1, b"ready\\n"); time.sleep(60)
