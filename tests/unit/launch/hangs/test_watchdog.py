@@ -272,7 +272,7 @@ def test_ranks_are_grouped_by_their_main_threads():
 
 
 def test_the_explanation_begins_with_the_odd_rank_and_its_line():
-    package = os.path.dirname(watchdog.__file__).removesuffix("launch")
+    package = os.path.dirname(watchdog.__file__).removesuffix("launch/hangs")
     waits = stack((package + "parallel/ddp/driver.py", 131, "backward"), (package + "engine/step.py", 9, "run"))
     reads = stack(
         ("/venv/lib/python3.11/site-packages/urllib3/pool.py", 77, "urlopen"),
