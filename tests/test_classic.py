@@ -191,7 +191,7 @@ def test_uneven_ranks_give_what_one_process_gives(pool: Pool, tmp_path: Path) ->
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["mean"] == found[1]["mean"] > 0
     # One rank has written one intact file, and another number of ranks resumes from it.
-    parts = list(Path(found[0]["saved"]).glob("part-*"))
+    parts = list(Path(found[0]["saved"]).glob("rank-*"))
     assert len(parts) == 1
     assert ckpt.verify(tmp_path)[1] == 0
     resumed = pool.run(train_resumed, tmp_path, world=1)[0]
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     trainer = AMPTrainer(net(), FP32)
     trainer.training_step(numbers(8))
     path = trainer.save_checkpoint(tmp_path)
-    part = next(path.glob("part-*"))
+    part = next(path.glob("rank-*"))
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)

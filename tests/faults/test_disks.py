@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_model_is_the_same(
     faults = (Fault(how, step=20), Fault("kill", rank=1, step=22, phase="compute"))
     ended = train(tmp_path / "torn", *TINY, "checkpoint.asynchronous=false", faults=faults)
     assert ended.code == 0, ended.output
-    assert "checkpoint step-00000020 is damaged: part-00000.safetensors" in ended.output
+    assert "checkpoint step-00000020 is damaged: rank-00000.safetensors" in ended.output
     assert "resuming from step-00000015" in ended.output
     assert (ended.run / "checkpoints" / "step-00000020.damaged").is_dir()
     assert digests(ended.run) == undisturbed

@@ -28,7 +28,7 @@ def metrics_lines(run: Path) -> int:
 MOMENTS = {
     "train": (LINGER, lambda run: metrics_lines(run) >= 2),
     "eval": ((SLOW_EVAL, *LINGER[10:]), lambda run: metrics_lines(run) >= 4),  # evaluation follows the line of step 20
-    "save": ((SLOW_WRITE,), lambda run: list(run.glob("checkpoints/*.tmp-*/part-*.safetensors"))),
+    "save": ((SLOW_WRITE,), lambda run: list(run.glob("checkpoints/*.tmp-*/rank-*.safetensors"))),
 }
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: tensors and plain values, committed as a whole or not at all, and verified before they are used.
 
-    step-00000040/part-00000.safetensors ...   one file for each rank that wrote
+    step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                what is where, with the size and the digest of each file
     latest                                     the name of the newest checkpoint, for people and the launcher
 

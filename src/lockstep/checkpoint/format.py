@@ -62,7 +62,7 @@ class FileLayout:
 
 
 def file_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
+    return f"rank-{rank:05d}.safetensors"
 
 
 def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:

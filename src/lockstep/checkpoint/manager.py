@@ -303,8 +303,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        tensors, _, _ = self.state.capture_tensors()
-        self.saver.prepare(self._slices(tensors))
+        self.saver.prepare(self._slices(self.state.capture_tensors().tensors))
 
     # ---- saving ----
 

@@ -62,6 +62,14 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before} -> {self.now}"
 
 
+class Captured(NamedTuple):
+    """What `RunState.capture` returns. The tensors are the live ones, sharded as they are."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]  # of tied tensors: other name -> name in `tensors`
+    plain_state: Values
+
+
 class RunState:
     """Captures the state of a run and restores it.
 
@@ -114,15 +122,15 @@ class RunState:
 
     # ---- saving ----
 
-    def capture(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
-        """Return (tensors, aliases of tied ones, plain state). The tensors are the live ones, sharded as they are.
+    def capture(self) -> Captured:
+        """Return the state of the run.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        tensors, aliases, plain_state = self.capture_tensors()
-        return tensors, aliases, plain_state | {"stepper": self.stepper.state_dict()}
+        captured = self.capture_tensors()
+        return captured._replace(plain_state=captured.plain_state | {"stepper": self.stepper.state_dict()})
 
-    def capture_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], Values]:
+    def capture_tensors(self) -> Captured:
         """Like `capture`, but without the stepper's state, which may still be coming from the device. Collective."""
         # `pack` puts the tensors that it meets in here.
         tensors: dict[str, Tensor] = {}
@@ -150,7 +158,7 @@ class RunState:
             "next_samples": next_samples(self.source),
         }
         aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return without_duplicates(tensors, self._duplicates), aliases, plain_state
+        return Captured(without_duplicates(tensors, self._duplicates), aliases, plain_state)
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.manifest import from_json, to_json
@@ -91,13 +92,13 @@ class Saver:
             pending.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
-            contents = (layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
                 # A daemon thread does not keep a process alive that wants to end.
-                self._thread = threading.Thread(target=pending.run, args=contents, name="checkpoint", daemon=True)
+                self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
                 self._thread.start()
             else:
-                pending.run(*contents)
+                run()
 
         pending.stall_s = time.perf_counter() - began
 

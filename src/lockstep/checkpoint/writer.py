@@ -351,7 +351,7 @@ def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _confirmation(rank: int) -> str:
-    return f"part-{rank:05d}.json"
+    return f"rank-{rank:05d}.json"
 
 
 def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:

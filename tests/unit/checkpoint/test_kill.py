@@ -124,7 +124,7 @@ def test_contents_reach_the_disk_before_names_do(tmp_path):
     assert ran.returncode == 0, ran.stderr
     order = [event for line in trace.read_text().splitlines() if (event := traced(line, root))]
     for rank in (0, 1):
-        confirmed = f"rename part-0000{rank}.json"
+        confirmed = f"rename rank-0000{rank}.json"
         assert order.index(f"fsync {file_name(rank)}") < order.index(confirmed) < order.index("fsync manifest.json")
     moments = [
         *("fsync manifest.json", "fsync STAGED", "rename step-00000001"),

@@ -69,7 +69,7 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
 ) -> None:
     """The disk has room for all checkpoints of the run once the staged folder is deleted."""
     store = MemoryStore(capacity=200_000)
-    store.write("step-00000004.tmp-dead-1/part-00000.safetensors", [memoryview(bytes(199_900))])
+    store.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
     monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     assert store.folders() == ["step-00000012"]
@@ -78,7 +78,7 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
     folder = tmp_path / "other" / "checkpoints"
-    file = folder / "step-00000012" / "part-00000.safetensors"
+    file = folder / "step-00000012" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
