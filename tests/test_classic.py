@@ -316,6 +316,9 @@ def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     with pytest.raises(UserError, match="WORLD_SIZE is not set"):
         DDPManager().initialize()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="LOCAL_RANK not set"):
+        DistributedAMPTrainer(net(), FP32)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UserError, match="rank 0 of 2"):
         DistributedAMPTrainer(net(), FP32, rank=1, world_size=4)
     with pytest.raises(UserError, match="add --distributed"):
