@@ -233,6 +233,20 @@ def test_what_contradicts_is_refused(
     assert_user_errors(pool.errors(fit_with, Regression(make), VALUES | values, world=1), *words)
 
 
+class Foreign:
+    """A scheduler that is not torch's, as timm has its own."""
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+
+    def step(self, epoch: int) -> None: ...
+
+
+def test_a_scheduler_that_is_not_torchs_is_no_optimizer(pool: Pool) -> None:
+    errors = pool.errors(loop_with, Regression(Foreign), VALUES, world=1)
+    assert_user_errors(errors, "run.setup got a Foreign", "pass a function of the step")
+
+
 def test_a_scheduler_can_be_made_for_an_optimizer_by_name(pool: Pool) -> None:
     traces = pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), VALUES | {"optimizer": "adamw"}, world=1)
     assert [note.optimizer_lrs[0] for note in traces[0].steps] == [0.02] * 3 + [0.01] * 3 + [0.005]

@@ -5,6 +5,7 @@ All of them are compared with plain PyTorch, in float64.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.own_loop import OwnRun
+from lockstep.parallel.several_models import SeveralModels
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -129,6 +131,16 @@ def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[
         full = [builder.driver.fetch(name, p).detach().flatten() for name, p in whole.named_parameters()]
         own.close()
         return torch.cat(full), evaluated
+
+
+def test_a_copy_of_one_of_two_models_is_a_model_by_itself() -> None:
+    """For a moving average of the generator's weights."""
+    plain = Gan()
+    generator, _ = SeveralModels([plain.generator, plain.discriminator])
+    copied = copy.deepcopy(generator)
+    assert type(copied) is nn.Sequential
+    assert torch.equal(flat(copied), flat(plain.generator))
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in plain.parameters()}
 
 
 @pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=str)

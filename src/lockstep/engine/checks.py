@@ -316,7 +316,8 @@ def _trainable_changed(change: str) -> UserError:
         f"{change} after the model was wrapped",
         "the trainable parameters must stay the same during the run",
         "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
-        "start a second run from the saved weights",
+        "start a second run from the saved weights. Two models in turn need no freezing: step.apply(optimizer) drops "
+        "the gradients of the other",
     )
 
 
@@ -330,7 +331,8 @@ class GradientGuard:
 
     def __init__(self, optimizers: Optimizers):
         parameters = [[p for group in groups for p in group if p.requires_grad] for groups in optimizers.groups]
-        self._samples = [{id(p): p for p in (own[0], own[len(own) // 2], own[-1])}.values() for own in parameters if own]
+        chosen = [(own[0], own[len(own) // 2], own[-1]) for own in parameters if own]
+        self._samples = [list({id(p): p for p in some}.values()) for some in chosen]
         self._noted: list[list[tuple[Tensor, Tensor, int]]] = []  # of each optimizer: parameter, gradient, its version
 
     def note(self) -> None:

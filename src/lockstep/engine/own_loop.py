@@ -55,7 +55,15 @@ class OwnRun:
         parts = [model, *others]
         models = [part for part in parts if isinstance(part, nn.Module)]
         schedulers = [part for part in parts if is_scheduler(part)]
-        optimizers = [part for part in parts if not (isinstance(part, nn.Module) or is_scheduler(part))]
+        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        for part in parts:
+            if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
+                raise UserError(
+                    f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
+                    "",
+                    "in place of any other scheduler pass a function of the step, which returns a share of the peak: "
+                    "run.setup(model, optimizer, lambda step: 0.99**step)",
+                )
 
         # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
         if not optimizers:
