@@ -350,7 +350,8 @@ class GradientGuard:
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the batches before, and "
                     "clip_grad_norm_() compares its limit with a sum",
                     "leave zero_grad() and clip_grad_norm_() out: step.apply() does both, with clip.norm=1; what else "
-                    "changes a gradient belongs in weight.register_hook(...), before run.setup",
+                    "changes gradients belongs in weight.register_hook(...) before run.setup if it is linear, or in "
+                    "the step() of an optimizer of your own",
                 )
 
 
