@@ -22,6 +22,7 @@ from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
 from lockstep.engine.checks import refuse_single_values
+from lockstep.engine.own_loop import OwnRun
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.layers import synchronise_batchnorm
 from lockstep.plan.plan import make_plan
@@ -183,6 +184,43 @@ def test_stages_of_a_pipeline_combine_theirs_with_their_replicas(pool: Pool) -> 
     assert {name for buffers in held for name in buffers} == set(one)
 
 
+class Heads(nn.Module):
+    """Two heads, of which a step trains one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+        self.heads = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)) for _ in range(2)])
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.heads[number](self.body(x))
+
+
+def train_heads(world: World, store: Any, switches: bool) -> dict[str, Tensor]:
+    """A job: heads in turn. With `switches` the body of the loop leaves the model in eval mode, as loops often do."""
+    values = VALUES | {"ddp.find_unused_parameters": True}
+    with open_watched(world, store, values) as builder:
+        own = OwnRun(builder)
+        torch.manual_seed(0)
+        plain = Heads().double()
+        model, _ = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in own.steps(Layers().data()):
+            for (x,) in step:
+                plain.train()
+                step.backward(model(x, step.index % 2).square().sum(), weight=len(x))
+                plain.train(not switches)
+            step.apply()
+        own.close()
+        return {name: buffer.clone() for name, buffer in plain.named_buffers()}
+
+
+@pytest.mark.parametrize("switches", [False, True])
+def test_layers_that_only_some_steps_run(pool: Pool, switches: bool) -> None:
+    (one,) = pool.run(train_heads, False, world=1)
+    for buffers in pool.run(train_heads, switches, world=3):
+        torch.testing.assert_close(buffers, one, rtol=1e-12, atol=1e-12)
+
+
 # ---- SyncBatchNorm --------------------------------------------------------------------------------------
 
 
@@ -232,6 +270,19 @@ def test_sync_batchnorm_of_uneven_parts(pool: Pool, options: dict[str, Any]) -> 
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def converted() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(resnet())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_that_was_converted_by_its_author(pool: Pool, strategy: str) -> None:
+    expected, expected_loss = plain_over_the_whole_batch()
+    values = {"strategy": strategy, "micro_batch": 4, "tail": "drop", "device": "cpu"}
+    for buffers, loss in pool.run(trained, converted, values, world=2):
+        torch.testing.assert_close(buffers, expected, rtol=1e-12, atol=1e-12)
+        assert loss == pytest.approx(expected_loss, abs=1e-12)
+
+
 class NormAct(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
@@ -256,6 +307,12 @@ class Small(Task):
 def test_sync_batchnorm_does_not_replace_a_forward_that_does_more(pool: Pool) -> None:
     values = {"global_batch": 8, "steps": 1, "ddp.sync_batchnorm": True, "tail": "drop"}
     assert_user_errors(pool.errors(fit, Small(NormAct(4)), values, world=2), "NormAct has its own forward")
+
+
+def test_a_pipeline_has_no_sync_batchnorm(pool: Pool) -> None:
+    values = {"global_batch": 8, "micro_batch": 2, "steps": 1, "strategy": "pp"}
+    errors = pool.errors(fit, Small(nn.SyncBatchNorm(4)), values, world=2)
+    assert_user_errors(errors, "'1' is a SyncBatchNorm, which cannot be used in a pipeline")
 
 
 # ---- one sample -----------------------------------------------------------------------------------------

@@ -24,6 +24,23 @@ STEPS, BATCH = 7, 8
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS}
 
 
+class WarmUp(lr_scheduler.LRScheduler):
+    """A scheduler as people write them: it holds another one, and hands over to it."""
+
+    def __init__(self, optimizer: Any, steps: int, after: Any):
+        self.steps, self.after = steps, after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [rate * (self.last_epoch + 1) / (self.steps + 1) for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < self.steps:
+            super().step(epoch)
+        else:
+            self.after.step()
+
+
 def cosine(optimizer: Any) -> Any:
     from transformers import get_cosine_schedule_with_warmup
 
@@ -39,6 +56,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         milestones=[2],
     ),
     "step of 3": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
+    "warm-up": lambda optimizer: WarmUp(optimizer, 4, lr_scheduler.CosineAnnealingLR(optimizer, 3)),
 }
 
 
@@ -153,13 +171,15 @@ def test_a_skipped_step_does_not_move_the_scheduler(pool: Pool) -> None:
     assert_same(traces, plain_pytorch(task))
 
 
-@pytest.mark.parametrize("kind", ["one cycle", "milestones", "transformers"])
-def test_a_resumed_run_goes_on_with_the_schedulers_state(pool: Pool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "at"), [("one cycle", 3), ("milestones", 3), ("milestones", 1), ("transformers", 3), ("warm-up", 6)]
+)
+def test_a_resumed_run_goes_on_with_the_schedulers_state(pool: Pool, tmp_path: Path, kind: str, at: int) -> None:
     task = Regression(SCHEDULERS[kind])
     expected = plain_pytorch(task)
     values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
-    assert_same(pool.run(fit_with, task, values | {"steps": 3}, world=2), expected[:3])
-    assert_same(pool.run(fit_with, task, values, world=1), expected[3:])
+    assert_same(pool.run(fit_with, task, values | {"steps": at}, world=2), expected[:at])
+    assert_same(pool.run(fit_with, task, values, world=1), expected[at:])
 
 
 def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Path) -> None:
@@ -199,6 +219,7 @@ def test_a_plateau_follows_the_evaluations(pool: Pool) -> None:
         (lambda _: lambda step: -1.0, {}, ("returned -1.0 for step 0", "a finite share of the peak")),
         (lambda _: 0.1, {}, ("a float is not a scheduler", "LRScheduler")),
         (lambda o: [cosine(o), abs], {}, ("a second scheduler was passed",)),
+        (lambda o: lr_scheduler.ReduceLROnPlateau(o, mode="max"), {}, ("has mode='max'", "leave mode out")),
         (
             lambda _: cosine(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
             {},
@@ -210,6 +231,20 @@ def test_what_contradicts_is_refused(
     pool: Pool, make: Callable[[Any], Any], values: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     assert_user_errors(pool.errors(fit_with, Regression(make), VALUES | values, world=1), *words)
+
+
+class Foreign:
+    """A scheduler that is not torch's, as timm has its own."""
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+
+    def step(self, epoch: int) -> None: ...
+
+
+def test_a_scheduler_that_is_not_torchs_is_no_optimizer(pool: Pool) -> None:
+    errors = pool.errors(loop_with, Regression(Foreign), VALUES, world=1)
+    assert_user_errors(errors, "run.setup got a Foreign", "pass a function of the step")
 
 
 def test_a_scheduler_can_be_made_for_an_optimizer_by_name(pool: Pool) -> None:

@@ -5,6 +5,7 @@ All of them are compared with plain PyTorch, in float64.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.own_loop import OwnRun
+from lockstep.parallel.several_models import SeveralModels
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -129,6 +131,16 @@ def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[
         full = [builder.driver.fetch(name, p).detach().flatten() for name, p in whole.named_parameters()]
         own.close()
         return torch.cat(full), evaluated
+
+
+def test_a_copy_of_one_of_two_models_is_a_model_by_itself() -> None:
+    """For a moving average of the generator's weights."""
+    plain = Gan()
+    generator, _ = SeveralModels([plain.generator, plain.discriminator])
+    copied = copy.deepcopy(generator)
+    assert type(copied) is nn.Sequential
+    assert torch.equal(flat(copied), flat(plain.generator))
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in plain.parameters()}
 
 
 @pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=str)
@@ -386,6 +398,55 @@ MISTAKES = [
 @pytest.mark.parametrize(("body", "passes", "words"), MISTAKES)
 def test_mistakes_are_named(pool: Pool, body: Callable[..., None], passes: int, words: tuple[str, ...]) -> None:
     assert_user_errors(pool.errors(refused, body, UNUSED, passes, world=2), *words)
+
+
+def train_with(world: World, store: Any, values: dict[str, Any], between: Any, before_apply: Any) -> None:
+    """A loop that keeps a line of a plain one, in front of every backward or of the update."""
+    with open_watched(world, store, VALUES | values) as builder:
+        own = OwnRun(builder)
+        plain = network()
+        model, optimizer = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in own.steps(DATA):
+            for (x,) in step:
+                between(plain, optimizer)
+                step.backward(cost(model, x), weight=len(x))
+            before_apply(plain, optimizer)
+            step.apply()
+        own.close()
+
+
+def nothing(model: Any, optimizer: Any) -> None:
+    pass
+
+
+def clips(model: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def freezes_the_last(model: Any, optimizer: Any) -> None:
+    model[2].bias.grad = None
+
+
+KEPT_LINES = [
+    (1, {}, lambda model, optimizer: optimizer.zero_grad(), nothing, "before step.backward"),
+    (2, {}, lambda model, optimizer: model.zero_grad(set_to_none=False), nothing, "before step.backward"),
+    (2, {"strategy": "fsdp"}, lambda model, optimizer: optimizer.zero_grad(), nothing, "before step.backward"),
+    (1, {}, nothing, clips, "before step.apply()"),
+    (2, {}, nothing, clips, "before step.apply()"),
+]
+
+
+@pytest.mark.parametrize(("world", "values", "between", "before_apply", "words"), KEPT_LINES)
+def test_sums_are_not_dropped_or_clipped(
+    pool: Pool, world: int, values: dict[str, Any], between: Any, before_apply: Any, words: str
+) -> None:
+    errors = pool.errors(train_with, values, between, before_apply, world=world)
+    assert_user_errors(errors, f"the gradients of this step were dropped or changed {words}", "clip.norm=1")
+
+
+def test_one_gradient_may_be_set_to_none(pool: Pool) -> None:
+    """A head that does not learn at first: the others do."""
+    pool.run(train_with, {}, nothing, freezes_the_last, world=2)
 
 
 def test_buckets_need_every_gradient(pool: Pool) -> None:

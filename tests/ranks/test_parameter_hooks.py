@@ -289,9 +289,15 @@ def counted(grad: Tensor) -> Tensor:
     return 2 * grad
 
 
+def stops_at_nan(grad: Tensor) -> None:
+    if grad.isnan().any():
+        raise FloatingPointError("a gradient of NaN")
+
+
 @pytest.mark.parametrize(
     "hook",
     [
+        stops_at_nan,
         lambda g: None,
         lambda g: -3 * g,
         lambda g: (g.mul_(0.5), None)[1],

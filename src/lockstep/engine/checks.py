@@ -20,6 +20,7 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
 from lockstep.data.sources import MapSource, StreamSource
 from lockstep.errors import UserError, plural, some_names
+from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.driver import Placement
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
@@ -315,8 +316,43 @@ def _trainable_changed(change: str) -> UserError:
         f"{change} after the model was wrapped",
         "the trainable parameters must stay the same during the run",
         "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
-        "start a second run from the saved weights",
+        "start a second run from the saved weights. Two models in turn need no freezing: step.apply(optimizer) drops "
+        "the gradients of the other",
     )
+
+
+class GradientGuard:
+    """Notices in a loop of the user's own that gradients are dropped or changed between two calls of the step.
+
+    A few parameters of each optimizer show it: zero_grad() and clip_grad_norm_() change all of them, and somebody who
+    sets the gradient of one parameter to None may mean it. torch does not count what clip_grad_norm_() changes in
+    shards, so there only zero_grad() is noticed.
+    """
+
+    def __init__(self, optimizers: Optimizers):
+        parameters = [[p for group in groups for p in group if p.requires_grad] for groups in optimizers.groups]
+        chosen = [(own[0], own[len(own) // 2], own[-1]) for own in parameters if own]
+        self._samples = [list({id(p): p for p in some}.values()) for some in chosen]
+        self._noted: list[list[tuple[Tensor, Tensor, int]]] = []  # of each optimizer: parameter, gradient, its version
+
+    def note(self) -> None:
+        """Take the gradients as they are now for those that the step left."""
+        self._noted = [
+            [(p, p.grad, local(p.grad)._version) for p in sample if p.grad is not None] for sample in self._samples
+        ]
+
+    def check(self, call: str) -> None:
+        """Raise if the gradients of an optimizer are not what they were."""
+        for noted in self._noted:
+            if noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted):
+                raise UserError(
+                    f"the gradients of this step were dropped or changed before {call}",
+                    "they are sums over the batches so far, not yet divided: zero_grad() loses the batches before, and "
+                    "clip_grad_norm_() compares its limit with a sum",
+                    "leave zero_grad() and clip_grad_norm_() out: step.apply() does both, with clip.norm=1; what else "
+                    "changes gradients belongs in weight.register_hook(...) before run.setup if it is linear, or in "
+                    "the step() of an optimizer of your own",
+                )
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from lockstep.engine.checks import GradientGuard
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
@@ -54,7 +55,15 @@ class OwnRun:
         parts = [model, *others]
         models = [part for part in parts if isinstance(part, nn.Module)]
         schedulers = [part for part in parts if is_scheduler(part)]
-        optimizers = [part for part in parts if not (isinstance(part, nn.Module) or is_scheduler(part))]
+        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        for part in parts:
+            if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
+                raise UserError(
+                    f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
+                    "",
+                    "in place of any other scheduler pass a function of the step, which returns a share of the peak: "
+                    "run.setup(model, optimizer, lambda step: 0.99**step)",
+                )
 
         # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
         if not optimizers:
@@ -124,11 +133,12 @@ class OwnRun:
 
         self._run = run = self._builder.setup_run(dataset, collate)
         run.check_start()
+        gradients = GradientGuard(run.model_setup.optimizers)
 
         # Still True in close() if the user's code leaves the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            step = OwnStep(run, batches, passes)
+            step = OwnStep(run, batches, gradients, passes)
             yield step
             if not step.ended:
                 in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
@@ -212,9 +222,10 @@ class OwnRun:
 class OwnStep:
     """One optimizer step: iterate over its batches, call `backward` for each, then `apply`; once in every pass."""
 
-    def __init__(self, run: Run, batches: StepBatches, passes: int = 1):
+    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard, passes: int = 1):
         self._run = run
         self._batches = batches
+        self._gradients = gradients
         self._taken = 0  # batches yielded so far, in this pass
         self._passes = passes
         self._kept: list[MicroBatch] = []  # for further passes
@@ -250,6 +261,7 @@ class OwnStep:
             self._taken += 1
             self.first = micro.first
             self._driver.before_forward(micro, self._control)
+            self._gradients.note()
 
             # The loop's body runs here, under autocast. It must call `backward` once.
             with self._control.autocast():
@@ -269,6 +281,7 @@ class OwnStep:
         """
         if self._control.backwards_done == self._taken:
             raise self._miscounted("twice")
+        self._gradients.check("step.backward")
 
         if self._kept_state:
             check_own_loop(self._run, self._kept_state)
@@ -277,6 +290,7 @@ class OwnStep:
         # Autocast is on in the loop's body, but must not reach into the backward.
         with full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
+        self._gradients.note()
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers; with several, name those to step.
@@ -351,6 +365,7 @@ class OwnStep:
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
+        self._gradients.check(call)
 
     def _numbers(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
         """Return the numbers of the optimizers to step; None stands for all."""

@@ -6,6 +6,7 @@ stepped by evaluations instead, with their mean loss.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -137,12 +138,7 @@ class SchedulerRate(GuardedRates):
             )
 
         for stepped, saved in zip(self._stepped, state["schedulers"], strict=True):
-            own = _state(stepped.scheduler)
-            # A checkpoint turns a Counter, as MultiStepLR has one, into a plain dict.
-            kinds = {key: type(value) for key, value in own.items() if isinstance(value, dict)}
-            stepped.scheduler.load_state_dict(
-                {key: kinds[key](value) if key in kinds else value for key, value in saved["state"].items()}
-            )
+            _load(stepped.scheduler, saved["state"])
 
         self._moves, self._positions = list(state["moves"]), list(state["positions"])
         for group, rate in zip(self.groups, state["rates"], strict=True):
@@ -151,7 +147,31 @@ class SchedulerRate(GuardedRates):
 
 
 def _state(scheduler: LRScheduler) -> dict[str, Any]:
-    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}  # `step` is our refusal
+    """Return the state of a scheduler. One that holds another, as a warm-up around it may, holds the other's state."""
+    state = {key: value for key, value in scheduler.state_dict().items() if key != "step"}  # `step` is our refusal
+    return {key: _state(value) if isinstance(value, LRScheduler) else value for key, value in state.items()}
+
+
+def _load(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
+    own = scheduler.state_dict()
+    scheduler.load_state_dict({key: _like(own.get(key), value) for key, value in saved.items()})
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """Return what a checkpoint made plain as what it was: a Counter, as MultiStepLR has one; a scheduler inside."""
+    if isinstance(own, LRScheduler):
+        _load(own, saved)
+        return own
+
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {key: _like(own.get(key), value) for key, value in saved.items()}
+
+    # SequentialLR and ChainedScheduler hold a list of states.
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
+        return [_like(*pair) for pair in zip(own, saved, strict=True)]
+    return saved
 
 
 def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
@@ -172,7 +192,16 @@ def _stepped(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) ->
             "scheduler(optimizer), or pass a function of the step",
         )
 
-    return _Stepped(scheduler, number, isinstance(scheduler, ReduceLROnPlateau))
+    # A loss that falls would be taken for an accuracy that falls.
+    by_evaluations = isinstance(scheduler, ReduceLROnPlateau)
+    if by_evaluations and scheduler.mode != "min":
+        raise UserError(
+            f"{type(scheduler).__name__} has mode={scheduler.mode!r}, and Lockstep steps it with the mean loss of "
+            "evaluations",
+            "it would lower the rate while the loss improves",
+            "leave mode out: it then waits for a loss that no longer falls",
+        )
+    return _Stepped(scheduler, number, by_evaluations)
 
 
 def _check_kind(scheduler: Any, alone: bool) -> None:

@@ -22,7 +22,7 @@ from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
-from lockstep.parallel.layers import compute_in_float8, synchronise_batchnorm
+from lockstep.parallel.layers import adopt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta_init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
@@ -76,6 +76,8 @@ def apply(
         shard_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
+    else:
+        adopt_sync_batchnorm(model, runtime, pipelined)
     if choose(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)

@@ -68,3 +68,21 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
             )
         module.__class__ = kind
         vars(module)["process_group"] = None  # all ranks
+
+
+def adopt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) -> None:
+    """Let the SyncBatchNorm that a model brings with it run here: torch's own needs a GPU, and waits for all ranks."""
+    if runtime.world.alone:
+        return
+
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        if pipelined:
+            raise UserError(
+                f"{name!r} is a SyncBatchNorm, which cannot be used in a pipeline (mesh.pp)",
+                "its forward waits for all ranks, and those of other stages never call it",
+                "use nn.BatchNorm or GroupNorm; or type strategy=ddp",
+            )
+        if runtime.device.type != "cuda" and module.process_group is None:
+            module.__class__ = HostSyncBatchNorm  # pyrefly: ignore[bad-argument-type]

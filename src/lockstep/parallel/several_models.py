@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,3 +44,7 @@ class OneOfSeveral:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        # For a moving average of its weights: a model by itself, as the copy of a single one is.
+        return copy.deepcopy(self._model, memo)

@@ -47,22 +47,22 @@ class RunningStatistics:
         self.log_event: EventLogger = lambda *_, **__: None
 
         self._micro: MicroBatch | None = None  # the one whose forward may be running
+        self._trains = False  # whether a layer was in train mode when it began
         self._steps = 0  # since the statistics were combined: the same number on all ranks
         self._warned = False
 
         # The buffers as they were last seen: the values (E,) of all layers, the updates (L,), and torch's versions.
         self._values = self._updates = torch.empty(0)
         self._versions: list[tuple[int, int]] = []
+        self._counter_versions: list[int] = []
         self._momenta: tuple[float | None, ...] = ()
 
     # ---- in a step ----
 
     def begin(self, micro: MicroBatch) -> None:
         """Note that the next forward is that of `micro`."""
-        # Layers in eval mode change nothing. In one process nothing need be combined.
-        if not any(layer.training for layer in self.layers):
-            return
-        if self.replicas.world.alone and not micro.padding and self._micro is None:
+        # In one process nothing need be combined.
+        if not self.layers or (self.replicas.world.alone and not micro.padding and self._micro is None):
             return
 
         self._end_micro_batch()
@@ -71,6 +71,7 @@ class RunningStatistics:
         elif self._changed_outside():
             self._start_afresh()
         self._micro = micro
+        self._trains = any(layer.training for layer in self.layers)
 
     def end_step(self, batches: StepBatches) -> None:
         """Count what the other ranks ran after this one's last micro-batch. The last backward has begun."""
@@ -83,16 +84,15 @@ class RunningStatistics:
 
         # A source that does not know the total deals the ranks equal numbers.
         total = batches.total or batches.count * self.replicas.world.size
-        self._fade((total - 1 - self._position).clamp(min=0))
+        others = (total - 1 - self._position).clamp(min=0)
+        # A layer that this rank did not run in the whole step, not even for padding, no other rank ran either.
+        self._fade(torch.where(self._ran, others, 0))
         self._position.fill_(-1)
+        self._ran = torch.zeros_like(self._ran)
 
     def _end_micro_batch(self) -> None:
         micro, self._micro = self._micro, None
-        if micro is None:
-            return
-        if micro.padding:
-            self._write(self._values, self._updates)
-            self._see()
+        if micro is None or self._all_frozen():
             return
 
         # No host synchronisation here: all of it stays on the device.
@@ -100,7 +100,14 @@ class RunningStatistics:
         self._see()
         runs = self._updates - updates_before
         ran = runs > 0
-        self._runs = torch.where(ran, runs, self._runs)
+        if not self.replicas.world.alone:
+            self._ran = self._ran | ran
+            self._runs = torch.where(ran, runs, self._runs)
+        if micro.padding:
+            self._write(values_before, updates_before)
+            self._see()
+            return
+
         self._fade(torch.where(ran, micro.index - self._position - 1, 0))
         self._position = torch.where(ran, micro.index, self._position)
 
@@ -174,6 +181,7 @@ class RunningStatistics:
         self._own_updates = torch.zeros_like(self._updates)
         self._position = torch.full_like(self._updates, -1.0)  # in the global step, of the last micro-batch (L,)
         self._runs = torch.ones_like(self._updates)  # how often a micro-batch runs a layer (L,)
+        self._ran = torch.zeros_like(self._updates, dtype=torch.bool)  # in this step, on this rank (L,)
 
     def _see(self) -> None:
         """Read the buffers and the momenta."""
@@ -181,6 +189,7 @@ class RunningStatistics:
         self._values = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
         self._updates = torch.stack([layer.num_batches_tracked.detach() for layer in self.layers]).double()
         self._versions = self._versions_now()
+        self._counter_versions = [layer.num_batches_tracked._version for layer in self.layers]
 
         momenta = tuple(layer.momentum for layer in self.layers)
         if momenta != self._momenta:
@@ -213,6 +222,13 @@ class RunningStatistics:
         return [
             (id(tensor), tensor._version) for layer in self.layers for tensor in (layer.running_mean, layer.running_var)
         ]
+
+    def _all_frozen(self) -> bool:
+        """Whether no forward of this micro-batch changed a statistic: all layers are in eval mode, and were."""
+        # The user's code may switch to train mode and back within a micro-batch; a forward then counts itself.
+        if self._trains or any(layer.training for layer in self.layers):
+            return False
+        return self._counter_versions == [layer.num_batches_tracked._version for layer in self.layers]
 
 
 def _keeps_own_statistics(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
@@ -68,6 +69,9 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
+    # A SyncBatchNorm that the model brings with it is a collective too.
+    if config.graph == "auto" and any(map(is_synchronised, model.modules())):
+        return
     if wants_graph(config, runtime):
         # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
         CallChain.of(model).install(

@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.call_state import StateSnapshot, TrialCall
@@ -30,7 +31,8 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
     Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
     """
-    collective = not config.strategy_record.local_forward or config.uses_axis("tp") or config.ddp.sync_batchnorm
+    synchronised = any(map(is_synchronised, model.modules()))
+    collective = not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
     if not collective and not runtime.world.alone:
         CallChain.of(model).install("warmup", CompileWarmup(model, runtime, timedelta(seconds=config.hang.first)))
 
