@@ -84,10 +84,9 @@ def describe_run(
 
 
 def _world(runtime: Runtime) -> str:
-    threads = plural(runtime.threads, "CPU thread")
     if runtime.world.alone:
-        return f"1 process on {runtime.device}, {threads}"
-    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
+        return f"1 process on {runtime.device}, {runtime.threads}"
+    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device} with {runtime.threads}"
 
 
 def _pids(runtime: Runtime) -> str:

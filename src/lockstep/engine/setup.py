@@ -178,6 +178,7 @@ class RunBuilder:
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
+        runtime.suit_threads(driver.model, plan.micro_batch)
         about_data = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 

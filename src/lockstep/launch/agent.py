@@ -37,7 +37,7 @@ from lockstep.launch.wire.protocol import (
 from lockstep.launch.zygote import Zygote, kill_rank
 from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
-from lockstep.runtime.machine import available_cores
+from lockstep.runtime.threads import share_cores
 
 # How long the zygote may take to report the end of killed ranks.
 RANKS_KILL_S = 5.0
@@ -317,7 +317,8 @@ def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     # The launchers' secret is not for ranks: programs there may record their environment.
     inherited = {name: value for name, value in os.environ.items() if name != SECRET}
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | inherited
+    share_cores(inherited, count)
+    return inherited
 
 
 def _preempt_rank(pid: int) -> None:
