@@ -275,7 +275,7 @@ def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("lockstep.launch.hangs.watchdog.HALTED_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import failure, records
-from lockstep.launch.hangs import flight_recorder, stacks, watchdog
+from lockstep.launch.hangs import flight_recorder, stacks
+from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import Job
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
@@ -291,7 +292,7 @@ class Agent:
             return NodeBeat(attempt=self._started)
 
         # There is no view of a rank that died before its first heartbeat.
-        views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
+        views = [view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
         # Rank 0 renames the file into place once it has read the configuration.
         settings = json.loads(records.read(current.folder / "settings.json") or "{}")
