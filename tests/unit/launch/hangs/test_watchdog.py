@@ -496,13 +496,14 @@ next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
 
 def test_a_loader_that_deadlocks_at_the_first_batch_shows_its_stack(tmp_path):
     # The first batch is read in the phase build, of which all but the reading of data needs no loader.
-    rank = subprocess.Popen([sys.executable, "-c", FIRST_BATCH, str(tmp_path)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", FIRST_BATCH, str(tmp_path)]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert rank.stdout.readline() == b"ready\n"
         (loader,) = loader_pids(rank.pid)
         text = collect(tmp_path, {0: rank.pid}, timeout=60.0)[0]
     finally:
-        rank.kill()  # its loader ends with it
+        os.killpg(rank.pid, signal.SIGKILL)
         rank.communicate()
     building = suspect([view(0, "build", 2000.0)], HangConfig())
     told = explain(building, Evidence({0: text})).traceback
