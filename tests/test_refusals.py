@@ -32,6 +32,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
 from lockstep.runtime.heartbeat import FOLDER, Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
+from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 
@@ -55,7 +56,9 @@ def pretended(ranks: int) -> Iterator[Runtime]:
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield Runtime(world, device, "fake", Echo(world, device, heartbeat), 1, heartbeat, PreemptionNotice())
+        yield Runtime(
+            world, device, "fake", Echo(world, device, heartbeat), Threads(1, ""), heartbeat, PreemptionNotice()
+        )
     finally:
         if ranks > 1:
             dist.destroy_process_group()

@@ -39,6 +39,7 @@ from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import JsonlSink
 from lockstep.registries import check_names
+from lockstep.runtime.threads import wait_asleep
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def train(
     # Without a launcher this process trains, alone or as a rank of torchrun. `--nproc 1` does ask for a launcher, which
     # restarts that one rank.
     if nproc is None and nnodes is None:
+        wait_asleep()
         with _resume_hint(again):
             run_target(target, layers, arguments)
         return 0

@@ -77,7 +77,7 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
     assert [event["event"] for event in events(tmp_path)] == ["failure"]
 
 
-def test_a_rank_ends_as_any_python_process_does(launch, tmp_path):
+def test_a_rank_ends_as_any_python_process_does(run, tmp_path):
     """Threads are waited for, those of executors end, and exit handlers run. torch's compiler has all three."""
     code = """
     import atexit, threading
@@ -87,7 +87,7 @@ def test_a_rank_ends_as_any_python_process_does(launch, tmp_path):
     threading.Thread(target=lambda: (time.sleep(0.2), me.note("a thread"))).start()
     atexit.register(lambda: me.note((me.run_dir / f"0-{me.rank}").read_text() + ", then the handlers"))
     """
-    assert launch(dedent(code)).wait() == 0
+    assert run(dedent(code)) == JobEnd(0)
     assert all((tmp_path / f"0-{rank}").read_text().endswith("a thread, then the handlers") for rank in (0, 1))
 
 
@@ -179,11 +179,13 @@ def test_on_a_stop_request_every_rank_saves_first(launch, tmp_path, number, code
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_ranks_that_are_signalled_one_by_one_stop_too(launch, tmp_path):
-    launcher = launch("me.note(); me.train()")
-    for rank in (0, 1):
-        os.kill(pid_of(tmp_path, 0, rank), signal.SIGTERM)
-    assert launcher.wait() == 75
+def test_ranks_that_are_signalled_one_by_one_stop_too(run, tmp_path):
+    def signal_each() -> None:
+        for rank in (0, 1):
+            os.kill(pid_of(tmp_path, 0, rank), signal.SIGTERM)
+
+    in_the_meantime(signal_each)
+    assert run("me.note(); me.train()").code == 75
 
 
 def test_loader_processes_live_until_their_rank_has_stopped_and_no_longer(launch, tmp_path):
@@ -223,11 +225,14 @@ def test_a_stop_request_before_anything_has_begun(launch, tmp_path):
     assert launcher.wait() == 75
 
 
-def test_a_second_kill_during_recovery(launch, tmp_path):
-    launcher = launch("me.note()\nif me.attempt < 3: time.sleep(600)")
-    for attempt in range(3):
-        os.kill(pid_of(tmp_path, attempt, attempt % 2), signal.SIGKILL)  # as soon as one is there
-    assert launcher.wait() == 0
+def test_a_second_kill_during_recovery(run, tmp_path):
+    def kill_each() -> None:
+        for attempt in range(3):
+            os.kill(pid_of(tmp_path, attempt, attempt % 2), signal.SIGKILL)  # as soon as one is there
+
+    in_the_meantime(kill_each)
+    ending = run("me.note()\nif me.attempt < 3: time.sleep(600)")
+    assert (ending.code, ending.restarts) == (0, 3)
     assert [event["event"] for event in events(tmp_path)].count("restart") == 3
 
 
@@ -263,19 +268,24 @@ def test_a_run_folder_that_is_removed_is_noticed(launch, tmp_path):
     assert launcher.said.count("was removed or replaced") == 1
 
 
-def test_the_process_that_starts_ranks_is_replaced(launch, tmp_path):
-    launcher = launch("me.note()\nif me.attempt == 0: time.sleep(600)")
-    first = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
-    os.kill(launcher.zygote(), signal.SIGKILL)
-    assert launcher.wait() == 0
-    assert "that starts the ranks on " in launcher.said
+def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
+    first = []
+
+    def kill_zygote() -> None:
+        first.extend(pid_of(tmp_path, 0, rank) for rank in (0, 1))
+        os.kill(parent_of(first[0]), signal.SIGKILL)
+
+    in_the_meantime(kill_zygote)
+    assert run("me.note()\nif me.attempt == 0: time.sleep(600)").code == 0
+    assert "that starts the ranks on " in capfd.readouterr().err
+    assert len(first) == 2
     assert not any(alive(pid) for pid in first)
     pid_of(tmp_path, 1, 1)
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("lockstep.launch.hangs.watchdog.HALTED_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
@@ -312,21 +322,23 @@ def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
     assert "it would end the same way" in text
 
 
-def test_resize(launch, tmp_path):
-    launcher = launch(
-        "me.note(str(me.world) + os.environ['OMP_NUM_THREADS']); me.train(600 if me.attempt < 2 else 0)", (1, 3, 2)
-    )
-    pid_of(tmp_path, 0, 1)
-    for asked in ("many", "3"):
-        (tmp_path / "resize").write_text(asked)
-        until(lambda: not (tmp_path / "resize").exists())
-    pid_of(tmp_path, 1, 2)
-    (tmp_path / "resize").write_text("1")
-    assert launcher.wait() == 0
-    assert "must hold a number; it held 'many'" in launcher.said
+def test_resize(run, tmp_path, capfd):
+    def ask() -> None:
+        pid_of(tmp_path, 0, 1)
+        for asked in ("many", "3"):
+            (tmp_path / "resize").write_text(asked)
+            until(lambda: not (tmp_path / "resize").exists())
+        pid_of(tmp_path, 1, 2)
+        (tmp_path / "resize").write_text("1")
+
+    in_the_meantime(ask)
+    code = "me.note(str(me.world) + os.environ['OMP_NUM_THREADS']); me.train(600 if me.attempt < 2 else 0)"
+    assert run(code, Count(1, 3, 2)).code == 0
+    said = capfd.readouterr().err
+    assert "must hold a number; it held 'many'" in said
     assert [(e["from"], e["to"]) for e in events(tmp_path) if e["event"] == "resize"] == [(2, 3), (3, 1)]
     assert [len(list(tmp_path.glob(f"{attempt}-*"))) for attempt in range(3)] == [2, 3, 1]
-    assert "restarting" not in launcher.said
+    assert "restarting" not in said
 
 
 def test_a_rank_slot_that_keeps_failing_is_dropped(run, tmp_path):

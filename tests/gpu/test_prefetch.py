@@ -8,7 +8,8 @@ from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import SideStream, one_ahead
-from lockstep.data.sources import SourceOptions, open_source
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.sources import open_source
 from lockstep.runtime.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")

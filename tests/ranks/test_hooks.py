@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config import resolve
+from lockstep.config import DDPConfig, resolve
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.ddp import hook_table
 from lockstep.parallel.ddp.driver import DDPDriver
 from lockstep.parallel.ddp.hooks import fp16_scale
 from lockstep.plan.plan import make_plan
@@ -31,6 +32,12 @@ from ranks.test_strategies import assert_close, final
 POWERSGD = {"ddp.hook": "powersgd", "ddp.powersgd_rank": 2, "ddp.powersgd_start": 0}
 HOOKS = {"none": {}, "fp16": {"ddp.hook": "fp16"}, "bf16": {"ddp.hook": "bf16"}, "powersgd": POWERSGD}
 MANY_BUCKETS = {"ddp.bucket_mb": 1e-4}
+
+
+def test_the_table_of_hooks_is_that_of_the_settings() -> None:
+    names = get_args(DDPConfig.model_fields["hook"].annotation)
+    assert {*hook_table.HOOKS, "none"} == set(names) == set(HOOKS)
+
 
 # ---- gradients as given ---------------------------------------------------------------------------------
 

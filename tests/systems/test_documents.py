@@ -77,7 +77,7 @@ def test_train_py_never_trains_alone_either(flags, monkeypatch, capsys):
     monkeypatch.setattr("lockstep.api.train", lambda *_: pytest.fail("it trains"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train_script("pixel_llm", [*flags, "preset=tiny"]) == 2
-    assert "RANK is not set, but WORLD_SIZE=2 is" in capsys.readouterr().err
+    assert "WORLD_SIZE=2 in the environment: that does not say which rank" in capsys.readouterr().err
 
 
 def test_pretrain_never_trains_alone_either(monkeypatch, capsys):
@@ -112,7 +112,7 @@ def test_srun_gives_the_rank_that_the_environment_leaves_out(monkeypatch):
 
 def test_arguments_must_agree_with_what_is_announced(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="WORLD_SIZE=4 is set"):
+    with pytest.raises(UserError, match="WORLD_SIZE=4 in the environment"):
         DistributedAMPTrainer(net(), FP32, rank=1, world_size=2)
 
 
@@ -296,8 +296,8 @@ def test_validate_names_the_field_and_survives_any_type(wrong, field):
 
 def test_what_validate_accepts_the_trainer_accepts(monkeypatch):
     """In a process that a launcher has started as rank 0 of 2."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     config = DistributedConfig(world_size=4, rank=3, num_gpus_per_node=4)
     with pytest.raises(ConfigError, match="started as rank 0 of 2"):
         config.validate()
@@ -386,8 +386,8 @@ def test_the_functions_of_the_document_need_no_arguments(monkeypatch, capsys):
 def test_only_the_main_process_saves_the_agent(tmp_path, monkeypatch):
     trainer = lockstep.classic.DistributedCLSTMPPOTrainer(1, 13, 8, preset="tiny")
     trainer.initialize()
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     assert trainer._save_checkpoint(tmp_path / "agent") == tmp_path / "agent"
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("RANK", "0")

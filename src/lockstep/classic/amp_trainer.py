@@ -28,6 +28,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
+from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 
@@ -294,7 +295,7 @@ def make_runtime(world: World, device: torch.device, backend: str) -> Runtime:
         device,
         backend,
         Collectives(world, device),
-        torch.get_num_threads(),
+        Threads(torch.get_num_threads(), ""),
         Heartbeat(),
         PreemptionNotice(),
     )

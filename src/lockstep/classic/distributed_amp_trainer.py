@@ -21,6 +21,7 @@ from lockstep.classic.distributed_config import DistributedConfig
 from lockstep.classic.process_group import Membership, check_announced, current_world
 from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
+from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepResult
@@ -148,7 +149,7 @@ class DistributedAMPTrainer(AMPTrainer):
         return loss, result
 
 
-class ReducedByTheStep(DistributedDataParallel):
+class ReducedByTheStep(Wrapper, DistributedDataParallel):
     """DDP by its type and its attributes, for a model whose gradients the step all-reduces after the last backward.
 
     torch's own would fill buckets during backward, which needs a gradient for every parameter in every batch, or a
@@ -163,22 +164,6 @@ class ReducedByTheStep(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    # Names of parameters are those of the user's model, as they are without `find_unused_parameters`.
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
 
 
 def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:

@@ -296,7 +296,9 @@ class RunConfig(Section):
     goals: list[Goal] = _key(
         [], "what the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
     )
-    threads: int | None = _key(None, "CPU threads per rank; null: cores / ranks of a host", example=1, ge=1)
+    threads: int | None = _key(
+        None, "CPU threads per rank; null: one for small layers, otherwise cores / ranks of a host", example=1, ge=1
+    )
 
     # Sections, and the options of the task, which only the task knows.
     lr: LrConfig = LrConfig()

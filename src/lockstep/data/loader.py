@@ -26,14 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.data.sample_errors import (
-    Refusal,
-    check_sendable,
-    explain_collate,
-    is_empty,
-    name_samples,
-    unless_refused,
-)
+from lockstep.data.sample_errors import batch_to_send, explain_collate, is_empty, name_samples, unless_refused
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
@@ -57,10 +50,9 @@ class SampleReader:
     seed_samples: bool = True
 
     def __post_init__(self) -> None:
-        plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
+        self._plain = plain = is_plain(self.collate)
         if plain:
             self.collate = default_collate  # without the detour through the task
-        self._plain = plain
 
         # A Subset always has `__getitems__`, so the dataset in it decides.
         innermost = self.dataset
@@ -129,6 +121,11 @@ class SampleReader:
             seed_everything(derive(self.seed, "sample", epoch, index))
 
 
+def is_plain(collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether it is torch's own collate, and not the user's."""
+    return getattr(collate, "__func__", collate) in (Task.collate, default_collate)
+
+
 def collate_named(
     collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str, plain: bool
 ) -> Any:
@@ -155,15 +152,11 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     sent: int = 0  # by this process
 
     def __getitem__(self, index: Request) -> Any:
-        try:
-            batch = self.reader(index)
-            # Of what a process sends, the first is like the rest.
-            if not self.sent:
-                check_sendable(batch, [int(i) for i in index[1]], f"in epoch {index[0]}")
-        except UserError as error:
-            return Refusal.of(error)
+        # Of what a process sends, the first is like the rest.
+        first = self.sent == 0
         self.sent += 1
-        return batch
+        ids = [int(i) for i in index[1]]
+        return batch_to_send(lambda: self.reader(index), ids, f"in epoch {index[0]}", check=first)
 
 
 def read_all(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.errors import UserError, some_names
+
+# What torch says in a loader process, which is forked from a rank that has opened the GPU: if it opens it again, and if
+# it computes with a tensor that is there.
+_IN_A_FORK = re.compile("re-initialize CUDA in forked subprocess|CUDA error: initialization error")
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ class _WithoutTensors(pickle.Pickler):
             return None
         if obj.requires_grad and not obj.is_leaf:
             raise TypeError("a tensor that was computed with gradients")
+        if obj.device.type != "cpu":
+            raise _on_device(f"the dataset or collate returned a tensor on {obj.device}")
         return "tensor"
 
 
@@ -107,10 +114,37 @@ class _Nowhere:
         return len(data)
 
 
+def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
+    """Return what a loader process sends: the batch that `read` returns, or a Refusal. `check`: `check_sendable`."""
+    try:
+        batch = read()
+        if check:
+            check_sendable(batch, ids, where)
+    except UserError as error:
+        return Refusal.of(error)
+    except RuntimeError as error:
+        if not _IN_A_FORK.search(str(error)):
+            raise
+        which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
+        return Refusal.of(_on_device(which + str(error).splitlines()[0]))
+    return batch
+
+
+def _on_device(found: str) -> UserError:
+    return UserError(
+        "a loader process cannot compute on a GPU, nor send what is on one",
+        found,
+        "leave tensors on the CPU in the dataset and in collate: Lockstep copies every micro-batch to the GPU, one "
+        "ahead; or type data.workers=0",
+    )
+
+
 def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
     """Check that a loader process can send the batch: otherwise it would be lost, and its rank would wait for it."""
     try:
         _WithoutTensors(_Nowhere()).dump(batch)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"a loader process cannot send its batch to the rank: {type(error).__name__}: {error}",

@@ -26,7 +26,7 @@ from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
 from lockstep.parallel.cudagraph.graphs import wants_graph
-from lockstep.parallel.ddp.hooks import about
+from lockstep.parallel.ddp.hook_table import HOOKS
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import recomputed
@@ -78,16 +78,15 @@ def describe_run(
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
         "graph": _graph(config) if wants_graph(config, runtime) else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
-        "exchange": about(config.ddp) if several and config.ddp.hook != "none" else None,
+        "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
     }
     return {name: text for name, text in facts.items() if text}
 
 
 def _world(runtime: Runtime) -> str:
-    threads = plural(runtime.threads, "CPU thread")
     if runtime.world.alone:
-        return f"1 process on {runtime.device}, {threads}"
-    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device}, {threads} each"
+        return f"1 process on {runtime.device}, {runtime.threads}"
+    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device} with {runtime.threads}"
 
 
 def _pids(runtime: Runtime) -> str:

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
-from lockstep.data.sources import MapSource, StreamSource
+from lockstep.data.sources import MapSource
+from lockstep.data.streams import StreamSource
 from lockstep.errors import UserError, plural, some_names
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.batchnorm.sync import is_synchronised

@@ -159,7 +159,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     # Kernels are chosen by the device's model and the CPU's instruction set and change with torch's version.
     device = runtime.device
     own = {
-        "threads": runtime.threads,
+        "threads": runtime.threads.count,
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),

@@ -24,7 +24,8 @@ from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import deal
-from lockstep.data.sources import SourceOptions, open_source
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.sources import open_source
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
     LateHooks,
@@ -178,6 +179,7 @@ class RunBuilder:
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
+        runtime.suit_threads(driver.model, plan.micro_batch)
         about_data = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import failure, records
-from lockstep.launch.hangs import flight_recorder, stacks, watchdog
+from lockstep.launch.hangs import flight_recorder, stacks
+from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import Job
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
@@ -37,7 +38,7 @@ from lockstep.launch.wire.protocol import (
 from lockstep.launch.zygote import Zygote, kill_rank
 from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
-from lockstep.runtime.machine import available_cores
+from lockstep.runtime.threads import share_cores
 
 # How long the zygote may take to report the end of killed ranks.
 RANKS_KILL_S = 5.0
@@ -291,7 +292,7 @@ class Agent:
             return NodeBeat(attempt=self._started)
 
         # There is no view of a rank that died before its first heartbeat.
-        views = [watchdog.view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
+        views = [view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
 
         # Rank 0 renames the file into place once it has read the configuration.
         settings = json.loads(records.read(current.folder / "settings.json") or "{}")
@@ -317,7 +318,8 @@ def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     # The launchers' secret is not for ranks: programs there may record their environment.
     inherited = {name: value for name, value in os.environ.items() if name != SECRET}
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // count))} | inherited
+    share_cores(inherited, count)
+    return inherited
 
 
 def _preempt_rank(pid: int) -> None:

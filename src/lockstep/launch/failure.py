@@ -15,6 +15,7 @@ import socket
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from lockstep.errors import Preempted, SmallerMicroBatch, UserError
@@ -29,11 +30,15 @@ CLEAN = (0, PREEMPTED)
 # The one exception a restart fixes: micro_batch=auto raises it to ask for a smaller micro-batch.
 SMALLER = SmallerMicroBatch.__name__
 
-# Kinds of failures that are neither an exception nor a signal.
-NODE = "node"
-ZYGOTE = "zygote"
-HANG = "hang"
-EXIT = "exit"
+
+class Kind(StrEnum):
+    """Kinds of failures that are neither an exception nor a signal: what the launcher itself notices."""
+
+    NODE = "node"  # a machine is gone, or too few are there
+    ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
+    HANG = "hang"
+    EXIT = "exit"  # a rank ended without an exception before its work was done
+
 
 # What torch says in a rank whose peer is gone: gloo, NCCL and the store. Other libraries may say the same of some
 # server, so only torch's own exceptions count.
@@ -62,7 +67,7 @@ class Failure:
     rank: int
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or one of the kinds above
+    kind: str  # the exception's type, the signal's name, or a `Kind`
     message: str
     traceback: str = ""
     for_user: bool = False  # whether the message says what to do; then no traceback is shown
@@ -73,7 +78,7 @@ class Failure:
     @property
     def likely_to_repeat(self) -> bool:
         """Whether it is an exception or an exit code, which the same program would most likely repeat."""
-        return self.kind not in (NODE, ZYGOTE, HANG, SMALLER) and not self.kind.startswith("SIG")
+        return self.kind not in (Kind.NODE, Kind.ZYGOTE, Kind.HANG, SMALLER) and not self.kind.startswith("SIG")
 
     @property
     def is_complaint(self) -> bool:
@@ -86,7 +91,7 @@ class Failure:
     @property
     def headline(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.kind in (NODE, ZYGOTE):
+        if self.kind in (Kind.NODE, Kind.ZYGOTE):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -173,7 +178,7 @@ class RankExit:
         peers raises. SIGABRT is excluded, since a rank may abort because of what happened elsewhere.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        return killed or (self.failure is not None and self.failure.kind == EXIT)
+        return killed or (self.failure is not None and self.failure.kind == Kind.EXIT)
 
     @property
     def is_complaint(self) -> bool:
@@ -200,7 +205,9 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
 def left_early(rank: int, host: str, complaint: Failure) -> Failure:
     """Return the failure of a rank that ended as if all were done, while others still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    return Failure(rank, host, complaint.time, EXIT, f"{found} (sys.exit on one rank, or a loop that is shorter there)")
+    return Failure(
+        rank, host, complaint.time, Kind.EXIT, f"{found} (sys.exit on one rank, or a loop that is shorter there)"
+    )
 
 
 @dataclass
@@ -240,10 +247,10 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
 def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Failure:
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure(rank.number, rank.host, noticed, EXIT, text)
+        return Failure(rank.number, rank.host, noticed, Kind.EXIT, text)
 
     if code > 0:
-        return Failure(rank.number, rank.host, noticed, EXIT, f"ended with code {code}")
+        return Failure(rank.number, rank.host, noticed, Kind.EXIT, f"ended with code {code}")
 
     # Of all signals only SIGKILL can be the kernel's answer to a lack of memory.
     before = rank.oom_kills_before

@@ -28,8 +28,9 @@ from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import Preempted, plural
-from lockstep.launch.failure import HANG, NODE, PREEMPTED, SMALLER, ZYGOTE, Failure, RankExit, left_early, root_cause
-from lockstep.launch.hangs.watchdog import RankView, Watchdog
+from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit, left_early, root_cause
+from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Cluster, Job, Node
 from lockstep.launch.wire.protocol import (
     Announce,
@@ -109,7 +110,7 @@ class Restarts:
         if failure.kind == SMALLER:
             return None
 
-        if failure.kind == HANG and settings.hang.action == "stop":
+        if failure.kind == Kind.HANG and settings.hang.action == "stop":
             return "hang.action is stop"
         if failure.likely_to_repeat and not progress:
             return "no checkpoint has been saved since the last start, so the same error would most likely recur"
@@ -131,7 +132,7 @@ class Restarts:
 
         # A new checkpoint, or another culprit, breaks the row. A lost node takes its slots with it.
         in_a_row = self._culprits[-TIMES_IN_A_ROW:] == [(slot, saved)] * TIMES_IN_A_ROW
-        keeps_failing = in_a_row and failure.kind != NODE
+        keeps_failing = in_a_row and failure.kind != Kind.NODE
         if keeps_failing:
             self._culprits.clear()
 
@@ -272,7 +273,9 @@ class JobStateMachine:
 
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
         lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
-        failure = Failure(min(lost, default=-1), node.host, time.time(), NODE, f"node {number} ({node.host}) {why}")
+        failure = Failure(
+            min(lost, default=-1), node.host, time.time(), Kind.NODE, f"node {number} ({node.host}) {why}"
+        )
         if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
@@ -365,7 +368,7 @@ class JobStateMachine:
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
         """The process that starts a node's ranks is gone. Harmless between attempts."""
         first = min(self.attempt.ranks_on(node), default=-1)
-        failure = Failure(first, self.cluster.nodes[node].host, time.time(), ZYGOTE, event.why)
+        failure = Failure(first, self.cluster.nodes[node].host, time.time(), Kind.ZYGOTE, event.why)
 
         if event.hopeless and self.job_phase is not JobPhase.OVER:
             self._planned_end = JobEnd(1, failure)
@@ -511,7 +514,7 @@ class JobStateMachine:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
                 self._say(f"{problem}; {self.cluster.bounds.least} are needed. To resume: {self.job.resume_command}")
-                self._end(JobEnd(1, Failure(-1, "", time.time(), NODE, problem)))
+                self._end(JobEnd(1, Failure(-1, "", time.time(), Kind.NODE, problem)))
 
             case JobPhase.ASK:
                 self._judge_hang(now)
@@ -615,7 +618,7 @@ class JobStateMachine:
 
         # What takes long and is no hang would end every attempt at the same step.
         place = (failure.step, failure.phase)
-        if failure.kind == HANG and self.attempt.watchdog.reached_a_limit:
+        if failure.kind == Kind.HANG and self.attempt.watchdog.reached_a_limit:
             self._hang_places[place] += 1
             again += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
 
@@ -626,7 +629,7 @@ class JobStateMachine:
         lines = [failure.text()]
         if not failure.for_user:
             # Don't count the failed rank; a zygote failure has none.
-            others = len(self.attempt.slots) - (failure.kind != ZYGOTE)
+            others = len(self.attempt.slots) - (failure.kind != Kind.ZYGOTE)
             victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
 
             # Rank 0 wrote to the terminal: its output is on the screen already.

@@ -22,7 +22,7 @@ from typing import Any, assert_never
 from lockstep.errors import UserError, printable
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
-from lockstep.launch.failure import NODE, Failure
+from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
@@ -339,7 +339,7 @@ def follow(job: Job, join: str, name: str, signals: list[str], secret: Secret) -
         except ConnectionLost as lost:
             text = f"the coordinating node ({join}) is gone: {lost}; the ranks here were stopped"
             say(f"lockstep: {text}. To resume, on every node: {job.resume_command}")
-            return JobEnd(1, Failure(-1, name, time.time(), NODE, text))
+            return JobEnd(1, Failure(-1, name, time.time(), Kind.NODE, text))
 
 
 def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:

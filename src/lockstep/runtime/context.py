@@ -11,6 +11,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep import faults
 from lockstep.config import RunConfig
@@ -20,8 +21,8 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.machine import available_cores
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
+from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
@@ -37,13 +38,19 @@ class Runtime:
     device: torch.device
     backend: str  # "none" in a world of one
     collectives: Collectives
-    threads: int
+    threads: Threads
     heartbeat: Heartbeat
     notice: PreemptionNotice  # whether a signal asked this rank to save and exit
 
     @property
     def is_main(self) -> bool:
         return self.world.rank == 0
+
+    def suit_threads(self, model: nn.Module, samples: int) -> None:
+        """Settle how many threads compute `model` with micro-batches of this many samples."""
+        # numel() of a sharded parameter (a DTensor) is that of the full tensor, which is what a rank computes with.
+        self.threads.suit([p.numel() for p in model.parameters() if p.dim() > 1], samples)
+        torch.set_num_threads(self.threads.count)
 
     def store_barrier(self, name: str, timeout: timedelta) -> bool:
         """Wait for all ranks through the store; return False on timeout.
@@ -79,9 +86,6 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
 
     _set_numerics(config, device)
 
-    # The order in which a kernel adds depends on its threads: under `exact` the number of ranks must not change it.
-    threads = _set_threads(config.threads or (1 if config.exact else None), world, device)
-
     heartbeat.beat("join")
 
     # A script that made the process group itself also destroys it.
@@ -99,6 +103,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         with ExitStack() as stack:
             # Left in the opposite order: signals are handled until everything else is restored.
             notice = stack.enter_context(handle_signals())
+            threads = _set_threads(config, world, device, stack)
             if device.type == "cuda":
                 stack.enter_context(_own_stream(device))
             stack.enter_context(attention(config, device))
@@ -262,14 +267,14 @@ def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> N
 # ---- numerics ----
 
 
-def _set_threads(asked: int | None, world: World, device: torch.device) -> int:
-    """Divide the cores between the ranks of one CPU, unless the user decided. Returns this rank's number of threads."""
-    if asked is not None:
-        torch.set_num_threads(asked)
-    elif "OMP_NUM_THREADS" not in os.environ and not world.alone and device.type == "cpu":
-        torch.set_num_threads(max(1, available_cores() // world.local_size))
+def _set_threads(config: RunConfig, world: World, device: torch.device, stack: ExitStack) -> Threads:
+    """Set the number of CPU threads, until `stack` ends: the process may train or compute something else after it."""
+    usual = torch.get_num_threads()
+    stack.callback(torch.set_num_threads, usual)
 
-    return torch.get_num_threads()
+    threads = Threads.choose(config.threads, config.exact, world.local_size, device.type == "cpu", usual)
+    torch.set_num_threads(threads.count)
+    return threads
 
 
 def _set_numerics(config: RunConfig, device: torch.device) -> None:

@@ -9,11 +9,26 @@ from pathlib import Path
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, or of all cores where the system does not say (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use: by its affinity, and by the quota of its container."""
+    # macOS does not say.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
-    return os.cpu_count() or 1
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return how many cores the control groups of this process allow it (cgroup v2), or None if they set no limit."""
+    # The line "0::/a/b": every group on that path may have a limit, and the least one holds. In a container the path is
+    # often that of the host, and only the top of the tree is visible.
+    line = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
+    folder = root / line[1] if line else root
+    quotas = []
+    for group in (folder, *folder.parents):
+        file = group / "cpu.max"
+        if group.is_relative_to(root) and file.is_file() and (limit := re.match(r"(\d+) (\d+)", file.read_text())):
+            quotas.append(int(limit[1]) / int(limit[2]))
+
+    return min(quotas, default=None)
 
 
 def available_memory() -> int:

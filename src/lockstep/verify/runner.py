@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.config import Layer
-from lockstep.launch.failure import HANG, Failure
+from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.records import wait_readable
 from lockstep.launch.zygote import Zygote
@@ -192,7 +192,9 @@ def _failure(ended: RunningTrial) -> Failure | None:
     if not any(ended.codes.values()):
         return None
     if ended.hung:
-        return Failure(0, "localhost", time.time(), HANG, f"still running after {time.monotonic() - ended.began:.0f} s")
+        return Failure(
+            0, "localhost", time.time(), Kind.HANG, f"still running after {time.monotonic() - ended.began:.0f} s"
+        )
 
     failures = [Failure.read(path) for path in (ended.folder / "attempt").glob("rank-*.json")]
     if failures:

@@ -10,7 +10,8 @@ import torch
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import pin, to_device
-from lockstep.data.sources import SourceOptions, open_source
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.sources import open_source
 from lockstep.runtime.world import World
 
 Pair = namedtuple("Pair", "x y")

@@ -7,7 +7,8 @@ from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
 from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
-from lockstep.data.sources import SourceOptions, open_source
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.sources import open_source
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.launch import state_machine as module
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.hangs.watchdog import RankView
+from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job, Node, divide
 from lockstep.launch.state_machine import JobStateMachine
 from lockstep.launch.wire.protocol import (

@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.hangs.watchdog import RankView
+from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, parse_join
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice, NotProven, Seal, Secret, TurnedAway, prove
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
-from lockstep.parallel.ddp.hooks import HalfHook, Hook, WideHook
-from lockstep.parallel.ddp.powersgd import STATE_NAME, PowerSGDHook
+from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
+from lockstep.parallel.ddp.hooks import Hook, WideHook
+from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.parallel.driver import BaseDriver, Control, broadcast_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -28,7 +28,7 @@ BUFFERS_OPTION = next(
 )
 
 
-class _WithControlWord(nn.Module):
+class _WithControlWord(Wrapper):
     """The model plus a few numbers that look like one more parameter.
 
     Their "gradient" is this rank's control word. So the word is summed in a gradient bucket that is sent anyway, and
@@ -45,20 +45,14 @@ class _WithControlWord(nn.Module):
         return self.model(*args, **kwargs)
 
     # Scripts that know DDP take `replica.module` for the user's model.
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("model"), name)
+    def users_model(self) -> nn.Module:
+        return nn.Module.__getattr__(self, "model")  # pyrefly: ignore[bad-return]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
+    # DDP must find the word among the parameters.
+    named_parameters = nn.Module.named_parameters
 
 
-class Replica(DistributedDataParallel):
+class Replica(Wrapper, DistributedDataParallel):
     """The module that the task calls. It looks like the user's model, with the same parameters and names."""
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
@@ -81,32 +75,17 @@ class Replica(DistributedDataParallel):
         self.prepared_for_backward = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
         return super().forward(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._users_model(), name)
+    def users_model(self) -> nn.Module:
+        carrier: Any = super().users_model()
+        return carrier.model
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A task that sets an attribute of the model means its own model, not this wrapper.
         own = vars(self)
-        if own.get("_complete") and name not in own and hasattr(self._users_model(), name):
-            setattr(self._users_model(), name, value)
+        if own.get("_complete") and name not in own and hasattr(self.users_model(), name):
+            setattr(self.users_model(), name, value)
         else:
             super().__setattr__(name, value)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._users_model().named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._users_model().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._users_model().load_state_dict(*args, **kwargs)
-
-    def _users_model(self) -> nn.Module:
-        carrier: Any = super().__getattr__("module")
-        return carrier.model
 
 
 class DDPDriver(BaseDriver):
@@ -148,8 +127,7 @@ class DDPDriver(BaseDriver):
         self.hook = self._make_hook(group, config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
-        if isinstance(self.hook, PowerSGDHook):
-            self.extra_state = {STATE_NAME: self.hook}
+            self.extra_state = self.hook.extra_state
 
         # The parameters that the last backward reached. Gradients that are views of buckets show it themselves.
         self._reached = reached = set[int]()
@@ -202,13 +180,9 @@ class DDPDriver(BaseDriver):
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
         word = self._word_parameter
-        match config.hook:
-            case "powersgd":
-                return PowerSGDHook(word, group, dict(zip(self.names, self.parameters, strict=True)), config, seed)
-            case "fp16":
-                return HalfHook(word, group, torch.float16)
-            case "bf16":
-                return HalfHook(word, group, torch.bfloat16)
+        if config.hook != "none":
+            named = dict(zip(self.names, self.parameters, strict=True))
+            return HOOKS[config.hook].make(HookArguments(word, group, named, config, seed))
 
         # DDP would sum bf16 gradients in bf16.
         return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None

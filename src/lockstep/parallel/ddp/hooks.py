@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep.config import DDPConfig
 from lockstep.runtime.control_word import ControlWord
 
 
@@ -56,6 +55,11 @@ class Hook:
 
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
         """Called before every backward, with the loss scale (0 for padding), and in the last one of a step the word."""
+
+    @property
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, by name: see `Driver.extra_state`."""
+        return {}
 
     def finish(self) -> None:
         """Called after the last bucket of a step was exchanged."""
@@ -162,16 +166,3 @@ def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
 
     # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
     return torch.where((largest > 0) & torch.isfinite(largest), scale, torch.ones_like(scale))
-
-
-def about(config: DDPConfig) -> str:
-    """Return a line for the banner that says what the hook loses."""
-    if config.hook == "powersgd":
-        feedback = "is sent later" if config.error_feedback else "is lost (ddp.error_feedback=false)"
-        return (
-            f"powersgd: from step {config.powersgd_start} on, matrices as products of rank {config.powersgd_rank}; "
-            f"what that leaves out {feedback}"
-        )
-
-    bits = {"fp16": 11, "bf16": 8}[config.hook]
-    return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"

@@ -173,6 +173,10 @@ class PowerSGDHook(Hook):
 
     # ---- checkpoint state ----
 
+    @property
+    def extra_state(self) -> dict[str, Any]:
+        return {STATE_NAME: self}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state. The errors of all ranks form one tensor (ranks, n, m), and each rank holds its own row."""
         return {

@@ -13,9 +13,11 @@ import pytest
 from lockstep.config.schema import HangConfig
 from lockstep.launch import records
 from lockstep.launch.hangs import watchdog
+from lockstep.launch.hangs.explanation import Evidence, explain
 from lockstep.launch.hangs.flight_recorder import Findings
-from lockstep.launch.hangs.stacks import collect, group, line_of, loader_pids, loaders, main_thread
-from lockstep.launch.hangs.watchdog import Evidence, RankView, Watchdog, explain, suspect
+from lockstep.launch.hangs.stacks import _LOADER_END, collect, group, line_of, loader_pids, loaders, main_thread
+from lockstep.launch.hangs.suspicion import RankView, limit_of, suspect, view_of
+from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -58,7 +60,7 @@ def test_limits_grow_with_what_was_seen_on_any_rank():
     assert suspect([stuck[0], view(1, "compute", 40.0, compute=9.0)], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, data=9.0), stuck[1]], HangConfig()) is None
-    assert watchdog.limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], HangConfig()) == 45.0
+    assert limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], HangConfig()) == 45.0
 
 
 def test_limits_come_from_the_configuration():
@@ -472,6 +474,48 @@ def test_loader_processes_show_their_stacks(tmp_path):
     assert f"loader {loader} is at: <string>:7 reads_a_sample" in explain(waiting, Evidence({0: text})).traceback
 
 
+FIRST_BATCH = """
+import os, sys, time
+from pathlib import Path
+import torch
+from lockstep.config import DataConfig
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.sources import open_source
+from lockstep.launch.hangs import stacks
+from lockstep.runtime.world import World
+class Deadlocked:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        os.write(1, b"ready\\n"); time.sleep(60)
+stacks.register(Path(sys.argv[1]) / "stacks-0")
+options = SourceOptions(4, 4, "short", DataConfig(workers=1), 0, World(), torch.device("cpu"))
+next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
+"""
+
+
+def test_a_loader_that_deadlocks_at_the_first_batch_shows_its_stack(tmp_path):
+    # The first batch is read in the phase build, of which all but the reading of data needs no loader.
+    command = [sys.executable, "-c", FIRST_BATCH, str(tmp_path)]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert rank.stdout.readline() == b"ready\n"
+        (loader,) = loader_pids(rank.pid)
+        text = collect(tmp_path, {0: rank.pid}, timeout=60.0)[0]
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.communicate()
+    building = suspect([view(0, "build", 2000.0)], HangConfig())
+    told = explain(building, Evidence({0: text})).traceback
+    assert f"loader {loader} is at: <string>:14 __getitem__" in told
+
+    # Elsewhere in that phase the rank waits for no loader.
+    of_loader, end, _ = text.partition(_LOADER_END)
+    elsewhere = f"{of_loader}{end}\n" + stack(("/u/model.py", 3, "model"))
+    assert loader in loaders(elsewhere)
+    assert "__getitem__" not in explain(building, Evidence({0: elsewhere})).traceback
+
+
 def test_stacks_of_real_processes(ranks, tmp_path):
     (tmp_path / "stacks-0").write_text("an older dump\n")
     pids = {rank: process.pid for rank, process in enumerate(ranks)}
@@ -487,9 +531,9 @@ def test_stacks_of_real_processes(ranks, tmp_path):
 
 def test_views_of_real_processes(ranks, tmp_path):
     for rank, state in ((0, "S"), (1, "R")):
-        while watchdog.view_of(rank, "here", ranks[rank].pid, tmp_path).state != state:
+        while view_of(rank, "here", ranks[rank].pid, tmp_path).state != state:
             time.sleep(0.01)  # it has only just said that it is ready
-    views = [watchdog.view_of(rank, "here", process.pid, tmp_path) for rank, process in enumerate(ranks)]
+    views = [view_of(rank, "here", process.pid, tmp_path) for rank, process in enumerate(ranks)]
     assert [seen.phase for seen in views] == ["data"] * 4
     assert [seen.step for seen in views] == [7] * 4
     assert views[1].state == "R"
@@ -497,7 +541,7 @@ def test_views_of_real_processes(ranks, tmp_path):
     assert records.parse(RankView, json.loads(json.dumps(asdict(views[0])))) == views[0]
     ranks[0].kill()
     ranks[0].wait()
-    assert watchdog.view_of(0, "here", ranks[0].pid, tmp_path).state == ""
+    assert view_of(0, "here", ranks[0].pid, tmp_path).state == ""
 
 
 @pytest.mark.parametrize(
@@ -513,12 +557,12 @@ def test_a_view_that_came_damaged_is_refused(wrong):
 def test_a_process_without_a_heartbeat_is_in_its_start(tmp_path):
     process = subprocess.Popen(["sleep", "60"])
     time.sleep(0.3)
-    seen = watchdog.view_of(5, "here", process.pid, tmp_path)
+    seen = view_of(5, "here", process.pid, tmp_path)
     assert (seen.phase, seen.beats) == ("start", 0)
     assert 0.1 < seen.age < 60.0
     process.kill()
     process.wait()
-    assert watchdog.view_of(5, "here", process.pid, tmp_path) is None
+    assert view_of(5, "here", process.pid, tmp_path) is None
 
 
 def test_a_heartbeat_of_our_own_is_judged(tmp_path):
@@ -528,9 +572,9 @@ def test_a_heartbeat_of_our_own_is_judged(tmp_path):
         for phase in ("data", "compute", "exchange", "update"):
             heartbeat.beat(phase, step)
     heartbeat.beat("compute")
-    seen = watchdog.view_of(0, "here", os.getpid(), tmp_path)
-    assert watchdog.limit_of(seen, [seen], HangConfig()) == max(5.0, 5.0 * max(seen.longest.values()))
-    while not (suspicion := suspect([watchdog.view_of(0, "here", os.getpid(), tmp_path)], HangConfig(least=0.005))):
+    seen = view_of(0, "here", os.getpid(), tmp_path)
+    assert limit_of(seen, [seen], HangConfig()) == max(5.0, 5.0 * max(seen.longest.values()))
+    while not (suspicion := suspect([view_of(0, "here", os.getpid(), tmp_path)], HangConfig(least=0.005))):
         time.sleep(0.01)  # at the latest after five times the longest beat, whatever that was
     assert suspicion.awaited == [0]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.hangs.watchdog import RankView
+from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job
 from lockstep.launch.supervisor import _introduce
 from lockstep.launch.wire import door, protocol

@@ -1,0 +1,171 @@
+"""The explanation of a hang: which rank the others wait for, where, and in which collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lockstep.errors import plural
+from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.hangs import flight_recorder
+from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, loaders, main_thread
+from lockstep.launch.hangs.suspicion import RankView, Suspicion
+
+# How many ranks are described in a message.
+MAX_RANKS_NAMED = 8
+
+# The letters of /proc/PID/stat.
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "suspended", "Z": "dead", "": "gone"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was collected on suspicion, and what it says."""
+
+    stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for one that did not answer
+    findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
+    holders: list[int] = field(default_factory=list)  # ranks that show a stack, and run no Python: `gil_holders`
+
+
+def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[int]:
+    """Return the ranks that showed a stack but did not list their collectives, if others did.
+
+    Stacks are written by a signal handler in C, collectives by a thread of Python. A rank that does only the first
+    holds the GIL in native code: whatever its phase, it waits for no other rank.
+    """
+    answered = [rank for rank, text in stacks.items() if text]
+    holders = [rank for rank in answered if rank not in collectives]
+    return holders if len(holders) < len(answered) else []
+
+
+def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> list[int]:
+    """Return the ranks that entered more collectives than the others in fewer steps.
+
+    If one rank calls a collective that the others do not, and its size fits, the others take it for their own next one:
+    nothing fails, and this rank falls behind, although it is the one that does too much.
+    """
+    entered = findings.entered
+    steps = {rank: view.step for rank, view in suspicion.views.items()}
+    if not entered or entered.keys() != steps.keys():
+        return []
+
+    newest = max(steps.values())
+    fewest = min(entered[rank] for rank in steps if steps[rank] == newest)
+    least = fewest if findings.deadlock else fewest + 1
+    return [rank for rank in steps if steps[rank] < newest and entered[rank] >= least]
+
+
+def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
+    """Return a failure that names the rank that the others wait for, then where they wait, in which collective."""
+    groups = group(evidence.stacks)
+    ahead = ranks_ahead(suspicion, evidence.findings)
+    awaited = ahead or _awaited(suspicion, evidence, groups)
+    culprit = suspicion.views[awaited[0]] if awaited else max(suspicion.views.values(), key=lambda view: view.age)
+    detail = [
+        *_stacks_of(awaited, suspicion, evidence.stacks),
+        *(
+            f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective"
+            for rank in evidence.holders
+        ),
+        *_groups_of(groups, awaited, suspicion),
+        *evidence.findings.lines,
+        *([suspicion.remedy] if suspicion.remedy else []),
+    ]
+
+    return Failure(
+        rank=culprit.rank,
+        host=culprit.host,
+        time=time.time(),
+        kind=Kind.HANG,
+        message=f"{suspicion.reason}; {_who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)}",
+        traceback="\n".join(detail),
+        step=culprit.step,
+        phase=culprit.phase,
+    )
+
+
+def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
+    """Return the ranks that the others wait for, by the best evidence there is."""
+    # Of several ranks that seem to work, the one that certainly does.
+    if awaited := suspicion.awaited:
+        return [rank for rank in awaited if rank in evidence.holders] or awaited
+
+    # If the phases do not show it, the collectives may, or else the stacks: the ranks in the smallest group, if one is
+    # smaller than all others.
+    one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
+    return evidence.holders or evidence.findings.late or (groups[0][1] if one_is_smallest else [])
+
+
+def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) -> str:
+    if not ahead:
+        return ""
+
+    entered = evidence.findings.entered
+    others = max((view for view in suspicion.views.values() if view.rank not in ahead), key=lambda view: view.step)
+    first = suspicion.views[ahead[0]]
+    verb = "is" if len(ahead) == 1 else "are"
+    counts = (
+        f"{entered[first.rank]} collectives by step {first.step}, "
+        f"rank {others.rank} {entered[others.rank]} by step {others.step}"
+    )
+    return f"{flight_recorder.listed(ahead)} {verb} ahead: {counts}. Look for a collective that not every rank calls"
+
+
+def _who(suspicion: Suspicion, awaited: list[int]) -> str:
+    if len(awaited) == 1:
+        view = suspicion.views[awaited[0]]
+        return f"the others are waiting for rank {view.rank} on {view.host} ({_describe(view)})"
+
+    if not awaited:
+        return f"cannot tell which rank is at fault, all are waiting: {_describe(next(iter(suspicion.views.values())))}"
+
+    head = "the others wait for these" if len(awaited) < len(suspicion.views) else "no rank is waiting for another"
+    named = [suspicion.views[rank] for rank in awaited[:MAX_RANKS_NAMED]]
+    parts = [f"rank {view.rank} on {view.host}, {_describe(view)}" for view in named]
+    if len(awaited) > MAX_RANKS_NAMED:
+        parts.append(f"{len(awaited) - MAX_RANKS_NAMED} more")
+
+    return f"{head}: {'; '.join(parts)}"
+
+
+def _describe(view: RankView) -> str:
+    detail = f" ({view.detail})" if view.detail else ""
+    return f"step {view.step}, phase {view.phase}{detail}, process {STATES.get(view.state, view.state)}"
+
+
+def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+    lines = []
+    for rank in awaited[:MAX_RANKS_NAMED]:
+        if frames := main_thread(stacks.get(rank, "")):
+            lines += describe(frames, f"rank {rank} is ")
+            lines += _loaders_of(rank, suspicion, stacks)
+        elif suspicion.views[rank].state == "T":
+            lines.append(f"rank {rank} is suspended and cannot show its stack; SIGCONT would let it continue")
+        else:
+            lines.append(f"rank {rank} did not show its stack")
+
+    return lines
+
+
+def _loaders_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+    """Return where the loader processes of a rank are, if it waits for its data."""
+    # The first batches are read in the phase build.
+    reads = any("/lockstep/data/" in frame.file for frame in main_thread(stacks[rank]))
+    if suspicion.views[rank].phase != "data" and not reads:
+        return []
+
+    return [line for pid, frames in loaders(stacks[rank]).items() for line in describe(frames, f"loader {pid} is ")]
+
+
+def _groups_of(
+    groups: list[tuple[tuple[Frame, ...], list[int]]], awaited: list[int], suspicion: Suspicion
+) -> list[str]:
+    lines = []
+    for frames, members in groups:
+        if ranks := [rank for rank in members if rank not in awaited]:
+            phases = sorted({suspicion.views[rank].phase for rank in ranks})
+            where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
+            lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
+
+    return lines

@@ -1,0 +1,31 @@
+"""Modules that stand between a task and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+class Wrapper(nn.Module):
+    """A module around the user's model that looks like it: its attributes, names and state are the model's."""
+
+    def users_model(self) -> nn.Module:
+        # Not by `self.module`: while the wrapper is being made, `__getattr__` must not ask a model that is not there.
+        return nn.Module.__getattr__(self, "module")  # pyrefly: ignore[bad-return]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.users_model(), name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.users_model().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.users_model().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.users_model().load_state_dict(*args, **kwargs)

@@ -1,0 +1,133 @@
+"""How many CPU threads a rank gets: by the size of the work, unless somebody has decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.launch import agent
+from lockstep.observe.sinks import read_jsonl
+from lockstep.runtime import machine, threads
+from lockstep.runtime.threads import LEAST_WORK, Threads
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
+    for name in (threads.NUMBER, threads.SHARE, *threads.WAITING):
+        monkeypatch.delenv(name, raising=False)
+
+
+def choose(asked: int | None = None, exact: bool = False, ranks: int = 2, on_cpu: bool = True, **env: str) -> Threads:
+    return Threads.choose(asked, exact, ranks, on_cpu, 5, env)
+
+
+def test_threads_are_chosen_by_the_size_of_the_work() -> None:
+    cases = {
+        # a model of 31k parameters; one just below the limit, and one at it; deep and narrow, wide and shallow
+        "tiny": ([32 * 32] * 8 + [32 * 256] * 2, 8, 1),
+        "below": ([1024 * 1024 - 1], 1, 1),
+        "at": ([1024 * 1024], 1, 4),
+        "more samples": ([1024 * 128], 8, 4),
+        "deep": ([64 * 64] * 10_000, 8, 1),
+        "no matrix": ([], 1_000_000_000, 1),
+    }
+    for name, (matrices, samples, count) in cases.items():
+        chosen = choose()
+        assert chosen.count == 1, "one before the model is known"
+        chosen.suit(matrices, samples)
+        assert (name, chosen.count) == (name, count)
+        assert ("small layers; threads=4" in str(chosen)) == (count == 1)
+        assert ("4 cores" in str(chosen)) == (count == 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "reason"),
+    [
+        ({"asked": 3}, 3, "as asked"),
+        ({"asked": 3, "exact": True, "OMP_NUM_THREADS": "7"}, 3, "as asked"),
+        # The bits of an exact run must not depend on a variable of one machine.
+        ({"exact": True, "OMP_NUM_THREADS": "7"}, 1, "exact=true"),
+        ({"OMP_NUM_THREADS": "5"}, 5, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "5", "LOCKSTEP_CORES": "4"}, 5, "OMP_NUM_THREADS"),
+        ({"on_cpu": False}, 5, ""),
+    ],
+)
+def test_what_somebody_has_decided_stays(given: dict[str, Any], count: int, reason: str) -> None:
+    chosen = choose(**given)
+    for size in (1, LEAST_WORK):
+        chosen.suit([size], 8)
+        assert (chosen.count, chosen.reason) == (count, reason)
+
+
+def test_the_launchers_own_number_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = agent._environment_for(2)
+    assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == ("4", "passive")
+    chosen = choose(**{name: env[name] for name in (threads.NUMBER, threads.SHARE)})
+    chosen.suit([1], 1)
+    assert chosen.count == 1
+
+    # A launcher inside a rank shares again; what the user has set stays.
+    threads.share_cores(env, 8)
+    assert env["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "infinity")
+    env = agent._environment_for(2)
+    assert (env["OMP_NUM_THREADS"], "OMP_WAIT_POLICY" in env) == ("3", False)
+
+
+class Wide(lockstep.Task):
+    def __init__(self, width: int):
+        self.width = width
+        self.counts: list[int] = []
+
+    def model(self) -> nn.Module:
+        return nn.Linear(self.width, self.width)
+
+    def data(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.ones(8, self.width))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+        self.counts.append(torch.get_num_threads())
+        return lockstep.Loss(model(batch[0]).sum(), weight=len(batch[0]))
+
+
+@pytest.mark.parametrize(("width", "expected"), [(16, 1), (512, 8)])
+def test_a_run_computes_with_them_and_says_why(
+    width: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    task = Wide(width)
+    lockstep.fit(task, steps=1, global_batch=4, device="cpu", run_dir=str(tmp_path), log={"progress": "off"})
+    assert set(task.counts) == {expected}
+    assert torch.get_num_threads() == before
+
+    start = next(event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "start")
+    assert f"{expected} CPU thread" in str(start)
+    assert ("threads=8" if expected == 1 else "8 cores") in str(start)
+
+
+def test_the_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/pod/job\n")
+    assert machine.cpu_quota(tmp_path, own) is None
+
+    (tmp_path / "pod" / "job").mkdir(parents=True)
+    (tmp_path / "pod" / "job" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "pod" / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.max").write_text("400000 100000\n")
+    assert machine.cpu_quota(tmp_path, own) == 1.5
+
+    # In a container the path is that of the host: only the top is there.
+    own.write_text("0::/../elsewhere\n")
+    assert machine.cpu_quota(tmp_path, own) == 4.0
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
+    assert machine.available_cores() == 1
