@@ -6,6 +6,7 @@ and so on. Skipped samples (`tail=drop`, `pass_over`) keep their positions. Span
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from lockstep.data.loader import (
     Request,
     SampleReader,
     SideStream,
+    check_no_connection,
     collate_named,
     one_ahead,
     open_files,
     pin,
+    plain_attributes,
     read_all,
     start_worker,
     to_device,
@@ -69,7 +72,8 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         raise UserError(
             "the training data must be a dataset; data() returned a torch DataLoader",
             "it has already decided batch size, order and sharding",
-            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
+            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration; its "
+            "collate_fn becomes Task.collate, and a sampler of your own Sampled(dataset, sampler): see docs/data.md",
         )
 
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
@@ -100,6 +104,8 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
             "return a torch Dataset, a list, or an IterableDataset",
         )
 
+    if config.workers and streams:
+        check_no_connection(data)
     if config.sharding == "own" and not streams:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
@@ -132,6 +138,7 @@ class MapSource:
         self._ahead: Iterator[Any] | None = None
         self._ahead_at = 0
         self._filler: Any = None  # takes the place of an emptied micro-batch
+        self._held_by_loaders: dict[str, Any] = {}  # see `plain_attributes`
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
@@ -153,11 +160,34 @@ class MapSource:
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
-        return [self.reader((0, [index])) for index in sorted(ids)]
+        samples = [self.reader((0, [index])) for index in sorted(ids)]
+        self._note_dataset()
+        return samples
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Return a micro-batch as this process reads it, to compare with what a loader process read."""
-        return self.reader.read_again((micro.epoch, micro.ids))
+        again = self.reader.read_again((micro.epoch, micro.ids))
+        self._note_dataset()
+        return again
+
+    def check_dataset(self) -> None:
+        """Refuse a dataset that was changed in this process: its loader processes would read on from the old one."""
+        now = plain_attributes(self.reader.dataset) if self._held_by_loaders else {}
+        for name, old in self._held_by_loaders.items():
+            new = now.get(name)
+            if new is not None and new is not old and not (isinstance(old, int | float | str) and old == new):
+                raise UserError(
+                    f"the dataset's {name} was changed after its loader processes had started, and they do not see it",
+                    "they have copies of the dataset, and read ahead",
+                    "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
+                    "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
+                    "checks.first_batch=false",
+                )
+
+    def _note_dataset(self) -> None:
+        """Note what loader processes have, since reading in this process may change it too (a counter, say)."""
+        if self.options.config.workers:
+            self._held_by_loaders = plain_attributes(self.reader.dataset)
 
     @property
     def reads_alike(self) -> bool:
@@ -169,6 +199,15 @@ class MapSource:
         window = self._window(self.position)
         ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, window.stop))
         return window.epoch, ids.tolist()
+
+    def start_loaders(self) -> None:
+        """Start the loader processes, if there are any.
+
+        Called before this process reads: what a dataset opens for its first sample must not be shared with them.
+        """
+        if self.options.config.workers and self._ahead is None:
+            self._ahead = self._start_reading()
+            self._ahead_at = self.position
 
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
@@ -287,16 +326,18 @@ class MapSource:
         """Return batches on the device, an endless series from the present position on."""
         # The series of the last step continues, except at the start and after a resume.
         if self._ahead is None or self._ahead_at != self.position:
-            config = self.options.config
-            requests = self._requests(self.position)
-            self._ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
-
-            # On a CPU there is no copy to overlap.
-            if self.options.device.type == "cuda":
-                self._ahead = one_ahead(self._ahead, SideStream(self.options.device))
-
+            self._ahead = self._start_reading()
         self._ahead_at = self._after(window)
         return self._ahead
+
+    def _start_reading(self) -> Iterator[Any]:
+        config = self.options.config
+        self._note_dataset()
+        requests = self._requests(self.position)
+        batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+
+        # On a CPU there is no copy to overlap.
+        return one_ahead(batches, SideStream(self.options.device)) if self.options.device.type == "cuda" else batches
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield the epoch and the ids of this rank's micro-batches from a position on, without end."""
@@ -331,6 +372,9 @@ class StreamSource:
         self._next: Any = None  # the batch that was read one ahead
         self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
+
+        # The first sample of the whole stream, which all ranks must find there; None if it is not known.
+        self.beginning: Any = None
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
@@ -379,6 +423,7 @@ class StreamSource:
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
+            self.beginning = self._next[2] if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, since their order in the stream is not known.
         index = self.options.data_world.rank * self._count
@@ -386,7 +431,7 @@ class StreamSource:
 
         # One is read ahead, so that the end is known with the last batch, not after it.
         while self._next is not None and len(micros) < self._count:
-            samples, batch = self._next
+            samples, batch, _ = self._next
             micros.append(MicroBatch(to_device(batch, self.options.device), index + len(micros), samples, self.epoch))
             self._next = next(self._batches, None)
 
@@ -410,17 +455,18 @@ class StreamSource:
             micro.data, micro.padding = full[0].data, True
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return the first micro-batch of the epoch, as a single loader process reads it."""
+        """Return the first micro-batch of the epoch, as the last loader process reads it, and not the first."""
         # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
-        return unless_refused(next(iter(self._loader(workers=1))))[1]
+        workers = self.options.config.workers
+        return unless_refused(next(iter(self._loader(workers, only=workers - 1))))[1]
 
     @property
     def reads_alike(self) -> bool:
-        """Whether several loader processes must read the stream that one reads. One that shards itself need not."""
+        """Whether all loader processes must read the same stream. One that shards itself need not."""
         return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
-        """Return an iterable over (number of samples, batch) of this rank's shard of an epoch."""
+        """Return an iterable over the items of this rank's shard of an epoch, see `_Shard`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
@@ -432,10 +478,10 @@ class StreamSource:
             return map(pin, batches)
         return batches
 
-    def _loader(self, workers: int) -> DataLoader:
+    def _loader(self, workers: int, only: int | None = None) -> DataLoader:
         options = self.options
         return DataLoader(
-            _Shard(self.dataset, self.collate, options, self.epoch),
+            _Shard(self.dataset, self.collate, options, self.epoch, only),
             # The shard already makes micro-batches and collates them.
             batch_size=None,
             collate_fn=_as_it_is,
@@ -443,7 +489,14 @@ class StreamSource:
             prefetch_factor=options.config.prefetch if workers else None,
             pin_memory=options.pins_memory and workers > 0,
             worker_init_fn=partial(start_worker, open_files()) if workers else None,
+            generator=self._worker_seeds(),
         )
+
+    def _worker_seeds(self) -> torch.Generator:
+        """Return what `get_worker_info().seed` is drawn from: the same on every rank that reads the whole stream."""
+        seed, config = self.options.seed, self.options.config
+        rank = self.options.data_world.rank if config.sharding == "own" else 0
+        return torch.Generator().manual_seed(derive(seed, "loaders", self.epoch, rank))
 
 
 def _as_it_is(item: Any) -> Any:
@@ -452,20 +505,24 @@ def _as_it_is(item: Any) -> Any:
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch).
+    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch, beginning).
 
     `stride`: a rank has every k-th sample, and its loader processes take its micro-batches in turns, so that the
     batches are the same without them. All read the whole stream, with the same random numbers at the same position, so
     a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
+
+    The beginning, which comes with the first micro-batch, is the first sample that was read, for ranks to compare.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     options: SourceOptions
     epoch: int
+    only: int | None = None  # the loader process that reads everything; None: they take turns
+    beginning: Any = None
 
-    def __iter__(self) -> Iterator[tuple[int, Any] | Refusal]:
+    def __iter__(self) -> Iterator[tuple[int, Any, Any] | Refusal]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
@@ -477,6 +534,10 @@ class _Shard(IterableDataset):
             workers, worker = 1, 0
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
+        if self.only is not None:
+            if worker != self.only:
+                return
+            workers, worker = 1, 0
 
         for number in itertools.count():
             micro_batch = list(itertools.islice(samples, self.options.micro_batch))
@@ -488,7 +549,7 @@ class _Shard(IterableDataset):
                     *map(list, zip(*micro_batch, strict=True)), check=info is not None and number < workers
                 )
 
-    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any] | Refusal:
+    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any, Any] | Refusal:
         where = f"of the stream, counted from 0, in epoch {self.epoch}"
         plain = getattr(self.collate, "__func__", self.collate) in (Task.collate, default_collate)
         try:
@@ -497,7 +558,8 @@ class _Shard(IterableDataset):
                 check_sendable(batch, positions, where)
         except UserError as error:
             return Refusal.of(error)
-        return len(samples), batch
+        beginning, self.beginning = self.beginning, None
+        return len(samples), batch, beginning
 
     def _seeded(self, stream: int) -> Iterator[tuple[int, Any]]:
         """Yield position and sample, each sample with its own seeds, which also depend on `stream`."""
@@ -517,4 +579,18 @@ class _Shard(IterableDataset):
             except Exception as error:
                 name_samples(error, [position], f"of the stream, counted from 0, in epoch {self.epoch}")
                 raise
+            if position == 0:
+                self.beginning = self._kept(sample)
             yield position, sample
+
+    def _kept(self, sample: Any) -> Any:
+        """Return a copy of a sample that ranks can compare; None if they need not, or it cannot be copied or sent."""
+        if self.options.config.sharding == "own" or self.options.data_world.alone:
+            return None
+        try:
+            # A copy, as collate may change what it is given.
+            kept = copy.deepcopy(sample)
+            check_sendable(kept, [0], "")
+        except Exception:
+            return None
+        return kept
