@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,17 +93,21 @@ class OpenFile(Dataset):
         return torch.from_numpy(np.frombuffer(self.file.read(8), dtype=np.float64).copy())
 
 
-def seen_in_file(world: World, store: Any, path: Path, values: dict[str, Any]) -> list[list[float]]:
+def seen_in_file(world: World, store: Any, path: Path, named: bool, values: dict[str, Any]) -> list[list[float]]:
     dataset = OpenFile(path)
+    if not named:
+        dataset.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        dataset.file.write(path.read_bytes())
     dataset[0]  # opened in the rank, before the loader processes are forked
     return seen(world, store, dataset, values)
 
 
-def test_loader_processes_have_their_own_place_in_an_open_file(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_loader_processes_have_their_own_place_in_an_open_file(pool: Pool, tmp_path: Path, named: bool) -> None:
     path = tmp_path / "numbers"
     np.arange(400.0).tofile(path)
     values = {"global_batch": 40, "steps": 30, "data.workers": 3}
-    (found,) = pool.run(seen_in_file, path, values, world=1)
+    (found,) = pool.run(seen_in_file, path, named, values, world=1)
     in_order = [float(i) for i in range(400)]
     assert found == [in_order[start : start + 40] for start in range(0, 400, 40)] * 3
 
@@ -124,12 +131,129 @@ class SplitsItself(Numbers):
         return iter(map(float, range(info.id if info else 0, self.length, info.num_workers if info else 1)))
 
 
+class SplitsInParts(Numbers):
+    """The example of torch's documentation: the first process reads what a single one would read first."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = get_worker_info()
+        share = self.length // info.num_workers if info else self.length
+        start = info.id * share if info else 0
+        return iter(map(float, range(start, start + share)))
+
+
+class Reshuffled(Numbers):
+    """Every loader process has an order of its own."""
+
+    def __iter__(self) -> Iterator[float]:
+        info = get_worker_info()
+        return iter(np.random.default_rng(info.seed if info else 0).permutation(self.length).astype(float).tolist())
+
+
+class OwnGeneratorInBatches(OwnGenerator):
+    def __getitems__(self, ids: list[int]) -> list[float]:
+        return [self[index] for index in ids]
+
+
+class NeedsAWorker(OwnGenerator):
+    def __getitem__(self, index: int) -> float:
+        return index + 0.0 * get_worker_info().id  # pyrefly: ignore[missing-attribute]
+
+
+class Counting:
+    """A collate that treats every second batch otherwise."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> Tensor:
+        self.calls += 1
+        return default_collate(samples) + self.calls % 2
+
+
+class Level(Dataset):
+    level = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> float:
+        return float(index + self.level)
+
+
+class Curriculum(Seeing):
+    """Makes the samples harder in every step."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        self.dataset.level = 100 * step
+
+
 def test_what_loader_processes_would_change_is_refused(pool: Pool) -> None:
     errors = pool.errors(seen, OwnGenerator(), {"data.workers": 1}, world=2)
     assert_user_errors(errors, "a loader process reads other samples", "data.workers=0", "checks.first_batch=false")
-    errors = pool.errors(seen, SplitsItself(40), {"data.workers": 2}, world=1)
-    assert_user_errors(errors, "get_worker_info()", "data.sharding=own")
+    errors = pool.errors(seen, OwnGeneratorInBatches(), {"data.workers": 1}, world=1)
+    assert_user_errors(errors, "a loader process reads other samples")
+    errors = pool.errors(fit, Seeing(Level(), Counting()), VALUES | {"data.workers": 2}, world=1)
+    assert_user_errors(errors, "a loader process reads other samples")
+    errors = pool.errors(seen, NeedsAWorker(), {"data.workers": 1}, world=1)
+    assert_user_errors(errors, "this rank cannot read the samples", "'NoneType' object", "get_worker_info() is None")
+    for stream in (SplitsItself(40), SplitsInParts(40), Reshuffled(40)):
+        errors = pool.errors(seen, stream, {"data.workers": 2}, world=1)
+        assert_user_errors(errors, "get_worker_info()", "data.sharding=own")
+    errors = pool.errors(fit, Curriculum(Level()), VALUES | {"data.workers": 2}, world=1)
+    assert_user_errors(errors, "the dataset's level was changed", "data.workers=0", "checks.first_batch=false")
     assert len(pool.run(seen, OwnGenerator(), {"data.workers": 1, "checks.first_batch": False}, world=1)[0]) == 3
+
+
+class SplitsByRank(Numbers):
+    def __iter__(self) -> Iterator[float]:
+        return iter(map(float, range(torch.distributed.get_rank(), self.length, 2)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_splits_itself_by_rank_is_not_split_once_more(pool: Pool, workers: int) -> None:
+    values = {"data.workers": workers}
+    errors = pool.errors(seen, SplitsByRank(40), values, world=2)
+    assert_user_errors(errors, "the stream of rank 1 begins with another sample", "data.sharding=own")
+    one, two = pool.run(seen, SplitsByRank(40), values | {"data.sharding": "own"}, world=2)
+    assert one == [[0, 2], [4, 6], [8, 10]]
+    assert two == [[1, 3], [5, 7], [9, 11]]
+    # A single loader process of a rank may have an order of its own: it is the same on all ranks.
+    one, two = pool.run(seen, Reshuffled(12), {"data.workers": 1}, world=2)
+    assert sorted(number for batch in one + two for number in batch) == list(range(12))
+
+
+class OpenedLate(Dataset):
+    """Connects when it is first read; 1 if the connection is this process's own."""
+
+    opened_by = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> float:
+        self.opened_by = self.opened_by or os.getpid()
+        return float(self.opened_by == os.getpid())
+
+
+class Connected(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.port: socket.socket | None = None
+
+
+def seen_connected(world: World, store: Any, dataset: Any, values: dict[str, Any]) -> list[list[float]]:
+    dataset.port = socket.socket()
+    with dataset.port:
+        return seen(world, store, dataset, values)
+
+
+def test_loader_processes_share_no_connection(pool: Pool) -> None:
+    (found,) = pool.run(seen, OpenedLate(), {"data.workers": 2}, world=1)
+    assert found == [[1.0] * 4] * 3
+    for dataset in (Connected(), Level()):
+        errors = pool.errors(seen_connected, dataset, {"data.workers": 1}, world=1)
+        assert_user_errors(errors, "the dataset's port is an open connection", "data.workers=0")
+    assert pool.run(seen_connected, Connected(), {}, world=1)[0][0] == [0, 1, 2, 3]
 
 
 # ---- errors ---------------------------------------------------------------------------------------------

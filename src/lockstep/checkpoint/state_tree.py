@@ -6,7 +6,7 @@ Also has the table of the element types that a checkpoint can hold.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -130,14 +130,21 @@ def _feed(sha: Any, data: Any) -> None:
             # Every rank holds another shard of a DTensor: compare only what they have in common.
             if not isinstance(data, DTensor):
                 sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        case dict():
+        case np.ndarray() if data.dtype != object:
+            # Its text leaves out digits, and the middle of a large one.
+            sha.update(f"{data.dtype}{data.shape}".encode())
+            sha.update(data.tobytes())
+        case Mapping():
             # Ranks may have filled it in different orders.
             for key in sorted(data, key=str):
                 sha.update(str(key).encode())
                 _feed(sha, data[key])
-        case list() | tuple():
+        case list() | tuple() | np.ndarray():
             for value in data:
                 _feed(sha, value)
+        case set() | frozenset():
+            # Processes order texts in a set differently.
+            _feed(sha, sorted(data, key=repr))
         case _ if type(data).__repr__ is object.__repr__:
             # Such a text holds an address.
             sha.update(type(data).__qualname__.encode())

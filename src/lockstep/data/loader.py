@@ -12,12 +12,14 @@ import fcntl
 import operator
 import os
 import signal
+import socket
 import stat
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ Request = tuple[int, Sequence[int]]
 
 # After SIGTERM a loader process ends by itself, unless its rank ends it before.
 LOADER_GRACE_S = 120.0
+
+NESTED = 8  # datasets within each other that are looked at
 
 DESCRIPTORS = "/proc/self/fd"  # of Linux: opening an entry opens its file once more
 
@@ -90,11 +94,9 @@ class SampleReader:
         return samples
 
     def read_again(self, request: Request) -> Any:
-        """Read a micro-batch after one of its samples: state that reading changes is another one by then."""
-        epoch, ids = request
-        if not (self._gathers or self._reads_in_batches):
-            self._seed(epoch, int(ids[-1]))
-            self.dataset[int(ids[-1])]
+        """Read a micro-batch twice: state that reading or collating changes is another one by then."""
+        if not self._gathers:
+            self(request)
         return self(request)
 
     def some_batch(self, size: int) -> Any:
@@ -167,6 +169,8 @@ def read_all(
         batches = map(reader, requests)
         return map(pin, batches) if pin_memory else batches
 
+    check_no_connection(reader.dataset)
+
     # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
     loader = DataLoader(
         _OneRequestPerItem(reader),
@@ -178,6 +182,35 @@ def read_all(
         worker_init_fn=partial(start_worker, open_files()),
     )
     return map(unless_refused, loader)
+
+
+def plain_attributes(dataset: Any) -> dict[str, Any]:
+    """Return what a loader process has a copy of: numbers, texts, lists and arrays that the dataset holds by name."""
+    plain = (int, float, str, list, tuple, np.ndarray, Tensor)
+    return {name: value for name, value in _attributes(dataset) if isinstance(value, plain)}
+
+
+def check_no_connection(dataset: Any) -> None:
+    """Refuse a connection in the dataset: forked processes would all use it, and get each other's answers."""
+    for name, value in _attributes(dataset):
+        if isinstance(value, socket.socket | Connection):
+            raise UserError(
+                f"the dataset's {name} is an open connection, which loader processes would share",
+                f"{value!r}: answers to one process would reach another",
+                "open it when a process reads its first sample, in __getitem__ or __iter__, and not before (compare "
+                "os.getpid()); or type data.workers=0",
+            )
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a dataset by name, those of its class first, and those of datasets inside it."""
+    level = ""
+    for _ in range(NESTED):
+        classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
+        for attributes in [*classes, getattr(dataset, "__dict__", {})]:
+            yield from ((f"{level}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
+        # A Subset holds another dataset.
+        dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
 
 
 def start_worker(files: dict[int, int], worker: int) -> None:
@@ -207,7 +240,9 @@ def reopen(files: dict[int, int]) -> None:
     for descriptor, offset in files.items():
         # A file that may not be opened again stays shared; the first micro-batch is compared with the rank's own.
         with contextlib.suppress(OSError):
-            own = os.open(f"{DESCRIPTORS}/{descriptor}", fcntl.fcntl(descriptor, fcntl.F_GETFL))
+            # A temporary file also has flags that would make another one, or follow no link to it.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
+            own = os.open(f"{DESCRIPTORS}/{descriptor}", flags)
             os.lseek(own, offset, os.SEEK_SET)
             os.dup2(own, descriptor, inheritable=False)
             os.close(own)

@@ -13,7 +13,16 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import Request, SampleReader, SideStream, one_ahead, read_all, to_device
+from lockstep.data.loader import (
+    Request,
+    SampleReader,
+    SideStream,
+    check_no_connection,
+    one_ahead,
+    plain_attributes,
+    read_all,
+    to_device,
+)
 from lockstep.data.sample_errors import is_empty
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, deal, micro_slice, next_window
@@ -34,7 +43,8 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         raise UserError(
             "the training data must be a dataset; data() returned a torch DataLoader",
             "it has already decided batch size, order and sharding",
-            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration",
+            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration; its "
+            "collate_fn becomes Task.collate, and a sampler of your own Sampled(dataset, sampler): see docs/data.md",
         )
 
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
@@ -65,6 +75,8 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
             "return a torch Dataset, a list, or an IterableDataset",
         )
 
+    if config.workers and streams:
+        check_no_connection(data)
     if config.sharding == "own" and not streams:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
@@ -97,6 +109,7 @@ class MapSource:
         self._ahead: Iterator[Any] | None = None
         self._ahead_at = 0
         self._filler: Any = None  # takes the place of an emptied micro-batch
+        self._held_by_loaders: dict[str, Any] = {}  # see `plain_attributes`
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
@@ -118,11 +131,34 @@ class MapSource:
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
-        return [self.reader((0, [index])) for index in sorted(ids)]
+        samples = [self.reader((0, [index])) for index in sorted(ids)]
+        self._note_dataset()
+        return samples
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Return a micro-batch as this process reads it, to compare with what a loader process read."""
-        return self.reader.read_again((micro.epoch, micro.ids))
+        again = self.reader.read_again((micro.epoch, micro.ids))
+        self._note_dataset()
+        return again
+
+    def check_dataset(self) -> None:
+        """Refuse a dataset that was changed in this process: its loader processes would read on from the old one."""
+        now = plain_attributes(self.reader.dataset) if self._held_by_loaders else {}
+        for name, old in self._held_by_loaders.items():
+            new = now.get(name)
+            if new is not None and new is not old and not (isinstance(old, int | float | str) and old == new):
+                raise UserError(
+                    f"the dataset's {name} was changed after its loader processes had started, and they do not see it",
+                    "they have copies of the dataset, and read ahead",
+                    "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
+                    "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
+                    "checks.first_batch=false",
+                )
+
+    def _note_dataset(self) -> None:
+        """Note what loader processes have, since reading in this process may change it too (a counter, say)."""
+        if self.options.config.workers:
+            self._held_by_loaders = plain_attributes(self.reader.dataset)
 
     @property
     def reads_alike(self) -> bool:
@@ -134,6 +170,15 @@ class MapSource:
         window = self._window(self.position)
         ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, window.stop))
         return window.epoch, ids.tolist()
+
+    def start_loaders(self) -> None:
+        """Start the loader processes, if there are any.
+
+        Called before this process reads: what a dataset opens for its first sample must not be shared with them.
+        """
+        if self.options.config.workers and self._ahead is None:
+            self._ahead = self._start_reading()
+            self._ahead_at = self.position
 
     def close(self) -> None:
         self._ahead = None  # which ends the worker processes
@@ -252,16 +297,18 @@ class MapSource:
         """Return batches on the device, an endless series from the present position on."""
         # The series of the last step continues, except at the start and after a resume.
         if self._ahead is None or self._ahead_at != self.position:
-            config = self.options.config
-            requests = self._requests(self.position)
-            self._ahead = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
-
-            # On a CPU there is no copy to overlap.
-            if self.options.device.type == "cuda":
-                self._ahead = one_ahead(self._ahead, SideStream(self.options.device))
-
+            self._ahead = self._start_reading()
         self._ahead_at = self._after(window)
         return self._ahead
+
+    def _start_reading(self) -> Iterator[Any]:
+        config = self.options.config
+        self._note_dataset()
+        requests = self._requests(self.position)
+        batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+
+        # On a CPU there is no copy to overlap.
+        return one_ahead(batches, SideStream(self.options.device)) if self.options.device.type == "cuda" else batches
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield the epoch and the ids of this rank's micro-batches from a position on, without end."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.data.loader import collate_named, is_plain, open_files, pin, start_worker, to_device
-from lockstep.data.sample_errors import Refusal, batch_to_send, is_empty, name_samples, unless_refused
+from lockstep.data.sample_errors import Refusal, batch_to_send, check_sendable, is_empty, name_samples, unless_refused
 from lockstep.data.source_options import SourceOptions
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
@@ -42,6 +44,9 @@ class StreamSource:
         self._next: Any = None  # the batch that was read one ahead
         self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
+
+        # The first sample of the whole stream, which all ranks must find there; None if it is not known.
+        self.beginning: Any = None
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
@@ -90,6 +95,7 @@ class StreamSource:
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
+            self.beginning = self._next[2] if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, since their order in the stream is not known.
         index = self.options.data_world.rank * self._count
@@ -97,7 +103,7 @@ class StreamSource:
 
         # One is read ahead, so that the end is known with the last batch, not after it.
         while self._next is not None and len(micros) < self._count:
-            samples, batch = self._next
+            samples, batch, _ = self._next
             micros.append(MicroBatch(to_device(batch, self.options.device), index + len(micros), samples, self.epoch))
             self._next = next(self._batches, None)
 
@@ -121,17 +127,18 @@ class StreamSource:
             micro.data, micro.padding = full[0].data, True
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return the first micro-batch of the epoch, as a single loader process reads it."""
+        """Return the first micro-batch of the epoch, as the last loader process reads it, and not the first."""
         # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
-        return unless_refused(next(iter(self._loader(workers=1))))[1]
+        workers = self.options.config.workers
+        return unless_refused(next(iter(self._loader(workers, only=workers - 1))))[1]
 
     @property
     def reads_alike(self) -> bool:
-        """Whether several loader processes must read the stream that one reads. One that shards itself need not."""
+        """Whether all loader processes must read the same stream. One that shards itself need not."""
         return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
-        """Return an iterable over (number of samples, batch) of this rank's shard of an epoch."""
+        """Return an iterable over the items of this rank's shard of an epoch, see `_Shard`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
@@ -143,10 +150,10 @@ class StreamSource:
             return map(pin, batches)
         return batches
 
-    def _loader(self, workers: int) -> DataLoader:
+    def _loader(self, workers: int, only: int | None = None) -> DataLoader:
         options = self.options
         return DataLoader(
-            _Shard(self.dataset, self.collate, options, self.epoch),
+            _Shard(self.dataset, self.collate, options, self.epoch, only),
             # The shard already makes micro-batches and collates them.
             batch_size=None,
             collate_fn=_as_it_is,
@@ -154,7 +161,14 @@ class StreamSource:
             prefetch_factor=options.config.prefetch if workers else None,
             pin_memory=options.pins_memory and workers > 0,
             worker_init_fn=partial(start_worker, open_files()) if workers else None,
+            generator=self._worker_seeds(),
         )
+
+    def _worker_seeds(self) -> torch.Generator:
+        """Return what `get_worker_info().seed` is drawn from: the same on every rank that reads the whole stream."""
+        seed, config = self.options.seed, self.options.config
+        rank = self.options.data_world.rank if config.sharding == "own" else 0
+        return torch.Generator().manual_seed(derive(seed, "loaders", self.epoch, rank))
 
 
 def _as_it_is(item: Any) -> Any:
@@ -163,20 +177,24 @@ def _as_it_is(item: Any) -> Any:
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch).
+    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch, beginning).
 
     `stride`: a rank has every k-th sample, and its loader processes take its micro-batches in turns, so that the
     batches are the same without them. All read the whole stream, with the same random numbers at the same position, so
     a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
+
+    The beginning, which comes with the first micro-batch, is the first sample that was read, for ranks to compare.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     options: SourceOptions
     epoch: int
+    only: int | None = None  # the loader process that reads everything; None: they take turns
+    beginning: Any = None
 
-    def __iter__(self) -> Iterator[tuple[int, Any] | Refusal]:
+    def __iter__(self) -> Iterator[tuple[int, Any, Any] | Refusal]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
@@ -188,6 +206,10 @@ class _Shard(IterableDataset):
             workers, worker = 1, 0
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
+        if self.only is not None:
+            if worker != self.only:
+                return
+            workers, worker = 1, 0
 
         for number in itertools.count():
             micro_batch = batch_to_send(
@@ -204,12 +226,15 @@ class _Shard(IterableDataset):
                     *map(list, zip(*micro_batch, strict=True)), check=info is not None and number < workers
                 )
 
-    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any] | Refusal:
+    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any, Any] | Refusal:
         def collated() -> Any:
             return collate_named(self.collate, samples, positions, self._where, is_plain(self.collate))
 
         batch = batch_to_send(collated, positions, self._where, check)
-        return batch if isinstance(batch, Refusal) else (len(samples), batch)
+        if isinstance(batch, Refusal):
+            return batch
+        beginning, self.beginning = self.beginning, None
+        return len(samples), batch, beginning
 
     @property
     def _where(self) -> str:
@@ -233,4 +258,18 @@ class _Shard(IterableDataset):
             except Exception as error:
                 name_samples(error, [position], self._where)
                 raise
+            if position == 0:
+                self.beginning = self._kept(sample)
             yield position, sample
+
+    def _kept(self, sample: Any) -> Any:
+        """Return a copy of a sample that ranks can compare; None if they need not, or it cannot be copied or sent."""
+        if self.options.config.sharding == "own" or self.options.data_world.alone:
+            return None
+        try:
+            # A copy, as collate may change what it is given.
+            kept = copy.deepcopy(sample)
+            check_sendable(kept, [0], "")
+        except Exception:
+            return None
+        return kept

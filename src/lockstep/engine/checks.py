@@ -406,6 +406,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     batches: StepBatches | None = None
     problem: UserError | None = None
     own_digest: str | None = None
+    beginning: str | None = None
     try:
         batches = source.take()
         # Read all of them now: an error while reading is gathered too and raised on every rank.
@@ -413,19 +414,22 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
         if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
             _check_loaders(source, micro_batches[0], own_digest)
+        if isinstance(source, StreamSource) and source.beginning is not None:
+            beginning = digest(source.beginning)
     except UserError as error:
         problem = error
 
-    gathered = runtime.collectives.gather_json([data_rank, own_digest, problem and list(problem.args)])
+    gathered = runtime.collectives.gather_json([data_rank, own_digest, beginning, problem and list(problem.args)])
     # A rank that failed raises its own error, the others a copy of the first one.
-    for rank, (_, _, error_args) in enumerate(gathered):
+    for rank, (*_, error_args) in enumerate(gathered):
         if error_args:
             raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
 
     assert batches is not None
+    _check_one_stream([one[2] for one in gathered])
 
     digests: dict[int, str | None] = {}  # by data rank
-    for rank, (group, value, _) in enumerate(gathered):
+    for rank, (group, value, *_) in enumerate(gathered):
         if digests.setdefault(group, value) != value:
             raise UserError(
                 f"rank {rank} read another first batch than the first rank of its group",
@@ -446,13 +450,38 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     return batches
 
 
+def _check_one_stream(beginnings: Sequence[str | None]) -> None:
+    """Check that all ranks read the same stream, of which each keeps every k-th sample."""
+    for rank, beginning in enumerate(beginnings):
+        if beginning != beginnings[0]:
+            raise UserError(
+                f"the stream of rank {rank} begins with another sample than that of rank 0",
+                "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: of a stream "
+                "that splits itself by rank, or has an order of its own on every rank, samples would be lost",
+                "type data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
+                "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, type "
+                "checks.first_batch=false",
+            )
+
+
 def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
     """Check that a loader process has read what is read without it: data.workers must not change the training."""
-    if digest(source.read_again(micro)) == read_by_loader:
+    try:
+        again = source.read_again(micro)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            "this rank cannot read the samples that a loader process has read",
+            f"{type(error).__name__}: {error}",
+            "let the dataset be read without a loader process too (get_worker_info() is None there); or type "
+            "checks.first_batch=false",
+        ) from error
+    if digest(again) == read_by_loader:
         return
     if isinstance(source, StreamSource):
         raise UserError(
-            f"{source.options.config.workers} loader processes read another first micro-batch of the stream than one",
+            f"the {source.options.config.workers} loader processes do not read the same stream",
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
             "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )

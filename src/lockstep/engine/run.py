@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
+from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
 from lockstep.engine.determinism import Exactness
@@ -120,6 +121,8 @@ class Run:
                 batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
                 check_first = False
             else:
+                if self.config.checks.first_batch and isinstance(self.source, MapSource):
+                    self.source.check_dataset()
                 batches = self.source.take()
 
             batches.micro_batches = self._timed(batches.micro_batches, batches.count)

@@ -57,6 +57,8 @@ def find(run: Run, task: Any) -> Cause | None:
 
     run.runtime.heartbeat.beat("build")
     with generators_kept(run.runtime.device):
+        source.start_loaders()
+
         # Never more than a micro-batch: with micro_batch=1 a loss need not be able to take two samples.
         most = run.plan.micro_batch
         request = source.next_request(min(most, max(FEWEST, most // 4), MOST))
