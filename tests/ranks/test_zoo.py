@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pool import Pool
+from zoo import SLOW_TO_IMPORT
 from zoo.compare import by_hand, error, trained, values_of
 from zoo.public import TASKS, TRANSFORMERS
 
@@ -16,8 +17,17 @@ SAMPLE = [
     ("BERT", "pp"),
     ("ViT", "fsdp"),
     ("BART", "zero1"),
+    ("T5", "remat"),  # would fill a cache of keys and values twice
+    ("timm BEiT", "tp"),  # uses the weight of a layer without calling it
+    ("timm Swin", "pp"),
+    ("timm EfficientNet", "fsdp"),  # BatchNorm
 ]
 TOLERANCE = {"Llama": 1e-6}  # its norms compute in float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def public_models(pool: Pool) -> None:
+    pool.preload(*SLOW_TO_IMPORT)
 
 
 @pytest.mark.parametrize(("name", "way"), SAMPLE)
