@@ -84,7 +84,9 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, 
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
-    refuse_cache(block, (*args, *kwargs.values()), remat)
+    if not torch.compiler.is_compiling():  # which does not look into classes
+        refuse_cache(block, (*args, *kwargs.values()), remat)
+
     # Only where it is needed: torch.compile takes any `context_fn`, even torch's default, for a selective checkpoint.
     options: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if remat == "selective" else {}

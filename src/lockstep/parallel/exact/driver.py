@@ -133,6 +133,7 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
         has = torch.zeros(sum(map(len, subtrees)), len(self.parameters), dtype=torch.float64)
         for number, (_, gradients) in enumerate(self.tree.roots, first):
             has[number] = torch.tensor([id(p) in gradients for p in self.parameters])
+        # On a GPU the host waits here: what is exchanged depends on it.
         found = self._sum_with_word(word, has.flatten()).view_as(has).bool().cpu()
 
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
