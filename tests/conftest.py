@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import zoo  # noqa: F401 (before transformers and timm)
 from pool import Pool
 
 HERE = Path(__file__).parent

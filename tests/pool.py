@@ -46,6 +46,7 @@ IMPORTED = (  # once, for all jobs
     "numpy.ctypeslib",
     "lockstep.engine.own_loop",
     "lockstep.parallel.pipeline.pipeline",
+    "zoo",
 )
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a rank whose session has died ends by itself
 
@@ -62,6 +63,7 @@ class Job:
     ranks: list[int]
     world: int
     limit: timedelta
+    modules: tuple[str, ...]  # to import before it forks
     payload: bytes  # (function, args): unpickled where an import error can be reported
 
 
@@ -162,7 +164,12 @@ class Pool:
         # One meeting point for the whole session; every job has its own prefix in it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._zygotes: list[Zygote] = []
+        self._modules: dict[str, None] = {}
         self._jobs = 0
+
+    def preload(self, *modules: str) -> None:
+        """Import these once, not in every rank of the jobs to come: what takes seconds, and few tests need."""
+        self._modules |= dict.fromkeys(modules)
 
     def run(self, function: Callable[..., Any], *args: Any, world: int, limit: timedelta = LIMIT) -> list[Any]:
         """`function(world, store, *args)` on every rank; its results by rank. The first failure is raised."""
@@ -188,7 +195,7 @@ class Pool:
         try:
             for index, zygote in enumerate(self._zygotes[:world]):
                 ranks = list(range(index, world, len(self._zygotes)))
-                members += zygote.start(Job(self._jobs, ranks, world, limit, payload))
+                members += zygote.start(Job(self._jobs, ranks, world, limit, tuple(self._modules), payload))
         except BaseException:
             for rank in members:  # or the next job would wait until they have ended
                 rank.signal(signal.SIGKILL)
@@ -297,6 +304,8 @@ def main() -> None:
 
 def _unpacked(job: Job) -> Any:
     try:
+        for name in job.modules:
+            importlib.import_module(name)
         return cloudpickle.loads(job.payload)
     except BaseException as error:
         return _failure(0, error)

@@ -329,6 +329,32 @@ def test_statistics_of_each_micro_batch_are_fine(pool: Pool) -> None:
     assert (single["weights"], single["eval"]) == (several["weights"], several["eval"])
 
 
+class Branches(nn.Module):
+    """The first token of a micro-batch decides which branch it takes; one parameter is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+        self.branches = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Sequential(nn.Linear(6, 6))])
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + torch.tanh(self.branches[int(tokens[0, 0]) % 3](x)))
+
+
+def test_parameters_that_some_micro_batches_leave_out(pool: Pool) -> None:
+    """Seven micro-batches: the ranks end with different numbers of roots, and in a short step some with none."""
+    task = Tokens("branches", "sgd", network=Branches)
+    values = EXACT | {"global_batch": 14, "micro_batch": 2, "steps": 10, "clip.norm": 0.5}
+    (single,) = pool.run(bits, task, values, world=1)
+    for world, strategy in ((2, "ddp"), (4, "ddp"), (3, "zero1")):
+        more = {"strategy": strategy, "ddp.find_unused_parameters": True}
+        several, *_ = pool.run(bits, task, values | more, world=world)
+        assert (several["weights"], several["eval"]) == (single["weights"], single["eval"])
+        assert several["logged"] == single["logged"]
+
+
 def test_a_block_that_is_called_twice(pool: Pool) -> None:
     """Under ddp it is one more graph; under fsdp it must be exact, or be refused."""
     task = Tokens("twice", network=Twice)

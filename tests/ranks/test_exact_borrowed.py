@@ -17,6 +17,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.exact_models import bits
+from zoo import SLOW_TO_IMPORT
 
 WORDS, SAMPLES = 32, 24
 VALUES = {"exact": True, "global_batch": 6, "steps": 3, "clip.norm": 0.5, "log.every": 1}
@@ -24,9 +25,7 @@ LAYOUTS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (3, "fsdp")}
 
 
 class Borrowed(Task):
-    """A tiny model of transformers, randomly initialised; `tensors` are the samples."""
-
-    micro_batch = 2
+    """A tiny public model, randomly initialised; `tensors` are the samples."""
 
     def __init__(self, *tensors: Tensor):
         self.tensors = tensors
@@ -78,31 +77,31 @@ class Whisper(T5):
         return _cross_entropy(model(input_features=sound, decoder_input_ids=target[:, :-1]).logits, target[:, 1:])
 
 
-class ConvNext(Borrowed):
-    """Convolutions choose their kernel by the strides of their input.
+class ConvNeXt(Borrowed):
+    """timm's. Convolutions choose their kernel by the strides of their input.
 
-    In a micro-batch of one sample FSDP's node changes these: torch makes up the stride of a dimension of size 1 anew.
+    A block permutes its output, so that the channels of (N, C, H, W) lie next to each other. FSDP's node around the
+    inputs of the next block makes a view of it. In a micro-batch of one sample torch makes up the stride of that
+    dimension anew: the picture no longer counts as channels-last, and the depthwise convolution runs in another kernel,
+    which adds in another order. With two samples or more the strides say what they said, and so do the bits.
     """
-
-    micro_batch = 1
 
     def __init__(self) -> None:
         super().__init__(torch.randn(SAMPLES, 3, 32, 32, generator=_generator()), _words(1)[:, 0] % 4)
 
     def model(self) -> nn.Module:
-        from transformers import ConvNextConfig, ConvNextForImageClassification
+        from timm.models.convnext import ConvNeXt
 
-        return ConvNextForImageClassification(
-            ConvNextConfig(num_stages=2, hidden_sizes=[8, 12], depths=[2, 2], patch_size=4, num_labels=4)
-        )
+        sizes = {"depths": (2, 2, 1, 1), "dims": (8, 12, 12, 12), "output_stride": 16, "ls_init_value": 0.1}
+        return ConvNeXt(num_classes=4, **sizes)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         images, labels = batch
-        return _cross_entropy(model(pixel_values=images).logits, labels)
+        return _cross_entropy(model(images), labels)
 
 
-class ConvNextV2(ConvNext):
-    """With a norm over the whole response, whose parameters have a single row."""
+class ConvNextV2(ConvNeXt):
+    """That of transformers, with a norm over the whole response, whose parameters have a single row."""
 
     def model(self) -> nn.Module:
         from transformers import ConvNextV2Config, ConvNextV2ForImageClassification
@@ -110,6 +109,20 @@ class ConvNextV2(ConvNext):
         return ConvNextV2ForImageClassification(
             ConvNextV2Config(num_stages=2, hidden_sizes=[8, 12], depths=[2, 2], patch_size=4, num_labels=4)
         )
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        images, labels = batch
+        return _cross_entropy(model(pixel_values=images).logits, labels)
+
+
+class DINOv2(ConvNextV2):
+    """No sample uses its `mask_token`."""
+
+    def model(self) -> nn.Module:
+        from transformers import Dinov2Config, Dinov2ForImageClassification
+
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2}
+        return Dinov2ForImageClassification(Dinov2Config(image_size=32, patch_size=8, num_labels=4, **sizes))
 
 
 class CLIP(Borrowed):
@@ -145,21 +158,36 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Loss:
     return Loss(F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel())
 
 
-TASKS = {type(task).__name__: task for task in (T5(), Whisper(), ConvNext(), ConvNextV2(), CLIP())}
+# By name: what is trained, and the samples of a micro-batch.
+CASES: dict[str, tuple[Borrowed, int]] = {
+    f"{type(task).__name__}, {micro_batch}": (task, micro_batch)
+    for task, micro_batches in [
+        (T5(), (1, 2)),
+        (Whisper(), (1, 2)),
+        (ConvNeXt(), (1, 2)),
+        (ConvNextV2(), (1,)),
+        (CLIP(), (2,)),
+        (DINOv2(), (2,)),
+    ]
+    for micro_batch in micro_batches
+}
 
 
 def bits_of_all(world: World, store: Any, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A job: what a run of each model ended with. One job for all, since importing transformers takes seconds."""
-    return {
-        name: bits(world, dist.PrefixStore(name, store), task, values | {"micro_batch": task.micro_batch})
-        for name, task in TASKS.items()
-    }
+    """A job: what a run of each case ended with."""
+    found = {}
+    for name, (task, micro_batch) in CASES.items():
+        unused = isinstance(task, DINOv2) and values["strategy"] == "ddp"
+        more = {"micro_batch": micro_batch, "ddp.find_unused_parameters": unused}
+        found[name] = bits(world, dist.PrefixStore(name, store), task, values | more)
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(pool: Pool) -> Callable[[str], dict[str, dict[str, Any]]]:
     """What every model ends with in a layout, on rank 0."""
     seen: dict[str, dict[str, dict[str, Any]]] = {}
+    pool.preload(*SLOW_TO_IMPORT)
 
     def result(layout: str) -> dict[str, dict[str, Any]]:
         if layout not in seen:
@@ -170,7 +198,7 @@ def found(pool: Pool) -> Callable[[str], dict[str, dict[str, Any]]]:
     return result
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 def test_one_hash(found: Callable[[str], dict[str, dict[str, Any]]], layout: str, name: str) -> None:
     single, several = found("one")[name], found(layout)[name]

@@ -26,6 +26,7 @@ from lockstep.runtime.world import World
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured, open_watched
 from ranks.test_strategies import STRATEGIES, Small, assert_close, final, single
+from zoo import SLOW_TO_IMPORT
 
 __all__ = ["single"]  # a fixture
 
@@ -187,11 +188,19 @@ def test_training_ends_with_the_same_parameters(pool: Pool, single: dict[str, An
         assert_close(found["weights"], single["weights"])
 
 
+def layers_of_bert() -> nn.Module:
+    """Layers of transformers. Its whole models set their weights once more when they are complete."""
+    from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+
+    config = BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=12)
+    return nn.Sequential(nn.Embedding(7, 8), *(BertLayer(config) for _ in range(3)), nn.Linear(8, 7))
+
+
 def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
     """A job: the weights before the first step, in a loop of the user's own."""
     with open_watched(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as builder:
         with torch.device("meta"):
-            model = Small()
+            model = layers_of_bert()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         OwnRun(builder).setup(model, optimizer)
         driver = builder.driver
@@ -202,8 +211,10 @@ def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tens
 
 
 def test_in_a_loop_of_ones_own_every_rank_starts_with_the_same_bits(pool: Pool) -> None:
-    expected = made(Small).state_dict()
+    expected = made(layers_of_bert).state_dict()
+    pool.preload(*SLOW_TO_IMPORT)
     for found in pool.run(start_of, {"init": "meta"}, world=2):
+        assert found.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
@@ -260,6 +271,12 @@ class Mended(Applied):
         nn.init.zeros_(self[1].bias)  # pyrefly: ignore[bad-argument-type]
 
 
+def whole_bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12))
+
+
 def test_what_a_block_sets_again() -> None:
     assert not filled(Mended)[1].bias.any()  # pyrefly: ignore
 
@@ -269,6 +286,7 @@ def test_what_a_block_sets_again() -> None:
     [
         (lambda: nn.ModuleDict({"a": Bare()}), ["Bare (a) has none", "write one that sets scale"]),
         (Overreaching, ["Overreaching sets blocks that have been sharded already"]),
+        (whole_bert, ["does not set weight as a constructor does", "reset_parameters() of its block"]),
         (Applied, ["Linear (1) does not set bias as a constructor does", "reset_parameters() of its block"]),
     ],
 )

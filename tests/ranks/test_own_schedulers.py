@@ -19,6 +19,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import Trace, assert_user_errors, open_watched, trace_of, windows
+from zoo import SLOW_TO_IMPORT
 
 STEPS, BATCH = 7, 8
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS}
@@ -93,6 +94,30 @@ class Regression(Task):
         return Loss(((model(x).squeeze(-1) - y) ** 2).sum(), len(x))
 
 
+class Sentences(Regression):
+    """The same with transformers' BERT."""
+
+    def model(self) -> nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForSequenceClassification(BertConfig(vocab_size=9, num_labels=1, **sizes, **quiet)).double()
+
+    def optimizer(self, model: Any) -> Any:
+        groups = [{"params": model.bert.parameters(), "lr": 0.02}, {"params": model.classifier.parameters()}]
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randint(0, 9, (56, 5), generator=g), torch.randn(56, generator=g).double())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        words, y = batch
+        return Loss(((model(input_ids=words).logits.squeeze(-1) - y) ** 2).sum(), len(y))
+
+
 def fit_with(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
     with open_watched(world, store, values) as builder:
         loop.fit(task, builder)
@@ -124,10 +149,11 @@ def plain_pytorch(task: Regression) -> list[tuple[list[float], dict[str, Tensor]
     model = task.model()
     optimizer = task.optimizer(model)
     scheduler = task.scheduler(optimizer)
-    x, y = task.data()[:]
+    data = task.data()
     found = []
     for ids in windows(56, BATCH, "drop", STEPS):
-        loss = ((model(x[ids]).squeeze(-1) - y[ids]) ** 2).mean()
+        summed = task.loss(model, data[ids])
+        loss = summed.total / summed.weight
         optimizer.zero_grad()
         if torch.isfinite(loss):
             loss.backward()
@@ -150,7 +176,8 @@ def assert_same(traces: list[Trace], expected: list[tuple[list[float], dict[str,
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_does_what_it_does_in_plain_pytorch(pool: Pool, kind: str, job: str) -> None:
-    task = Regression(SCHEDULERS[kind])
+    pool.preload(*SLOW_TO_IMPORT)
+    task = (Sentences if kind == "transformers" else Regression)(SCHEDULERS[kind])
     for world in (1, 2):
         assert_same(pool.run(JOBS[job], task, VALUES, world=world), plain_pytorch(task))
 

@@ -22,6 +22,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import assert_user_errors, open_watched, windows
+from zoo import SLOW_TO_IMPORT
 
 STEPS, BATCH, LENGTH = 6, 8, 40
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS}
@@ -229,6 +230,7 @@ def train_language_model(world: World, store: Any, values: dict[str, Any]) -> Te
 
 @pytest.mark.parametrize(("world", "values"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})], ids=str)
 def test_a_model_of_transformers_with_two_optimizers_in_turn(pool: Pool, world: int, values: dict[str, Any]) -> None:
+    pool.preload(*SLOW_TO_IMPORT)
     model = language_model()
     adam, sgd, scheduler = bodies_and_tables(model)
     for step, ids in enumerate(windows(LENGTH, BATCH, "drop", STEPS)):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep.causes import refusal as cause_of
 from lockstep.engine import loop
@@ -20,7 +19,8 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import assert_user_errors, open_watched
-from ranks.test_strategies import Listed, Ragged, final
+from ranks.test_strategies import final
+from zoo import SLOW_TO_IMPORT
 
 VOCABULARY, STEPS, BATCH, RATE = 11, 3, 6, 0.5
 TOKENS = torch.randint(0, VOCABULARY, (STEPS * BATCH, 7), generator=torch.Generator().manual_seed(0))
@@ -65,6 +65,8 @@ class Hooked(Task):
     """transformers' GPT-2, whose head is tied to its embedding."""
 
     def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         torch.manual_seed(0)
         sizes = GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=2, n_head=2)
         sizes.resid_pdrop = sizes.embd_pdrop = sizes.attn_pdrop = 0.0
@@ -84,6 +86,11 @@ class Hooked(Task):
         logits = model(tokens[:, :-1]).logits
         total = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return Loss(total, tokens[:, 1:].numel())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def public_models(pool: Pool) -> None:
+    pool.preload(*SLOW_TO_IMPORT)
 
 
 def plain_training() -> dict[str, Tensor]:
@@ -140,23 +147,6 @@ def test_exact_bits_with_hooks(pool: Pool) -> None:
             assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-class HookedLayers(Ragged):
-    """A model that can be sharded by layers and by stages; the embedding belongs to the first and the last stage."""
-
-    def model(self) -> nn.Module:
-        model: Any = super().model().double()
-        block = model.blocks[3]
-        set_hooks(model.embed.weight, block.up.weight, block.down.weight, block.up.bias)
-        return model
-
-    def optimizer(self, model: nn.Module) -> Any:
-        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-
-
-class ListedHookedLayers(HookedLayers, Listed):
-    pass
-
-
 @pytest.mark.parametrize(
     ("values", "world"),
     [
@@ -168,8 +158,9 @@ class ListedHookedLayers(HookedLayers, Listed):
     ids=str,
 )
 def test_hooks_get_the_full_gradient_of_sharded_layers(pool: Pool, values: dict[str, Any], world: int) -> None:
-    ((expected, _),) = pool.run(trained, {}, HookedLayers, world=1)
-    for weights, norms in pool.run(trained, values, ListedHookedLayers, world=world):
+    """In a pipeline the embedding belongs to the first stage and, as the head, to the last."""
+    expected = plain_training()
+    for weights, norms in pool.run(trained, values, world=world):
         assert_same(weights, expected)
         assert len(norms) in (0, STEPS), "with the sum of the whole step, on the ranks that hold the parameter"
 

@@ -204,6 +204,19 @@ def test_refused(make: Callable[[], nn.Module], values: dict[str, Any], words: l
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_cache_that_the_loss_asks_for_is_refused() -> None:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"vocab_size": 9, "d_model": 8, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    model = stack("full", lambda: BartForConditionalGeneration(BartConfig(**sizes, **heads)))
+    words = torch.ones(1, 4, dtype=torch.int64)
+    assert model(input_ids=words).past_key_values is None
+    with pytest.raises(UserError, match="would fill the cache of keys and values of BartDecoderLayer twice") as caught:
+        model(input_ids=words, use_cache=True)
+    assert "leave both out of the call" in caught.value.fix
+
+
 @pytest.mark.parametrize(("typed", "taken"), [(None, "none"), ("every-3", "every-3"), ("selective", "selective")])
 def test_what_can_be_typed(typed: Any, taken: str) -> None:
     assert configured({"remat": typed}).config.remat == taken

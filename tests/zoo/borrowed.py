@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -55,6 +54,8 @@ class GPT2(Borrowed):
     """Causal; the head is tied to the embedding."""
 
     def model(self) -> nn.Module:
+        import transformers
+
         config = transformers.GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2)
         return transformers.GPT2LMHeadModel(config)
 
@@ -67,6 +68,8 @@ class BERT(Borrowed):
     """Masked words, chosen in the dataset, where random numbers are seeded by sample."""
 
     def model(self) -> nn.Module:
+        import transformers
+
         config = transformers.BertConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
             max_position_embeddings=LENGTH,
@@ -91,6 +94,8 @@ class Masked(Rows):
 
 class ViT(Borrowed):
     def model(self) -> nn.Module:
+        import transformers
+
         config = transformers.ViTConfig(
             image_size=8, patch_size=4, num_channels=1, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=32, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=4,
@@ -111,6 +116,8 @@ class T5(Borrowed):
     """Encoder and decoder, with embeddings tied three times."""
 
     def model(self) -> nn.Module:
+        import transformers
+
         config = transformers.T5Config(
             vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
         )
@@ -128,6 +135,8 @@ class Mamba(Borrowed):
     """A state-space model, in torch's own operations."""
 
     def model(self) -> nn.Module:
+        import transformers
+
         config = transformers.MambaConfig(
             vocab_size=WORDS, hidden_size=16, state_size=4, num_hidden_layers=2, expand=2, conv_kernel=2
         )
@@ -139,5 +148,6 @@ class Mamba(Borrowed):
 
 TASKS = [GPT2, BERT, ViT, T5, Mamba]
 PRELOAD = [
-    f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "vit", "t5", "mamba")
+    "zoo",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "vit", "t5", "mamba")),
 ]  # imported once, before the processes fork

@@ -1,4 +1,5 @@
-"""Models that nobody here wrote: tiny, randomly initialised ones of `transformers`, in float64 and without dropout.
+"""Models that nobody here wrote: tiny, randomly initialised ones of `transformers` and `timm`, in float64 and without
+dropout.
 
 Each is trained by plain PyTorch in one loop, and by Lockstep under every strategy: see compare.py.
 """
@@ -6,10 +7,10 @@ Each is trained by plain PyTorch in one loop, and by Lockstep under every strate
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -40,7 +41,7 @@ class Public(Task):
 
     def data(self) -> Any:
         g = torch.Generator().manual_seed(0)
-        if self.kind == "vision":
+        if self.kind in ("vision", "timm"):
             images = torch.randn(SAMPLES, 3, SIDE, SIDE, generator=g, dtype=torch.float64)
             return TensorDataset(images, torch.randint(0, CLASSES, (SAMPLES,), generator=g))
         lengths = torch.randint(3, LENGTH + 1, (SAMPLES, 1), generator=g)
@@ -53,6 +54,9 @@ class Public(Task):
     def _vision_loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> Loss:
         logits = model(pixel_values=images).logits
         return Loss(F.cross_entropy(logits, labels, reduction="sum"), len(labels))
+
+    def _timm_loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> Loss:
+        return Loss(F.cross_entropy(model(images), labels, reduction="sum"), len(labels))
 
     def _decoder_loss(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Loss:
         logits = model(input_ids=tokens, attention_mask=mask).logits
@@ -85,9 +89,33 @@ def _per_token(logits: Tensor, labels: Tensor, mask: Tensor) -> Loss:
 
 def _made(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
+        import transformers
+
         return getattr(transformers, model)(getattr(transformers, config)(**options))
 
     return staticmethod(build)  # pyrefly: ignore[bad-return]
+
+
+def _made_by_timm(module: str, model: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        return getattr(import_module(f"timm.models.{module}"), model)(num_classes=CLASSES, **options)
+
+    return staticmethod(build)  # pyrefly: ignore[bad-return]
+
+
+def _resnet() -> nn.Module:
+    from timm.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, (2, 1, 1, 1), num_classes=CLASSES, channels=(4, 8, 8, 8), stem_width=4)  # pyrefly: ignore
+
+
+def _efficientnet() -> nn.Module:
+    """Depthwise convolutions, squeeze and excitation, BatchNorm."""
+    from timm.models._efficientnet_builder import decode_arch_def
+    from timm.models.efficientnet import EfficientNet
+
+    stages = [["ds_r1_k3_s1_e1_c8_se0.25"], ["ir_r2_k3_s2_e2_c12_se0.25"]]
+    return EfficientNet(decode_arch_def(stages), num_classes=CLASSES, stem_size=8, num_features=16)
 
 
 DECODERS = {
@@ -126,6 +154,26 @@ VISION = {
                     **IMAGE, **QUIET, mlp_ratio=2),
     "BEiT": _made("BeitForImageClassification", "BeitConfig", **SMALL, **IMAGE, **QUIET, drop_path_rate=0.0),
 }  # fmt: skip
+PLAIN = {"img_size": SIDE, "patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 4}
+TIMM_TRANSFORMERS = {
+    "timm ViT": _made_by_timm("vision_transformer", "VisionTransformer", **PLAIN, mlp_ratio=2),
+    "timm DeiT": _made_by_timm("deit", "VisionTransformerDistilled", **PLAIN, mlp_ratio=2),
+    "timm BEiT": _made_by_timm("beit", "Beit", **PLAIN, mlp_ratio=2, use_rel_pos_bias=True, init_values=0.1),
+    "timm EVA-02": _made_by_timm("eva", "Eva", **PLAIN, mlp_ratio=2, swiglu_mlp=True, use_rot_pos_emb=True),
+    "timm CaiT": _made_by_timm("cait", "Cait", **PLAIN, mlp_ratio=2, init_values=0.1),
+    "timm Swin V2": _made_by_timm("swin_transformer_v2", "SwinTransformerV2", img_size=SIDE, patch_size=2,
+                                  window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 4), mlp_ratio=2,
+                                  drop_path_rate=0.0),
+    "timm Swin": _made_by_timm("swin_transformer", "SwinTransformer", img_size=SIDE, patch_size=2, window_size=4,
+                               embed_dim=8, depths=(2, 2), num_heads=(2, 4), mlp_ratio=2, drop_path_rate=0.0),
+}  # fmt: skip
+TIMM_OTHERS = {
+    "timm Mixer": _made_by_timm("mlp_mixer", "MlpMixer", img_size=SIDE, patch_size=4, num_blocks=4, embed_dim=16),
+    "timm ConvNeXt": _made_by_timm("convnext", "ConvNeXt", depths=(1, 2, 1, 1), dims=(8, 8, 12, 12), patch_size=2,
+                                   output_stride=8, ls_init_value=0.1),
+    "timm ResNet": staticmethod(_resnet),
+    "timm EfficientNet": staticmethod(_efficientnet),
+}  # fmt: skip
 OTHERS = {
     "T5": ("encoder-decoder", _made("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=16, d_kv=4,
            d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0)),
@@ -155,9 +203,9 @@ TASKS: dict[str, type[Public]] = {
     **{name: _task(name, "decoder", build) for name, build in DECODERS.items()},
     **{name: _task(name, "encoder", build) for name, build in ENCODERS.items()},
     **{name: _task(name, "vision", build) for name, build in VISION.items()},
+    **{name: _task(name, "timm", build) for name, build in (TIMM_TRANSFORMERS | TIMM_OTHERS).items()},
     **{name: _task(name, kind, build) for name, (kind, build) in OTHERS.items()},
 }
-globals().update(TASKS)  # the ranks find them by name
 
 # What can be a pipeline, and have its layers sharded: decoders, encoders and vision transformers.
-TRANSFORMERS = [*DECODERS, *ENCODERS, *VISION]
+TRANSFORMERS = [*DECODERS, *ENCODERS, *VISION, *TIMM_TRANSFORMERS]

@@ -227,12 +227,6 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "type global_batch=N instead, the samples of all ranks together",
     ),
     "ddp.hook": (("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
-    # Unused parameters would have to be detected in every step, with the same result on any number of ranks.
-    "ddp.find_unused_parameters": (
-        (False,),
-        "an all-reduce in an order of its own",
-        "freeze what is never used; add `0 * parameter.sum()` to the loss for what is only sometimes used",
-    ),
     "ddp.broadcast_buffers": ((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
     "ddp.sync_batchnorm": (
         (False,),

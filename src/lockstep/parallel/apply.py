@@ -19,7 +19,12 @@ from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
 from lockstep.parallel.driver import BaseDriver, Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
-from lockstep.parallel.exact.driver import OrderedDDPDriver, OrderedFSDPDriver, OrderedSingleDriver
+from lockstep.parallel.exact.driver import (
+    OrderedDDPDriver,
+    OrderedFSDPDriver,
+    OrderedSingleDriver,
+    OrderedUnusedParametersDriver,
+)
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import adopt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
@@ -113,7 +118,7 @@ def _make_driver(
     compiled: bool,
     data: Callable[[], Any] | None,
 ) -> BaseDriver:
-    # config/conflicts.py refuses what exact mode does not support: other meshes, and unused parameters.
+    # config/conflicts.py refuses what exact mode does not support: other meshes.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver
         return single(model, runtime)
@@ -129,6 +134,8 @@ def _make_driver(
 
     if axes:
         return TensorDriver(model, axes, runtime)
+    if config.ddp.find_unused_parameters and config.exact:
+        return OrderedUnusedParametersDriver(model, runtime)
     if config.ddp.find_unused_parameters:
         return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
 

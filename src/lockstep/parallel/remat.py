@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
 from lockstep.parallel.blocks import class_to_name, find_blocks
+from lockstep.parallel.caches import keep_no_cache, refuse_cache
 
 _COSTLY_NAMES = (
     "mm",
@@ -50,11 +51,12 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
             f"name the classes of its parts, such as blocks=[{part}]" if part else "type remat=none",
         )
 
+    keep_no_cache(model)
     for block in recomputed(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
         # A partial, not a closure: in a copy of the model it belongs to the copied block. The block has a `forward` of
         # its own if something replaced it before us.
-        block.forward = partial(_forward, block, vars(block).get("forward"), config.remat == "selective")
+        block.forward = partial(_forward, block, vars(block).get("forward"), config.remat)
 
 
 def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
@@ -76,15 +78,18 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     return blocks[::every]
 
 
-def _forward(block: nn.Module, original: Callable[..., Any] | None, selective: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
     # Without a backward, no activations are kept anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
+    if not torch.compiler.is_compiling():  # which does not look into classes
+        refuse_cache(block, (*args, *kwargs.values()), remat)
+
     # Only where it is needed: torch.compile takes any `context_fn`, even torch's default, for a selective checkpoint.
     options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if selective else {}
+        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if remat == "selective" else {}
     )
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
     # their devices among the positional arguments only, so all arguments are passed that way.

@@ -167,7 +167,6 @@ def test_the_micro_batch_does_not_look_at_the_ranks() -> None:
         {"mesh.tp": 2},
         {"micro_batch": "auto"},
         {"ddp.hook": "bf16"},
-        {"ddp.find_unused_parameters": True},
         {"ddp.broadcast_buffers": True},
         {"data.seed_samples": False},
         {"data.sharding": "own"},

@@ -250,5 +250,5 @@ def check_reached(missed: list[str]) -> None:
             f"{some_names(missed)}",
             "",
             "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, type "
-            "ddp.find_unused_parameters=true, or (with exact=true) add `0 * parameter.sum()` for each to the loss",
+            "ddp.find_unused_parameters=true",
         )

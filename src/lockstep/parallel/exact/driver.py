@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
+from lockstep.data.shard import deal
 from lockstep.errors import UserError
-from lockstep.parallel.ddp.driver import DDPDriver, check_reached
+from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver, check_reached
 from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
-from lockstep.parallel.exact.tree import Subtree, TreeSum
+from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.fsdp.driver import FSDPDriver
 from lockstep.parallel.fsdp.uniform_use import END
 from lockstep.parallel.mesh import Axes
@@ -97,6 +99,91 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
         self._ordered = OrderedHook(self._word_parameter, group)
         self.tree = self._ordered.tree
         return self._ordered
+
+
+class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
+    """Replicas that exchange the roots of all ranks after the last backward.
+
+    Some parameters may have no gradient in some micro-batches, or in none.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime):
+        super().__init__(model, runtime)
+        self.tree = TreeSum(add_gradients_)
+
+    def before_forward(self, micro: MicroBatch, control: Control) -> None:
+        super().before_forward(micro, control)
+        self._total = _micro_batches(control)
+
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        super()._backward(total, grad_output, None)
+        if self._subtree is not None:
+            self._push_gradients()
+        if word is not None:
+            self._reduce(word)
+
+    def _reduce(self, word: ControlWord) -> None:
+        ranks, me = self.runtime.world.size, self.runtime.world.rank
+        shares = [deal(self._total, rank, ranks) for rank in range(ranks)]
+        subtrees = [roots_of(micros.start, micros.stop) for micros in shares]  # of every rank, in order
+        first = sum(len(of_rank) for of_rank in subtrees[:me])
+
+        # Which root has a gradient for which parameter [roots, parameters]: adding zeros for a missing one would turn
+        # -0.0 into 0.0.
+        has = torch.zeros(sum(map(len, subtrees)), len(self.parameters), dtype=torch.float64)
+        for number, (_, gradients) in enumerate(self.tree.roots, first):
+            has[number] = torch.tensor([id(p) in gradients for p in self.parameters])
+        # On a GPU the host waits here: what is exchanged depends on it.
+        found = self._sum_with_word(word, has.flatten()).view_as(has).bool().cpu()
+
+        groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
+        for parameter, present in zip(self.parameters, found.T.tolist(), strict=True):
+            parameter.grad = None
+            if any(present):
+                groups.setdefault((parameter.dtype, tuple(present)), []).append(parameter)
+
+        for (_, present), parameters in groups.items():
+            mine = [gradients for number, (_, gradients) in enumerate(self.tree.roots, first) if present[number]]
+            self._add_in_order(parameters, mine, subtrees, present)
+        self.tree.roots.clear()
+
+    def _add_in_order(
+        self,
+        parameters: list[nn.Parameter],
+        mine: list[Gradients],
+        subtrees: list[list[Subtree]],
+        present: Sequence[bool],
+    ) -> None:
+        """Leave the sums of some parameters of one dtype in their `grad`.
+
+        mine: this rank's roots that have gradients for them
+        subtrees: the roots of every rank
+        present: which of these have gradients for them
+        """
+        ranks = len(subtrees)
+        sizes = [p.numel() for p in parameters]
+        width = -(-sum(sizes) // ranks)  # of the slice that a rank owns
+
+        # Every rank gets all terms of its own slice: first those of rank 0, root by root.
+        roots = parameters[0].new_zeros(len(mine), ranks * width)
+        for row, gradients in zip(roots, mine, strict=True):
+            torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
+        to_send = roots.view(len(mine), ranks, width).transpose(0, 1).flatten()
+        counts = [sum(flags) for flags in _split(present, [len(of_rank) for of_rank in subtrees])]
+        received = to_send.new_empty(sum(counts) * width)
+        splits = [count * width for count in counts], [len(mine) * width] * ranks
+        dist.all_to_all_single(received, to_send, *splits, group=self.runtime.collectives.group)
+
+        tree: TreeSum[Tensor | None] = TreeSum(_add_present)
+        terms = iter(received.view(-1, width))
+        for subtree, is_there in zip([root for of_rank in subtrees for root in of_rank], present, strict=True):
+            tree.push(subtree, next(terms) if is_there else None)
+
+        own = tree.finish()
+        assert own is not None, "some root has a gradient"
+        summed = self.runtime.collectives.gather(own).flatten()[: sum(sizes)]
+        for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
 
 
 class OrderedFSDPDriver(FSDPDriver):
@@ -263,6 +350,18 @@ class _OrderedReduceScatter(ReduceScatter):
             (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
             for subtree, term in self.tree.roots
         ]
+
+
+def _add_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _split(values: Sequence[bool], lengths: Sequence[int]) -> list[Sequence[bool]]:
+    """Cut `values` into runs of these lengths."""
+    ends = list(accumulate(lengths))
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _micro_batches(control: Control) -> int:

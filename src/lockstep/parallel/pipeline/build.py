@@ -14,6 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.caches import keep_no_cache
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.pipeline.pipeline import model_input
 from lockstep.parallel.pipeline.stages import (
@@ -65,24 +66,13 @@ def make_stages(
 
     from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
 
-    _keep_no_cache(model)
+    keep_no_cache(model)
     samples = data()
     # Before it calls the model, the loss may call parts of the model, or draw random numbers.
     with StateSnapshot(model):
         arguments = _example_input(model, task, config, samples)
     # The trace runs on the CPU, in the precision of the run.
     return split_forward(model, blocks, arguments, count, replace(choose(config, device), device_type="cpu").autocast)
-
-
-def _keep_no_cache(model: nn.Module) -> None:
-    """Tell the modules of a Hugging Face model not to return the keys and values of their layers.
-
-    They are for generating text. No rank has those of all layers, and no loss needs them.
-    """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:

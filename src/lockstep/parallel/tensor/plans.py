@@ -172,11 +172,19 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
 
     plan: dict[str, LayerStyle] = {}
     for module, layers in inside.items():
-        for layer, style in _recognised(layers):
+        for layer, style in _recognised(layers - _uncalled(model.get_submodule(module))):
             # If several entries match a layer, the first one decides.
             plan.setdefault(f"{module}.{layer}" if module else layer, style)
 
     return plan
+
+
+def _uncalled(module: nn.Module) -> set[str]:
+    """Return layers whose weight `module` uses without calling them: they cannot be sharded.
+
+    Attention with biases for queries and values, but none for keys, does so (timm's BEiT, EVA and Swin V2).
+    """
+    return {"qkv"} if isinstance(getattr(module, "q_bias", None), nn.Parameter) else set()
 
 
 def _recognised(layers: set[str]) -> Iterator[tuple[str, LayerStyle]]:
