@@ -558,7 +558,7 @@ class JobStateMachine:
         assert failure is not None
         saved = self.committed()
 
-        if failure.for_user and self._size_was_refused(saved):
+        if (failure.for_user or failure.likely_to_repeat) and self._size_was_refused(saved):
             self._return_to_size(failure)
         elif failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
@@ -579,7 +579,7 @@ class JobStateMachine:
         self._kill_ranks(now)
 
     def _size_was_refused(self, saved: int | None) -> bool:
-        """Whether a mistake of the user came up in the first attempt after a resize, before it saved anything."""
+        """Whether this is the first attempt after a resize, and it has saved nothing: its size may be at fault."""
         if self._before_resize is None or self._preempt_signal:
             return False
 

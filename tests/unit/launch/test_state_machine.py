@@ -334,6 +334,17 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert stage.tick()[-1].code == 2
 
 
+def test_an_exception_right_after_a_resize_gives_the_size_up():
+    """Out of memory on fewer ranks, say: the size before is known to work."""
+    stage = resized_to_3()
+    stage.exit(1, 1, kind="OutOfMemoryError", message="no room")
+    stage.tick(2)
+    assert "OutOfMemoryError: no room" in stage.said
+    assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
+    stage.ranks_gone()
+    assert stage.tick() == [StartAttempt(2, {0: 2})]
+
+
 def test_a_mistake_long_after_a_resize_ends_the_job():
     stage = resized_to_3()
     stage.saved = 10
