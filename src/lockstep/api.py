@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, Resolved, check, flatten, from_object, read_file, resolve, resolve_for
+from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for
 from lockstep.config.schema import typed as typed_value
-from lockstep.errors import Preempted, RanksFailed, UserError
-from lockstep.launch import failure, records
+from lockstep.errors import Preempted, RanksFailed, UserError, printable
+from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -34,6 +34,7 @@ from lockstep.launch.run_dir import (
     prepare,
     refuse_another_run,
     run_of,
+    stored,
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
@@ -169,38 +170,38 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
         return []
 
     run = run_of(Path(resume))
-    sources = json.loads(records.read(run / "config.sources.json") or "{}")
-    if not (run / "config.yaml").exists():
-        return []
+    sources = stored(run, "config.sources.json")
 
     # What the code sets comes from the code, as it is now. Where a run goes, and from where, is said again.
-    stored = flatten(read_file(run / "config.yaml"))
     was_typed = ("command line", "file ", STORED)
     values = {
         key: value
-        for key, value in stored.items()
-        if sources.get(key, "").startswith(was_typed) and key not in ("run_dir", "resume")
+        for key, value in flatten(stored(run, "config.yaml")).items()
+        if str(sources.get(key)).startswith(was_typed) and key not in ("run_dir", "resume")
     }
+    if not values:
+        return []
 
     # A line says what is taken over; what is typed again is compared with the checkpoint, by the line `resumed`.
     typed_again = {key for _, given in typed for key in flatten(given)}
     taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in typed_again)
     if taken and World.from_env().rank == 0:
-        print(f"lockstep: taken over from {run}: {taken}", file=sys.stderr)
+        print(printable(f"lockstep: taken over from {run}: {taken}"), file=sys.stderr)
 
     return [(f"{STORED}{run}", values)]
 
 
 def resize(run: Path, count: int) -> None:
     """Ask the launcher of `run` for `count` processes, or refuse a number that its mesh or its batch does not allow."""
-    stored, plan = run / "config.yaml", records.read(run / "plan.json")
-    if plan and stored.exists() and count > 0:
+    settings, plan = stored(run, "config.yaml"), stored(run, "plan.json")
+    samples = plan.get("samples")
+    if settings and plan and isinstance(samples, int | None) and count > 0:
         from lockstep.parallel.mesh import plan_mesh
         from lockstep.plan.plan import make_plan
 
-        config = resolve([(f"{STORED}{run}", read_file(stored))]).config
+        config = resolve([(f"{STORED}{run}", settings)]).config
         mesh = plan_mesh(config, World(size=count))
-        make_plan(config, mesh.data_size, json.loads(plan)["samples"])
+        make_plan(config, mesh.data_size, samples)
 
     ask_for_size(run, count)
 

@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
 
@@ -24,6 +27,9 @@ MANIFEST = "manifest.json"
 
 # Locked by the launcher of a job for as long as it lives; rank 0 locks another file.
 LAUNCHER_LOCK = ".launcher"
+
+# The limit for the bytes of its settings and its plan.
+LARGEST_SETTINGS = 2**26
 
 # What a run writes to, by folder: patterns of names.
 WRITTEN = {
@@ -169,16 +175,7 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     The lock belongs to this process: it is released however the process ends. Returns None on a file system without
     locks; there only the owner's token guards the checkpoints.
     """
-    try:
-        # A link, or a pipe, in the place of this file must not be written through.
-        fd = os.open(run / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", str(run / ".lock"))
-
-        file = os.fdopen(fd, "a+")
-    except OSError as error:
-        raise not_writable(run, error) from error
+    file = _open_lock(run / ".lock")
 
     # A predecessor that was just killed releases its lock within moments: try for a while.
     deadline = time.monotonic() + timeout
@@ -209,9 +206,48 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     return file
 
 
+def _open_lock(path: Path) -> Any:
+    try:
+        # A link, or a pipe, in the place of this file must not be written through.
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+        return os.fdopen(fd, "a+")
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+
+
 def _holder(run: Path) -> str:
     host, _, pid = records.read(run / ".lock", most=300).strip().partition(" ")
     return f"process {pid} on {host}" if pid else "unknown"
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a .yaml or .json file of a run. Raises OSError or ValueError if it holds anything else."""
+    text = records.read_bytes(path, most=LARGEST_SETTINGS).decode()
+    try:
+        values = records.load_json(text) if path.suffix == ".json" else yaml_dialect.load(text, aliases=False)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(getattr(error, "problem", None) or str(error)) from None
+
+    if not isinstance(values, dict):
+        raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")
+
+    return records.not_too_deep(values)
+
+
+def stored(run: Path, name: str) -> dict[str, Any]:
+    """Return what the file `name` of a run holds, nothing if there is no such file; raise a UserError if it is odd."""
+    try:
+        return read_mapping(run / name)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        fix = f"restore it, or remove {name}, config.yaml and config.sources.json there, and type the settings again"
+        raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
 
 def latest(checkpoints: Path) -> Path | None:
@@ -233,7 +269,7 @@ def hold_as_launcher(run: Path) -> Any:
 
     Ranks come and go, the launcher stays: its lock says whether anybody would carry out a wish.
     """
-    file = (run / LAUNCHER_LOCK).open("a+")
+    file = _open_lock(run / LAUNCHER_LOCK)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -398,7 +398,7 @@ class JobStateMachine:
         # Ranks that do not move will not save either.
         if self.job_phase is JobPhase.PREEMPT:
             if still := self.attempt.watchdog.stands_still(self.attempt.running, self._asked_to_stop, now):
-                self._fail(self._overdue(still), now)
+                self._fail(self._overdue(still), now, nothing_to_save=not any(view.steps_done for view in still))
             return
 
         if self.job_phase is not JobPhase.RUN:
@@ -553,19 +553,22 @@ class JobStateMachine:
 
     # ---- failures ----
 
-    def _fail(self, failure: Failure | None, now: float) -> None:
-        """Decide whether another attempt follows, report the failure and kill all ranks."""
+    def _fail(self, failure: Failure | None, now: float, nothing_to_save: bool = False) -> None:
+        """Decide whether another attempt follows, report the failure and kill all ranks.
+
+        `nothing_to_save`: the ranks were asked to stop, and were killed before their first step.
+        """
         assert failure is not None
         saved = self.committed()
 
-        if failure.for_user and self._size_was_refused(saved):
+        if (failure.for_user or failure.likely_to_repeat) and self._size_was_refused(saved):
             self._return_to_size(failure)
         elif failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._planned_end = JobEnd(2, failure)
             self._report(failure)
-        elif self._preempt_signal and (saved is not None or self.attempt.any_preempted):
-            # The job was stopping anyway and can be resumed: not a failure.
+        elif self._preempt_signal and (nothing_to_save or saved is not None or self.attempt.any_preempted):
+            # The job was stopping anyway, and nothing is lost: not a failure.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
             # With nothing saved, rerunning would fail the same way, so no command is suggested.
@@ -579,7 +582,7 @@ class JobStateMachine:
         self._kill_ranks(now)
 
     def _size_was_refused(self, saved: int | None) -> bool:
-        """Whether a mistake of the user came up in the first attempt after a resize, before it saved anything."""
+        """Whether this is the first attempt after a resize, and it has saved nothing: its size may be at fault."""
         if self._before_resize is None or self._preempt_signal:
             return False
 

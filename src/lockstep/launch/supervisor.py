@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
-from lockstep.errors import UserError, printable
+from lockstep.errors import Preempted, UserError, printable
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import Failure, Kind
@@ -331,7 +331,13 @@ class Coordinator:
 
 def follow(job: Job, join: str, name: str, signals: list[str], secret: Secret) -> JobEnd:
     """Do what the coordinating node says, until it ends the job or is gone."""
-    with closing(connect(join, job.host, say, secret)) as connection:
+    try:
+        reached = connect(join, job.host, say, secret, signals)
+    except Preempted as stopped:
+        say(f"lockstep: {stopped.signal}: stopped before {join} answered")
+        return JobEnd(int(stopped.code or 0))
+
+    with closing(reached) as connection:
         try:
             adopted, orders = _introduce(job, name, connection)
             with closing(Agent(adopted, name)) as agent:

@@ -152,3 +152,58 @@ def test_the_lock_is_a_file(tmp_path, how):
     with pytest.raises(UserError, match="cannot be written to"):
         lock(tmp_path)
     assert victim.read_text() == "precious"
+
+
+BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 60))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.sources.json"])
+@pytest.mark.parametrize("how", ["a pipe", "a device", "too deep", "no mapping", "a bomb"])
+def test_settings_of_somebody_elses_run_are_read_with_care(tmp_path, name, how):
+    """`--resume RUN` and `lockstep resize RUN` read them, whoever wrote them."""
+    path = stored_run(tmp_path, "steps: 3\n", {"steps": "command line"}) / name
+    path.unlink()
+    match how:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a device":
+            path.symlink_to("/dev/zero")
+        case "too deep":
+            path.write_text('{"a": ' * 900 + "1" + "}" * 900)
+        case "no mapping":
+            path.write_text("[1]")
+        case _:
+            path.write_text(BOMB)
+    with pytest.raises(UserError, match=f"the file {name} of the run {tmp_path} cannot be read"):
+        api._stored_layer(str(tmp_path), [])
+    if name == "config.yaml":
+        with pytest.raises(UserError, match="cannot be read"):
+            api.resize(tmp_path, 2)
+
+
+def test_sources_of_any_type_and_a_plan_without_samples_are_no_accident(tmp_path):
+    run = stored_run(tmp_path, "steps: 3\n", {"steps": 3})
+    assert api._stored_layer(str(run), []) == []
+    (run / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="no launcher"):
+        api.resize(run, 2)
+
+
+def test_settings_that_are_taken_over_cannot_steer_the_terminal(tmp_path, capfd):
+    run = stored_run(tmp_path, 'task: {text: "\\e]0;evil\\a"}\n', {"task.text": "command line"})
+    ((_, values),) = api._stored_layer(str(run), [])
+    assert values == {"task.text": "\x1b]0;evil\x07"}
+    assert r"task.text=\x1b]0;evil\x07" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["a link", "a pipe"])
+def test_the_launchers_lock_is_a_file(tmp_path, how):
+    """`lockstep resize` opens it in any folder that is named."""
+    (tmp_path / ".lock").touch()
+    if how == "a link":
+        (tmp_path / ".launcher").symlink_to(tmp_path / "made")
+    else:
+        os.mkfifo(tmp_path / ".launcher")
+    with pytest.raises(UserError, match="cannot be written to"):
+        ask_for_size(tmp_path, 2)
+    assert not (tmp_path / "made").exists()

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -334,6 +334,17 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert stage.tick()[-1].code == 2
 
 
+def test_an_exception_right_after_a_resize_gives_the_size_up():
+    """Out of memory on fewer ranks, say: the size before is known to work."""
+    stage = resized_to_3()
+    stage.exit(1, 1, kind="OutOfMemoryError", message="no room")
+    stage.tick(2)
+    assert "OutOfMemoryError: no room" in stage.said
+    assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
+    stage.ranks_gone()
+    assert stage.tick() == [StartAttempt(2, {0: 2})]
+
+
 def test_a_mistake_long_after_a_resize_ends_the_job():
     stage = resized_to_3()
     stage.saved = 10
@@ -570,6 +581,20 @@ def test_ranks_that_stand_still_get_no_grace(stage):
     assert [stage.tick(), stage.sent(Kill)][1] == [0]
     assert "rank 1 on host-0 failed at step 41, phase user code" in stage.said
     assert "2 ranks stood still and were killed" in stage.said
+
+
+@pytest.mark.parametrize(("steps_done", "code"), [(0, 75), (3, 1)])
+def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_done, code):
+    """A scheduler runs a job with code 75 again: it was only preempted. Code 1 says that steps are lost."""
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.tick(4)
+    stage.beat(*(replace(view(rank, 90.0, "user code"), steps_done=steps_done) for rank in (0, 1)))
+    stage.now += 2
+    stage.machine.check_for_hangs(stage.now)
+    stage.tick()
+    stage.ranks_gone()
+    stage.tick()
+    assert [ending.code for ending in stage.of(JobEnd)] == [code]
 
 
 def test_a_second_interrupt_works_after_a_sigterm_too(stage):

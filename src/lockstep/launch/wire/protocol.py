@@ -13,12 +13,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
@@ -420,8 +420,13 @@ def claim(join: str) -> socket.socket | None:
     return listener
 
 
-def connect(join: str, source: str | None, say: Callable[[str], None], secret: Secret) -> Connection:
-    """Connect to the coordinating node, which may not be running yet. Both sides prove that they know the secret."""
+def connect(
+    join: str, source: str | None, say: Callable[[str], None], secret: Secret, signals: Sequence[str] = ()
+) -> Connection:
+    """Connect to the coordinating node, which may not be running yet. Both sides prove that they know the secret.
+
+    Raises Preempted when one of the `signals` has come: there is nothing to save yet.
+    """
     host, port = parse_join(join)
 
     # Nodes may be started in any order: retry and say so once.
@@ -429,6 +434,9 @@ def connect(join: str, source: str | None, say: Callable[[str], None], secret: S
     announced = False
     why = ""
     while time.monotonic() - began < CONNECT_S:
+        if signals:
+            raise Preempted(0, signals[0], None)
+
         try:
             connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
             return _proven(connection, secret)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UserError
+from lockstep.errors import Preempted, UserError
 from lockstep.launch.wire import door
 from lockstep.launch.wire.door import Door, NotProven, Secret, find_secret
 from lockstep.launch.wire.protocol import claim, connect
@@ -173,6 +173,35 @@ def test_a_rogue_coordinator_is_not_believed(challenge, proof, why):
         with pytest.raises(UserError, match=why):
             connect(f"127.0.0.1:{listener.getsockname()[1]}", None, print, OURS)
         thread.join()
+
+
+def test_a_coordinator_that_answers_digit_by_digit_gains_no_time(monkeypatch):
+    monkeypatch.setattr(door, "PROOF_S", 0.3)
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip():
+        while not stop.wait(0.05):
+            theirs.sendall(b"0")
+
+    with ours, theirs:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(door.TurnedAway):
+                door.prove(ours, OURS)
+        finally:
+            stop.set()
+            thread.join()
+        assert time.monotonic() - began < 65 * 0.05
+
+
+def test_a_signal_ends_the_search_for_a_coordinator():
+    """Nobody answers there: without the signal it would be tried for minutes."""
+    with pytest.raises(Preempted) as stopped:
+        connect(f"127.0.0.1:{free_port()}", None, print, OURS, ["SIGTERM"])
+    assert (stopped.value.code, stopped.value.signal) == (Preempted.CODE, "SIGTERM")
 
 
 # Strangers, one kind after the other; the time is the test's
