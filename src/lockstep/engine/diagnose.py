@@ -38,6 +38,8 @@ SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The nodes around the inputs of a block, by the names in torch's errors: that of exact mode, and that of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
+# What torch says of a second backward through compiled code.
+COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
 NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
@@ -65,6 +67,14 @@ def explained(builder: RunBuilder) -> Iterator[None]:
         driver = builder.driver
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
             raise _explain_sharded_parameters(error, builder) from error
+
+        # torch's compiled backward frees what a second one would need.
+        if any(words in str(error) for words in COMPILED_TWICE):
+            raise UserError(
+                "the loss computes a gradient through the model and goes on with its graph, which compiled code cannot",
+                str(error).splitlines()[0],
+                "type compile=false",
+            ) from error
 
         if _is_about_input(str(error), builder):
             raise _explain_changed_input(error, builder) from error
