@@ -25,6 +25,7 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
+from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
@@ -75,6 +76,17 @@ def explained(builder: RunBuilder) -> Iterator[None]:
                 str(error).splitlines()[0],
                 "type compile=false",
             ) from error
+
+        # NotImplementedError is a RuntimeError: torch's kernels have no such operator.
+        if "sparse" in str(error).lower():
+            raise UserError(
+                "sparse gradients are not supported",
+                str(error).splitlines()[0],
+                "leave sparse=True out of F.embedding and F.embedding_bag: the gradient is then dense",
+            ) from error
+
+        if "out of bounds for storage of size 0" in str(error) and driver and not driver.placement.replicated:
+            raise hidden_output(str(error).splitlines()[0]) from error
 
         if _is_about_input(str(error), builder):
             raise _explain_changed_input(error, builder) from error

@@ -163,8 +163,8 @@ class Run:
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
 
-        # Walking through all modules is too slow for every step.
-        if step % self.config.checks.every == 0:
+        # Walking through all modules is too slow for every step. The first one shows what a forward adds.
+        if step == 1 or step % self.config.checks.every == 0:
             self.model_setup.guard.check_structure()
 
         # The control word of the next step carries both to the other ranks.
@@ -399,6 +399,8 @@ class Run:
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
         """Save the run as it is now. `repeat_evaluation`: see `maintain`."""
+        self.model_setup.guard.check_structure()  # or the state of a replaced parameter could not be named
+
         # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 

@@ -57,6 +57,8 @@ class Probe:
             computed = None
             if gradients and self.gradients:
                 computed = torch.autograd.grad(loss.total, self.parameters, allow_unused=True)
+                if any(gradient is not None and gradient.is_sparse for gradient in computed):
+                    raise CannotSay("it has sparse gradients")
             return Measured(float(loss.total.detach()), float(loss.weight), computed)
 
     def _note(self, inner: InnerGradient) -> None:

@@ -136,18 +136,15 @@ class FSDPDriver(ShardedDriver):
 
     def leaf_names(self) -> dict[int, str]:
         names = super().leaf_names()
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in self._sharded_modules()]
-        for parameter in [p for group in groups if group is not None for p in group.fsdp_params]:
-            full = getattr(parameter, "_unsharded_param", None)  # torch makes it with the first gather
-            if full is not None and id(parameter.sharded_param) in names:
-                names[id(full)] = names[id(parameter.sharded_param)]
-        return names
+        return names | {id(full): names[id(sharded)] for sharded, full in self._gathered() if id(sharded) in names}
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         if self._graph_is_retained:
             self._backward_through_gradients(total, grad_output)
         else:
             super()._backward(total, grad_output, None)
+        if self._uniform_use.steps == 1:
+            self._check_reduced()
         if word is not None:
             self._reduce(word)
 
@@ -169,6 +166,19 @@ class FSDPDriver(ShardedDriver):
         modules[0]._get_fsdp_state()._root_post_backward_final_callback()
         self._graph_is_retained = False
 
+    def _check_reduced(self) -> None:
+        """Check that FSDP has reduced every gradient: it learns of a backward from the outputs that it can see."""
+        names = self.leaf_names()
+        left = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
+        if left:
+            raise hidden_output(f"the gradient of {left[0]!r} was not reduced")
+
+    def _gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the shard and the gathered parameter of all that were gathered so far."""
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in self._sharded_modules()]
+        parameters = [p for group in groups if group is not None for p in group.fsdp_params]
+        return [(p.sharded_param, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
+
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
@@ -189,6 +199,16 @@ def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.precision in BF16_STORED else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
+    )
+
+
+def hidden_output(found: str) -> UserError:
+    """Return the error for outputs on which FSDP could not set its hooks."""
+    return UserError(
+        "FSDP was not told of the backward of a block, or of the model: forward returns its tensors inside an object "
+        "that torch does not look into",
+        found,
+        "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or type strategy=ddp",
     )
 
 
