@@ -163,8 +163,8 @@ class Run:
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
 
-        # Walking through all modules is too slow for every step. The first one shows what a forward adds.
-        if step == 1 or step % self.config.checks.every == 0:
+        # Walking through all modules is too slow for every step.
+        if step % self.config.checks.every == 0:
             self.model_setup.guard.check_structure()
 
         # The control word of the next step carries both to the other ranks.
@@ -198,7 +198,8 @@ class Run:
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step of this process the optimizers have their state, so the size of a snapshot is
-            # known: allocating it now keeps the first save short.
+            # known: allocating it now keeps the first save short. A forward that adds parameters has done so by now.
+            self.model_setup.guard.check_structure()
             self.checkpoints.prepare()
 
         if self._preempt_agreed:
