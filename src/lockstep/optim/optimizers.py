@@ -86,7 +86,9 @@ class Optimizers:
     def refuse_coupled(self, who: str) -> None:
         """Refuse optimizers whose update of one parameter depends on others, where `who` steps only some of them."""
         for optimizer in self.all:
-            if type(optimizer) not in ON_DTENSORS and not _is_ours(optimizer):
+            # One without trainable parameters moves something that no gradient reaches.
+            learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if learning and type(optimizer) not in ON_DTENSORS and not _is_ours(optimizer):
                 try:
                     kind_of(optimizer)
                 except CannotTry as reason:
@@ -272,7 +274,8 @@ def _check_kind(optimizer: Any) -> None:
 
 def _knows_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer can step its parameters as they are: all plain ones, or it is right on DTensors."""
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sharded = any(isinstance(p, DTensor) for p in parameters)
     known = type(optimizer) in ON_DTENSORS or _is_ours(optimizer) or getattr(optimizer, OWN_DTENSORS, False)
     return known or not sharded
 
