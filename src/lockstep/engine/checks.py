@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.state_tree import digest
@@ -127,6 +128,14 @@ def check_plain(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
+        )
+
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise UserError(
+            f"the shape of {lazy[0]!r} is not known yet: a lazy module gets it with its first input",
+            f"{len(lazy)} parameters have no shape",
+            "call the model once, on a small input, before you return it; or write nn.Linear(in_features, ...)",
         )
 
     for name, module in model.named_modules():

@@ -25,6 +25,7 @@ from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
+from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
@@ -264,8 +265,10 @@ class OwnStep:
             self._gradients.note()
 
             # The loop's body runs here, under autocast. It must call `backward` once.
+            start_watching(self._driver.before_inner_gradient)
             with self._control.autocast():
                 yield micro.data
+            stop_watching()
             if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
@@ -288,7 +291,7 @@ class OwnStep:
             self._kept_state = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with full_precision(self._run.stepper.context.precision):
+        with unwatched(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
 

@@ -201,7 +201,8 @@ class Run:
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step of this process the optimizers have their state, so the size of a snapshot is
-            # known: allocating it now keeps the first save short.
+            # known: allocating it now keeps the first save short. A forward that adds parameters has done so by now.
+            self.model_setup.guard.check_structure()
             self.checkpoints.prepare()
 
         if self._preempt_agreed:
@@ -402,6 +403,8 @@ class Run:
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
         """Save the run as it is now. `repeat_evaluation`: see `maintain`."""
+        self.model_setup.guard.check_structure()  # or the state of a replaced parameter could not be named
+
         # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 

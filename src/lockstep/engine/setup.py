@@ -59,8 +59,9 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, LossFn, trainable
+from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
-from lockstep.precision import Precision, check_statistics, check_storage, choose
+from lockstep.precision import Precision, check_statistics, check_storage, choose, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
@@ -123,6 +124,7 @@ class RunBuilder:
             )
 
         check_plain(model)
+        self.precision = for_model(self.precision, self.config.precision, model)
         if self.precision.rounding:
             check_statistics(model, self.precision)
         else:
@@ -136,6 +138,7 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
+        self._on_failure.callback(stop_watching)  # a loop of the user's own may have been left in the middle
         late_hooks = LateHooks(model, names_before)
         for name, part in self.driver.extra_state.items():
             self.add_part(name, part)
@@ -144,6 +147,8 @@ class RunBuilder:
         own_optimizers = optimizers(self.driver.model)
         rebind(own_optimizers, names_before, dict(model.named_parameters()))
         wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
+        if not self.driver.placement.runs_whole_model:
+            wrapped.refuse_coupled("a stage of a pipeline")
         self._on_failure.callback(wrapped.release)
 
         own_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
@@ -189,6 +194,7 @@ class RunBuilder:
         # Banner lines. The driver and a user-defined source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
         facts |= driver.placement.facts
+        facts |= setup.optimizers.facts
         if about_data:
             facts["data"] = about_data
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
+from lockstep.parallel.inner_gradients import InnerGradient, refuse_backward, watched
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -164,6 +166,7 @@ class BaseDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
+        loss_fn = watched(loss_fn, self.before_inner_gradient)
         for micro in batches.micro_batches:
             self.before_forward(micro, control)
             with control.autocast():
@@ -196,6 +199,14 @@ class BaseDriver(Driver):
         if control.last:
             self.statistics.end_step(control.batches)
         control.backwards_done += 1
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        """Prepare for a gradient that the user's loss computes itself, or refuse it."""
+        refuse_backward(inner, self.leaf_names())
+
+    def leaf_names(self) -> dict[int, str]:
+        """Return the names of the trainable parameters, by the id of the tensor that a graph ends in."""
+        return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
     def reduced(self) -> Reduced:
         """Return the summed gradients, after the last backward."""
@@ -303,6 +314,17 @@ class ShardedDriver(BaseDriver):
                 raise  # all ranks failed in the same way
 
             self._agree("the end")
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        super().before_inner_gradient(inner)
+        names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True) if isinstance(p, DTensor)}
+        sharded = next((names[id(leaf)] for leaf in inner.inputs if id(leaf) in names), None)
+        if sharded:
+            raise UserError(
+                f"the loss asks for the gradient of {sharded!r}, which is sharded: no rank holds it in full",
+                inner.place,
+                "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
+            )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))

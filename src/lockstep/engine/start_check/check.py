@@ -41,6 +41,9 @@ FEWEST, MOST = 4, 32
 # Once one of these is found, a batch and its halves cannot be compared.
 NOT_REPEATABLE = ("randomness", "nondeterminism", "carried-state")
 
+# These cannot be meant: other data on every rank, and gradients besides those of the step, which drivers refuse.
+NEVER_MEANT = ("data", "augmentation", "left-gradient")
+
 
 def find(run: Run, task: Any) -> Cause | None:
     """Return what is wrong with the loss or its data, or None. Collective.
@@ -93,7 +96,7 @@ def check_own_loop(run: Run, kept: KeptState) -> None:
 
 def refuse(cause: Cause, config: RunConfig) -> UserError:
     """Return the error that stops the run."""
-    if cause.key in ("data", "augmentation"):
+    if cause.key in NEVER_MEANT:
         return UserError(cause.title, cause.evidence, cause.fix)
     accepted = [*accepted_causes(config), cause.key]
     typed = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
@@ -196,7 +199,7 @@ def _judge(
     # Where the forward changes the model, and the task says so, a repetition is another forward.
     moves = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing]
-    found = of_changes(changes, set() if run.config.exact else draws & {"numpy", "random"})
+    found = of_changes(changes, set() if run.config.exact else draws & {"numpy", "random"}, probe.inner)
     if not found and not moves:
         found = of_repetition(first, again, changes, tolerance)
     if found and found.key not in accepted:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.causes import Cause, named
 from lockstep.engine.start_check.kept_state import Changes
+from lockstep.parallel.inner_gradients import InnerGradient
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts
 
@@ -46,10 +47,11 @@ class Tolerance:
 # ---- what a call of the loss changes ----
 
 
-def of_changes(changes: Changes, host_draws: set[str]) -> Cause | None:
-    """Name what a loss must not do besides returning a number."""
+def of_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | None = None) -> Cause | None:
+    """Name what a loss must not do besides returning a number. `inner`: a gradient that it computed itself."""
     if changes.gradients:
-        return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}")
+        where = f" ({inner.place})" if inner and inner.accumulates else ""
+        return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")
     if changes.generators:

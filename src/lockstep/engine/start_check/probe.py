@@ -19,6 +19,7 @@ from lockstep.data.loader import to_device
 from lockstep.engine.start_check.judge import Measured
 from lockstep.engine.start_check.random_numbers import HeldStill, seed_all
 from lockstep.parallel.driver import RanksDiffer, trainable
+from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -40,22 +41,41 @@ class Probe:
 
     def __post_init__(self) -> None:
         self.names, self.parameters = trainable(self.run.driver.model)
+        self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
 
     def measure(self, make_batch: Callable[[], Any], gradients: bool = True) -> Measured:
         """Return the loss of a batch, with the random numbers of the first micro-batch."""
         run = self.run
 
-        with _errors_of_the_user():
+        with self._errors_of_the_user():
             # A loss may change its batch, so each call gets its own. A collate may draw as well: seed after it.
             batch = to_device(make_batch(), run.runtime.device)
             self.seed()
             with nullcontext() if self.gradients else torch.no_grad(), run.stepper.context.precision.autocast():
-                loss = self.loss_fn(run.driver.model, batch)
+                loss = watched(self.loss_fn, self._note)(run.driver.model, batch)
 
             computed = None
             if gradients and self.gradients:
                 computed = torch.autograd.grad(loss.total, self.parameters, allow_unused=True)
+                if any(gradient is not None and gradient.is_sparse for gradient in computed):
+                    raise CannotSay("it has sparse gradients")
             return Measured(float(loss.total.detach()), float(loss.weight), computed)
+
+    def _note(self, inner: InnerGradient) -> None:
+        self.inner = inner
+
+    @contextmanager
+    def _errors_of_the_user(self) -> Iterator[None]:
+        """Turn an error of the user's code into a reason not to judge: training will show it, with its traceback."""
+        try:
+            yield
+        except (CannotSay, RanksDiffer):
+            raise
+        except Exception as error:
+            if self.inner and not self.gradients:
+                reason = f"it computes gradients itself ({self.inner.place}), and parameters are sharded"
+                raise CannotSay(reason) from error
+            raise CannotSay(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def seed(self) -> None:
         run = self.run
@@ -74,17 +94,6 @@ class Probe:
         if mode.missed:
             raise CannotSay(f"the loss draws random numbers in a way that follows the batch ({', '.join(mode.missed)})")
         return measured
-
-
-@contextmanager
-def _errors_of_the_user() -> Iterator[None]:
-    """Turn an error of the user's code into a reason not to judge: training will show it, with its traceback."""
-    try:
-        yield
-    except (CannotSay, RanksDiffer):
-        raise
-    except Exception as error:
-        raise CannotSay(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 # ---- modes of modules ----

@@ -18,6 +18,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
+from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -134,6 +135,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
+        loss_fn = watched(loss_fn, self.before_inner_gradient)
         micros = list(batches)
 
         # The first stages need the loss scale of fp16 before any loss is known.
@@ -146,6 +148,14 @@ class PipelineDriver(ShardedDriver):
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
         return self.reduced()
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        raise UserError(
+            "the loss computes gradients itself, which a pipeline (mesh.pp) cannot do: the rank of the loss holds the "
+            "last stage only",
+            inner.place,
+            "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
+        )
 
     def reduced(self) -> Reduced:
         return replace(super().reduced(), names=self.names)  # norms are those of all stages
