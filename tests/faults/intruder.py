@@ -175,6 +175,7 @@ def _attack(port: int, tap: Tap, connections: int, megabytes: int) -> None:
 def main() -> None:
     from faults.torture import digests
     from lockstep.launch.wire import door
+    from lockstep.runtime.meeting import proof
     from ports import free_port
 
     parser = argparse.ArgumentParser()
@@ -207,7 +208,7 @@ def main() -> None:
     print("the same hash of every tensor" if found[0] == found[1] else "ANOTHER RESULT")
 
     # An attack that came too late, or was never seen, proves nothing.
-    unseen = {door.WRONG, door.NOISE, door.SILENT, door.HUNG_UP, door.CROWD} - counts.keys()
+    unseen = {proof.WRONG, proof.NOISE, door.SILENT, door.HUNG_UP, door.CROWD} - counts.keys()
     if unseen:
         print(f"never seen, so try more --steps: {', '.join(sorted(unseen))}")
     sys.exit(bool(unseen) or found[0] != found[1])

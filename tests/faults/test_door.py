@@ -18,6 +18,7 @@ from faults import intruder
 from faults.runs import TINY, Started
 from faults.torture import digests
 from lockstep.launch.wire import door
+from lockstep.runtime.meeting import proof
 from ports import free_port
 
 STAY = "me.note(); me.train(600)"
@@ -67,7 +68,7 @@ def test_a_job_under_attack_ends_with_the_same_weights(tmp_path, undisturbed):
     assert digests(ended[0].run) == undisturbed
     kinds = [event["kind"] for event in ended[0].events("stranger")]
     assert sorted(kinds) == sorted(set(kinds))
-    assert {door.CROWD, door.WRONG, door.NOISE, door.HUNG_UP} <= set(kinds)
+    assert {door.CROWD, proof.WRONG, proof.NOISE, door.HUNG_UP} <= set(kinds)
     said = [line for line in ended[0].output.splitlines() if "a stranger" in line]
     assert len(said) == len(kinds)
     assert "evil" not in ended[0].output
@@ -96,10 +97,10 @@ def test_a_node_with_another_secret_learns_only_that(launchers, tmp_path):
     assert stranger.wait() == 2
     assert "the two nodes do not share a secret" in stranger.said
     assert f"the secret here is from {tmp_path / 'elsewhere' / '.secret'}" in stranger.said
-    assert first.said.count(door.WRONG) == 1
+    assert first.said.count(proof.WRONG) == 1
     launchers(port)
     pid_of(tmp_path, 0, 1)
-    assert [event["kind"] for event in events(tmp_path)] == [door.WRONG]
+    assert [event["kind"] for event in events(tmp_path)] == [proof.WRONG]
 
 
 def test_what_is_changed_on_the_way_is_not_obeyed(launchers, tmp_path):

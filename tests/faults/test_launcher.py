@@ -44,25 +44,28 @@ def launch(tmp_path):
 def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
-    code = f"print(' '.join(os.environ[k] for k in {names}), 'LOCKSTEP_LISTEN_FD' in os.environ)"
+    code = f"print(' '.join(os.environ[k] for k in {names}))"
     assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_FOLDER'])))", 3) == JobEnd(0)
     logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
-    assert logs == ["1 3 1 3 0 127.0.0.1 3 False\n", "2 3 2 3 0 127.0.0.1 3 False\n"]
+    assert logs == ["1 3 1 3 0 127.0.0.1 3\n", "2 3 2 3 0 127.0.0.1 3\n"]
     assert (tmp_path / "0-0").read_text().endswith(" True")
 
 
-def test_rank_0_has_the_terminal_and_the_listening_socket(run, capfd):
+def test_rank_0_has_the_terminal(run, capfd):
+    assert run("print('rank', me.rank)") == JobEnd(0)
+    assert "rank 0\n" in (out := capfd.readouterr().out)
+    assert "rank 1" not in out
+
+
+def test_a_script_may_open_a_store_of_its_own(run):
+    """Scripts that make the process group themselves find MASTER_PORT free."""
     code = """
     import socket
     if me.rank == 0:
-        with socket.socket(fileno=int(os.environ["LOCKSTEP_LISTEN_FD"])) as listener:
-            print("listening", listener.getsockname()[1] == int(os.environ["MASTER_PORT"]))
-            listener.accept()
-    else:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
+            me.note()
     """
     assert run(dedent(code)) == JobEnd(0)
-    assert "listening True" in capfd.readouterr().out
 
 
 def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, capfd):

@@ -17,6 +17,7 @@ from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store,
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.meeting.store import wait_for
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, name: str, limit: timedelta) -> Path:
@@ -58,14 +59,12 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, nam
 def _outcome_of(writer: int, name: str, folder: Path, limit: timedelta) -> list[str | None]:
     """Wait for what the writer leaves in the store."""
     store = dist.distributed_c10d._get_default_store()
-    try:
-        store.wait([name], limit)
-    except dist.DistStoreError:
+    if not wait_for(store, [name], limit):
         raise UserError(
             f"save_checkpoint({str(folder)!r}) waited for rank {writer}, which has not saved",
             f"nothing from rank {writer} within {limit}",
             f"call save_checkpoint on all ranks, or on rank {writer} alone",
-        ) from None
+        )
     return json.loads(store.get(name))
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from contextlib import suppress
@@ -35,10 +34,16 @@ from lockstep.launch.wire.protocol import (
     Start,
     ZygoteLost,
 )
+from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import Zygote, kill_rank
-from lockstep.runtime.environments.torchrun import STORE_PREFIX
+from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
+from lockstep.runtime.machine import loopback_interface
+from lockstep.runtime.meeting.proof import Secret
 from lockstep.runtime.threads import share_cores
+
+# The network interface at whose address gloo listens.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # How long the zygote may take to report the end of killed ranks.
 RANKS_KILL_S = 5.0
@@ -88,9 +93,10 @@ class LocalAttempt:
 class Agent:
     """Runs the ranks of one node, in one attempt after another."""
 
-    def __init__(self, job: Job, name: str):
+    def __init__(self, job: Job, name: str, secret: Secret | None = None):
         self._job = job
         self._name = name
+        self._secret = secret  # the job's; None on a single machine
 
         # The first zygote starts at once: it imports torch while the nodes gather.
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
@@ -110,12 +116,12 @@ class Agent:
 
     # ---- orders of the coordinator ----
 
-    def do(self, message: Message, listener: socket.socket | None = None) -> None:
-        """Carry out an order. `listener` is the socket of the ranks' rendezvous, on the node of rank 0."""
+    def do(self, message: Message) -> None:
+        """Carry out an order."""
         current = self._current
         match message:
             case Start():
-                self._start(message, listener)
+                self._start(message)
             case Prepare():
                 self._prepare(message.count)
 
@@ -135,7 +141,7 @@ class Agent:
             case _:
                 raise ValueError(f"{type(message).__name__} is not an order")
 
-    def _start(self, start: Start, listener: socket.socket | None) -> None:
+    def _start(self, start: Start) -> None:
         self._close_attempt()
         self._prepare(start.count)
         if self._next_zygote is not None:
@@ -159,9 +165,9 @@ class Agent:
             "GROUP_RANK": str(start.group_rank),
             "MASTER_ADDR": start.address,
             "MASTER_PORT": str(start.port),
-            STORE_PREFIX: start.store,
             FOLDER: str(current.folder),
             ATTEMPT: str(start.attempt),
+            **self._meeting(start, current.folder),
         }
 
         # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
@@ -174,15 +180,25 @@ class Agent:
             began = log.stat().st_size if log and log.exists() else 0
             current.ranks[rank] = failure.LocalRank(rank, self._name, current.folder, log, began, oom_kills)
 
-            # Rank 0 inherits the rendezvous socket, through the zygote.
-            fds = [current.alive]
-            if listener and rank == 0:
-                fds.append(listener.fileno())
-
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            self._zygote.fork(rank, env, self._job.spec, log, fds)
+            self._zygote.fork(rank, env, self._job.spec, log, current.alive)
 
         self._started = start.attempt
+
+    def _meeting(self, start: Start, folder: Path) -> dict[str, str]:
+        """Return the variables that tell ranks where they meet."""
+        # Ranks of one machine need no port, neither for their store nor for gloo: the folder is this user's alone.
+        if not start.store:
+            loopback = loopback_interface()
+            gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in self._zygote.env else {}
+            return {STORE_FILE: str(folder / "store"), **gloo}
+
+        # In a file, not in a variable: programs may record their environment.
+        assert self._secret is not None
+        key_file = folder / "store.key"
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(store_secret(self._secret, start.store).key)
+        return {STORE_KEY_FILE: str(key_file)}
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.

@@ -26,7 +26,7 @@ from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
 from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.wire.door import Door, Notice, Secret, find_secret
+from lockstep.launch.wire.door import Door, Notice, find_secret
 from lockstep.launch.wire.protocol import (
     BEAT_S,
     Announce,
@@ -54,6 +54,8 @@ from lockstep.launch.wire.protocol import (
     connect,
     difference,
 )
+from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.runtime.meeting.proof import Secret
 from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
 
 # How long a turn of the loop waits for something to happen.
@@ -87,7 +89,7 @@ def supervise(job: Job) -> JobEnd:
             return follow(job, job.join, name, signals, secret)
 
         address, _ = socket.getnameinfo(listener.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
-        return Coordinator(job, name, signals, Hub(Door(listener, secret)), address).run()
+        return Coordinator(job, name, signals, Hub(Door(listener, secret)), address, secret).run()
 
 
 # ---- the launcher's terminal ----
@@ -120,12 +122,14 @@ def say(text: str) -> None:
 class Coordinator:
     """Runs the ranks of its node, talks to the other nodes and carries out the state machine's commands."""
 
-    def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str):
+    def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str, secret: Secret | None = None):
         self._job = job
         self._signals = signals
         self._hub = hub
-        self._address = address  # where the ranks' rendezvous is bound
-        self._agent = Agent(job, name)
+        self._address = address  # where the ranks' store is bound
+        self._secret = secret
+        self._store: StoreServer | None = None  # that of the present attempt, on several nodes
+        self._agent = Agent(job, name, secret)
 
         # This node joins its own job like any other.
         now = time.monotonic()
@@ -139,9 +143,12 @@ class Coordinator:
         self._folder_watched: tuple[int, int] | None = folder_identity(job.run_dir)
 
     def run(self) -> JobEnd:
-        with closing(self._hub), closing(self._agent):
-            while self._ending is None:
-                self._turn()
+        try:
+            with closing(self._hub), closing(self._agent):
+                while self._ending is None:
+                    self._turn()
+        finally:
+            self._close_store()
 
         if counts := self._hub.turned_away():
             append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
@@ -150,7 +157,9 @@ class Coordinator:
 
     def _turn(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
-        records.wait_readable(self._agent.sockets() + self._hub.sockets(time.monotonic()), TURN_S)
+        now = time.monotonic()
+        of_store = self._store.files(now) if self._store else []
+        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + of_store, TURN_S)
         now = time.monotonic()
 
         # Events of this node and of the others.
@@ -164,7 +173,12 @@ class Coordinator:
             self._receive(number, message, now)
 
         for notice in self._hub.take_notices():
-            self._tell(notice)
+            self._tell(notice, f"--join {self._job.join}")
+
+        if self._store is not None:
+            self._store.poll(now)
+            for notice in self._store.take_notices():
+                self._tell(notice, "the ranks' store")
 
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
@@ -175,10 +189,10 @@ class Coordinator:
         for command in self._machine.take():
             self._carry_out(command)
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: Notice, where: str) -> None:
         """Say once for each kind of stranger that there was one. They cannot choose a word of it."""
         source = f" from {notice.address}" if notice.address else ""
-        say(f"lockstep: a stranger{source} at --join {self._job.join} {notice.kind}; others like it are only counted")
+        say(f"lockstep: a stranger{source} at {where} {notice.kind}; others like it are only counted")
         append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
 
     def _every_second(self, now: float) -> None:
@@ -290,33 +304,47 @@ class Coordinator:
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        The socket of the ranks' rendezvous is bound before any rank starts, and each attempt gets a new one: no port is
-        guessed, and no rank finds what an earlier attempt left. Rank 0, on this node, inherits it. Torch's store asks
-        nobody for a secret, so it is bound to one address, and its keys begin with a text that is hard to guess.
+        Each attempt has a store of its own, so that no rank finds what an earlier attempt left: on one node a file,
+        on several a server in this process, which listens before any rank starts.
         """
-        address = self._address if len(command.ranks) > 1 else "127.0.0.1"
+        self._close_store()
+        several = len(command.ranks) > 1
+        store = secrets.token_hex(16) if several else ""
+        address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        store = secrets.token_hex(16)
-        with socket.create_server((address, 0), family=family, backlog=1024) as listener:
-            # Ranks are numbered node by node.
-            first_rank = 0
-            for group_rank, (number, count) in enumerate(command.ranks.items()):
-                start = Start(
-                    attempt=command.attempt,
-                    first_rank=first_rank,
-                    count=count,
-                    world_size=sum(command.ranks.values()),
-                    group_rank=group_rank,
-                    address=address,
-                    port=listener.getsockname()[1],
-                    store=store,
-                )
-                self._send(number, start, listener)
-                first_rank += count
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        port = listener.getsockname()[1]
+        if several:
+            assert self._secret is not None
+            self._store = StoreServer(listener, store_secret(self._secret, store), sum(command.ranks.values()))
+        else:
+            # Nobody listens there. A script that makes a process group itself, from MASTER_PORT, finds it free.
+            listener.close()
 
-    def _send(self, number: int, message: Message, listener: socket.socket | None = None) -> None:
+        # Ranks are numbered node by node.
+        first_rank = 0
+        for group_rank, (number, count) in enumerate(command.ranks.items()):
+            start = Start(
+                attempt=command.attempt,
+                first_rank=first_rank,
+                count=count,
+                world_size=sum(command.ranks.values()),
+                group_rank=group_rank,
+                address=address,
+                port=port,
+                store=store,
+            )
+            self._send(number, start)
+            first_rank += count
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _send(self, number: int, message: Message) -> None:
         if number == COORDINATOR:
-            self._agent.do(message, listener)
+            self._agent.do(message)
         else:
             self._hub.send(number, message)
 
@@ -340,7 +368,7 @@ def follow(job: Job, join: str, name: str, signals: list[str], secret: Secret) -
     with closing(reached) as connection:
         try:
             adopted, orders = _introduce(job, name, connection)
-            with closing(Agent(adopted, name)) as agent:
+            with closing(Agent(adopted, name, secret)) as agent:
                 return _obey(agent, connection, signals, orders)
         except ConnectionLost as lost:
             text = f"the coordinating node ({join}) is gone: {lost}; the ranks here were stopped"

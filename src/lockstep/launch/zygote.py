@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 
 from lockstep.launch import records, worker
 from lockstep.launch.failure import PREEMPTED
-from lockstep.runtime.environments.torchrun import LISTEN_FD
 from lockstep.runtime.heartbeat import FOLDER
 
 # How long its imports may take, from a slow shared disk, and how long a fork.
@@ -82,10 +81,10 @@ class Zygote:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, fds: list[int]) -> None:
-        """Ask for a rank. `fds` are its lifeline and, for rank 0, the listening socket."""
+    def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
+        """Ask for a rank. Its `lifeline` closes when the launcher dies."""
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
-        self._waiting.append((request.encode(), [os.dup(file) for file in fds]))
+        self._waiting.append((request.encode(), [os.dup(lifeline)]))
         if not self._unanswered:
             self._since = time.monotonic()
 
@@ -242,7 +241,7 @@ def _report(control: socket.socket, values: dict[str, int]) -> None:
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     # The files come with the first byte; the rest of the request is plain data.
-    head, fds, _, _ = socket.recv_fds(control, _LENGTH_BYTES, 2)
+    head, fds, _, _ = socket.recv_fds(control, _LENGTH_BYTES, 1)
     head += _read_exactly(control, _LENGTH_BYTES - len(head))
 
     return json.loads(_read_exactly(control, int.from_bytes(head))), fds
@@ -321,8 +320,6 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         # Exactly the environment of the request, whatever the imports added to the zygote's.
         os.environ.clear()
         os.environ.update(request["env"])
-        if len(fds) > 1:
-            os.environ[LISTEN_FD] = str(fds[1])
 
         if request["log"]:
             _write_to(request["log"])

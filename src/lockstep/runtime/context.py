@@ -19,8 +19,8 @@ from lockstep.errors import UserError
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
-from lockstep.runtime.environments.torchrun import STORE_PREFIX
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.meeting.store import meet, wait_for
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
@@ -65,12 +65,7 @@ class Runtime:
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
-        try:
-            store.wait([f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
-        except dist.DistStoreError:
-            return False
-
-        return True
+        return wait_for(store, [f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
 
 
 @contextmanager
@@ -141,23 +136,7 @@ def join(
         return "none"
 
     if store is None:
-        assert world.master_addr is not None
-        assert world.master_port is not None
-
-        # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
-        agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
-            world.master_addr,
-            world.master_port,
-            world.size,
-            is_master=world.rank == 0 and not agent_hosts_store,
-            timeout=timeout or timedelta(minutes=5),
-            master_listen_fd=world.listen_fd,
-        )
-
-        # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"lockstep{os.environ.get(STORE_PREFIX, '')}/{restarts}", store)
+        store = meet(world, timeout)
 
     backend = asked if asked != "auto" else _backend_for(world, device, store)
     dist.init_process_group(

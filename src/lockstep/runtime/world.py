@@ -19,7 +19,10 @@ class World:
     local_size: int = 1
     master_addr: str | None = None
     master_port: int | None = None
-    listen_fd: int | None = None  # the master's socket, which rank 0 inherits from our launcher
+
+    # From our launcher only. On one machine, the file of the ranks' store; on several, the file with the store's key.
+    store_file: str | None = None
+    key_file: str | None = None
 
     @property
     def alone(self) -> bool:

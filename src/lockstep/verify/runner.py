@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.records import wait_readable
 from lockstep.launch.zygote import Zygote
+from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
@@ -80,7 +80,7 @@ class Runner:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
 
         # Under torchrun or our own launcher this process is a rank itself, which the ranks it forks must not inherit.
-        inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+        inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_FILE, STORE_KEY_FILE}
         env = {name: value for name, value in os.environ.items() if name not in inherited} | {"OMP_NUM_THREADS": "1"}
 
         module = "lockstep.verify.recorded_run"
@@ -141,20 +141,15 @@ class Runner:
         ranks = range(self._ranks, self._ranks + trial.world)
         self._ranks += trial.world
 
-        # Rank 0 inherits the listening socket, so that no other process can take the port meanwhile.
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            shared = self._zygote.env | {
-                "WORLD_SIZE": str(trial.world),
-                "LOCAL_WORLD_SIZE": str(trial.world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(listener.getsockname()[1]),
-                FOLDER: str(folder / "attempt"),
-            }
-
-            for rank, number in enumerate(ranks):
-                fds = [reading, listener.fileno()] if rank == 0 else [reading]
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", fds)
+        shared = self._zygote.env | {
+            "WORLD_SIZE": str(trial.world),
+            "LOCAL_WORLD_SIZE": str(trial.world),
+            STORE_FILE: str(folder / "store"),
+            FOLDER: str(folder / "attempt"),
+        }
+        for rank, number in enumerate(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._zygote.fork(number, shared | own, spec, folder / f"rank-{rank}.log", reading)
 
         os.close(reading)
         return RunningTrial(trial, folder, os.fdopen(writing, "wb"), ranks)

@@ -84,10 +84,10 @@ def test_a_slurm_step_answers_what_half_a_set_leaves_open() -> None:
     assert not World.launched(SLURM | {"WORLD_SIZE": "5"})
 
 
-def test_only_rank_0_listens() -> None:
-    listening = TORCHRUN | {"LOCKSTEP_LISTEN_FD": "7"}
-    assert World.from_env(listening).listen_fd is None
-    assert World.from_env(listening | {"RANK": "0"}).listen_fd == 7
+def test_our_launcher_says_where_its_ranks_meet() -> None:
+    assert World.from_env(TORCHRUN | {"LOCKSTEP_STORE_FILE": "/a/store"}).store_file == "/a/store"
+    assert World.from_env(TORCHRUN | {"LOCKSTEP_STORE_KEY_FILE": "/a/key"}).key_file == "/a/key"
+    assert World.from_env(TORCHRUN).store_file is World.from_env(TORCHRUN).key_file is None
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"MASTER_PORT": "x"}])

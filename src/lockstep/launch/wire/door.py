@@ -1,33 +1,38 @@
-"""The door of a job on several machines: the secret that its nodes share, the proof of it, and what strangers get.
+"""The door of a job on several machines: the secret that its nodes share, and what strangers get.
 
-Both sides prove that they know the secret before either believes a word of the other:
-
-    coordinator -> node     a challenge: random
-    node -> coordinator     a challenge of its own, and an HMAC of both
-    coordinator -> node     another HMAC of both
-
-From then on every line carries an HMAC with a key of this one connection, so that no line can be forged, repeated,
-left out or sent back. Nothing is encrypted. A stranger gets a random number, or a "no", and nothing else; no text of
-theirs is shown, and there is one notice for each kind of them.
+How both sides prove that they know the secret is in `lockstep.runtime.meeting.proof`. A stranger gets a random number,
+or a "no", and nothing else; no text of theirs is shown, and there is one notice for each kind of them.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import hmac
 import os
 import resource
 import secrets
 import socket
 import stat
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.runtime.meeting.proof import (
+    COORDINATOR_SIDE,
+    DIGITS,
+    NODE_SIDE,
+    NOISE,
+    PROOF_S,
+    WRONG,
+    NotProven,
+    Seal,
+    Secret,
+    challenge,
+    is_line_of_digits,
+    sign,
+)
 
 # The secret itself, or a file that holds it, for nodes without a shared disk.
 SECRET = "LOCKSTEP_SECRET"
@@ -35,9 +40,6 @@ SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 
 # A shorter text could be guessed.
 SHORTEST = 16
-
-# How long a connection has to prove that it knows the secret.
-PROOF_S = 5.0
 
 # How many unproven connections may wait at once, and how many are accepted in one turn.
 MOST_STRANGERS = 64
@@ -49,19 +51,10 @@ RESERVE = 64
 # How long nobody is let in after this process, or the system, has run out of descriptors.
 PAUSE_S = 0.2
 
-# Digits of a challenge and of a proof. With these, all three lines of the exchange have a fixed length.
-DIGITS = 64
-
 # The coordinator's answer to a wrong proof: a line of the same length that proves nothing.
 NO_PROOF = b"0" * DIGITS + b"\n"
 
-# What the two sides of a connection are called in what they sign.
-NODE_SIDE = b"node"
-COORDINATOR_SIDE = b"coordinator"
-
 # Kinds of strangers.
-WRONG = "does not know the job's secret"
-NOISE = "sent something that is no answer to the challenge"
 SILENT = f"did not answer the challenge within {PROOF_S:.0f} s"
 HUNG_UP = "hung up in the middle of its answer"
 CROWD = f"made more than {MOST_STRANGERS} connections that prove nothing"
@@ -69,17 +62,6 @@ EXHAUSTED = "came when this process had few file descriptors left"
 
 
 # ---- the secret ----
-
-
-@dataclass(frozen=True)
-class Secret:
-    """The key of a job, and where it came from, for messages. Its representation does not show the key."""
-
-    key: bytes
-    source: str
-
-    def __repr__(self) -> str:
-        return f"Secret(from {self.source})"
 
 
 def find_secret(path: Path) -> Secret:
@@ -154,97 +136,6 @@ def _checked(text: str, source: str) -> Secret:
     return Secret(text.encode(), source)
 
 
-# ---- proofs ----
-
-
-class Seal:
-    """Signs the lines that this side of a connection sends and checks those that it receives."""
-
-    def __init__(self, secret: Secret, challenges: bytes, ours: bytes, theirs: bytes):
-        self._key = _sign(secret.key, b"lines", challenges)
-        self._ours = ours
-        self._theirs = theirs
-
-        # Numbers of the next lines: a line that is repeated, or left out, has the wrong one.
-        self._sent = 0
-        self._received = 0
-
-    def sign(self, line: bytes) -> bytes:
-        signature = _sign(self._key, self._ours, b"%d" % self._sent, line)
-        self._sent += 1
-        return signature + line
-
-    def check(self, line: bytes) -> bytes:
-        """Return the line without its signature. Raises ValueError if the signature is wrong."""
-        signature, rest = line[:DIGITS], line[DIGITS:]
-        if not hmac.compare_digest(signature, _sign(self._key, self._theirs, b"%d" % self._received, rest)):
-            raise ValueError("its signature is wrong")
-
-        self._received += 1
-        return rest
-
-
-def _sign(key: bytes, *parts: bytes) -> bytes:
-    # No part but the last can hold a space, so that two lists of parts never make the same text.
-    return hmac.new(key, b" ".join(parts), hashlib.sha256).hexdigest().encode()
-
-
-def _challenge() -> bytes:
-    return secrets.token_hex(DIGITS // 2).encode()
-
-
-class NotProven(Exception):
-    """The other side did not prove that it knows the secret; the text is a kind of stranger."""
-
-
-class TurnedAway(Exception):
-    """The coordinator has said nothing about the proof: it may have too many strangers at its door."""
-
-
-def prove(connection: socket.socket, secret: Secret) -> Seal:
-    """Prove to the coordinator that this node knows the secret, and check that the coordinator does. Blocks."""
-    deadline = time.monotonic() + PROOF_S
-    theirs = _receive_line(connection, deadline)
-    ours = _challenge()
-    challenges = theirs + b"." + ours
-    connection.sendall(ours + b" " + _sign(secret.key, NODE_SIDE, challenges) + b"\n")
-
-    proof = _receive_line(connection, deadline)
-    if not hmac.compare_digest(proof, _sign(secret.key, COORDINATOR_SIDE, challenges)):
-        raise NotProven(WRONG)
-
-    return Seal(secret, challenges, NODE_SIDE, COORDINATOR_SIDE)
-
-
-def _receive_line(connection: socket.socket, deadline: float) -> bytes:
-    line = b""
-    try:
-        # No byte more than the line: what follows is the first message. Whoever sends byte by byte gains no time.
-        connection.settimeout(_time_left(deadline))
-        while len(line) <= DIGITS and (data := connection.recv(DIGITS + 1 - len(line))):
-            line += data
-            connection.settimeout(_time_left(deadline))
-    except OSError:
-        # It hung up, or has not come to this connection in time.
-        raise TurnedAway from None
-
-    if len(line) <= DIGITS:
-        raise TurnedAway
-    if not _is_line_of_digits(line):
-        raise NotProven(NOISE)
-
-    return line[:-1]
-
-
-def _time_left(deadline: float) -> float:
-    # A timeout of 0 would mean a socket that never waits.
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _is_line_of_digits(line: bytes) -> bool:
-    return line.endswith(b"\n") and all(byte in b"0123456789abcdef" for byte in line[:-1])
-
-
 # ---- strangers ----
 
 
@@ -266,7 +157,7 @@ class Stranger:
         self.connection = connection
         self.address = address
         self.since = now
-        self.challenge = _challenge()
+        self.challenge = challenge()
         self._answer = b""
 
         connection.setblocking(False)
@@ -305,16 +196,16 @@ class Stranger:
 
     def _judge(self, secret: Secret) -> Seal:
         ours, space, proof = self._answer[:DIGITS], self._answer[DIGITS : DIGITS + 1], self._answer[DIGITS + 1 :]
-        if space != b" " or not _is_line_of_digits(ours + b"\n") or not _is_line_of_digits(proof):
+        if space != b" " or not is_line_of_digits(ours + b"\n") or not is_line_of_digits(proof):
             raise NotProven(NOISE)
 
         challenges = self.challenge + b"." + ours
-        if not hmac.compare_digest(proof[:-1], _sign(secret.key, NODE_SIDE, challenges)):
+        if not hmac.compare_digest(proof[:-1], sign(secret.key, NODE_SIDE, challenges)):
             # In place of a proof, so that a node with another secret need not try again.
             _send_now(self.connection, NO_PROOF)
             raise NotProven(WRONG)
 
-        _send_now(self.connection, _sign(secret.key, COORDINATOR_SIDE, challenges) + b"\n")
+        _send_now(self.connection, sign(secret.key, COORDINATOR_SIDE, challenges) + b"\n")
         return Seal(secret, challenges, COORDINATOR_SIDE, NODE_SIDE)
 
 

@@ -23,7 +23,8 @@ from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, parse_join
-from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice, NotProven, Seal, Secret, TurnedAway, prove
+from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice
+from lockstep.runtime.meeting.proof import NotProven, Seal, Secret, TurnedAway, prove
 
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0
@@ -142,7 +143,7 @@ class Start(AttemptMessage):
     group_rank: int  # the node's number in this attempt
     address: str
     port: int
-    store: str  # the beginning of all keys in the ranks' store
+    store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from lockstep.errors import UserError
 from lockstep.runtime.world import World, whole_number
 
-# Rank 0 inherits our launcher's listening socket: no port is ever guessed.
-LISTEN_FD = "LOCKSTEP_LISTEN_FD"
-
-# The beginning of all keys in the store of our launcher's ranks: random, so that nobody else meets them by chance.
-STORE_PREFIX = "LOCKSTEP_STORE"
+# Set by our launcher: the file in which the ranks of one machine meet, or the file with the key of the store in which
+# those of several machines do.
+STORE_FILE = "LOCKSTEP_STORE_FILE"
+STORE_KEY_FILE = "LOCKSTEP_STORE_KEY_FILE"
 
 
 # What makes a process a rank. The first two alone may describe a machine: some clouds set them once for each.
@@ -52,8 +51,6 @@ def read(env: Mapping[str, str]) -> World | None:
             "start the processes with `lockstep train --nproc N` or torchrun, or correct the two variables",
         )
 
-    listen_fd = env.get(LISTEN_FD)
-
     return World(
         rank=rank,
         size=size,
@@ -61,5 +58,6 @@ def read(env: Mapping[str, str]) -> World | None:
         local_size=whole_number(env, "LOCAL_WORLD_SIZE", size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=whole_number(env, "MASTER_PORT", 29500),
-        listen_fd=int(listen_fd) if listen_fd and rank == 0 else None,
+        store_file=env.get(STORE_FILE),
+        key_file=env.get(STORE_KEY_FILE),
     )

@@ -15,8 +15,8 @@ from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job
 from lockstep.launch.supervisor import _introduce
-from lockstep.launch.wire import door, protocol
-from lockstep.launch.wire.door import Door, Seal, Secret
+from lockstep.launch.wire import protocol
+from lockstep.launch.wire.door import Door
 from lockstep.launch.wire.protocol import (
     Announce,
     Connection,
@@ -36,6 +36,8 @@ from lockstep.launch.wire.protocol import (
     difference,
     encode,
 )
+from lockstep.runtime.meeting import proof
+from lockstep.runtime.meeting.proof import Seal, Secret
 from ports import free_port
 
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
@@ -107,7 +109,7 @@ class Peer:
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
-        self._seal = Seal(SECRET, b"1.2", door.COORDINATOR_SIDE, door.NODE_SIDE)
+        self._seal = Seal(SECRET, b"1.2", proof.COORDINATOR_SIDE, proof.NODE_SIDE)
 
     def say(self, *messages: protocol.Message) -> None:
         self.socket.sendall(self.signed(*messages))
@@ -121,7 +123,7 @@ def line():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
-    made = Connection(here, time.monotonic(), Seal(SECRET, b"1.2", door.NODE_SIDE, door.COORDINATOR_SIDE))
+    made = Connection(here, time.monotonic(), Seal(SECRET, b"1.2", proof.NODE_SIDE, proof.COORDINATOR_SIDE))
     yield made, Peer(there)
     made.close()
     there.close()
@@ -161,7 +163,7 @@ def test_only_what_the_peer_said_is_heard(line, how):
         "forged": first.replace(b'"a"', b'"x"'),
         "repeated": first + first,
         "left out": second,
-        "sent back": Seal(SECRET, b"1.2", door.NODE_SIDE, door.COORDINATOR_SIDE).sign(encode(Announce("a"))),
+        "sent back": Seal(SECRET, b"1.2", proof.NODE_SIDE, proof.COORDINATOR_SIDE).sign(encode(Announce("a"))),
     }
     there.socket.sendall(forged[how])
     with pytest.raises(ConnectionLost, match="its signature is wrong"):

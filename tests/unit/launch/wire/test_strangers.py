@@ -14,8 +14,10 @@ import pytest
 
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.wire import door
-from lockstep.launch.wire.door import Door, NotProven, Secret, find_secret
+from lockstep.launch.wire.door import Door, find_secret
 from lockstep.launch.wire.protocol import claim, connect
+from lockstep.runtime.meeting import proof
+from lockstep.runtime.meeting.proof import NotProven, Secret
 from ports import free_port
 
 OURS, THEIRS = Secret(b"the secret of this job", "a test"), Secret(b"that of another job", "elsewhere")
@@ -136,7 +138,7 @@ def test_who_does_not_says_what_to_do(meeting):
     with pytest.raises(UserError, match=r"the secret here is from elsewhere\n.*LOCKSTEP_SECRET"):
         connect(meeting.join, None, print, THEIRS)
     assert meeting.admitted == []
-    meeting.kinds(door.WRONG)
+    meeting.kinds(proof.WRONG)
 
 
 def test_a_stranger_gets_a_random_number_and_a_no(meeting):
@@ -176,7 +178,7 @@ def test_a_rogue_coordinator_is_not_believed(challenge, proof, why):
 
 
 def test_a_coordinator_that_answers_digit_by_digit_gains_no_time(monkeypatch):
-    monkeypatch.setattr(door, "PROOF_S", 0.3)
+    monkeypatch.setattr(proof, "PROOF_S", 0.3)
     ours, theirs = socket.socketpair()
     stop = threading.Event()
 
@@ -189,8 +191,8 @@ def test_a_coordinator_that_answers_digit_by_digit_gains_no_time(monkeypatch):
         thread.start()
         began = time.monotonic()
         try:
-            with pytest.raises(door.TurnedAway):
-                door.prove(ours, OURS)
+            with pytest.raises(proof.TurnedAway):
+                proof.prove(ours, OURS)
         finally:
             stop.set()
             thread.join()
@@ -239,7 +241,7 @@ def test_noise(quiet_door, data):
     opened, knock = quiet_door
     line = knock()
     threading.Thread(target=_try_to_send, args=(line, data), daemon=True).start()
-    turn(opened, door.NOISE)
+    turn(opened, proof.NOISE)
 
 
 def _try_to_send(line: socket.socket, data: bytes) -> None:
@@ -315,7 +317,7 @@ def test_a_proof_is_good_for_one_connection(quiet_door):
     with ours, theirs:
         stranger = door.Stranger(theirs, "here", 0.0)
         answers = []
-        thread = threading.Thread(target=lambda: answers.append(door.prove(ours, OURS)))
+        thread = threading.Thread(target=lambda: answers.append(proof.prove(ours, OURS)))
         thread.start()
         while stranger.poll(OURS, 0.0) is None:
             pass
@@ -323,7 +325,7 @@ def test_a_proof_is_good_for_one_connection(quiet_door):
         recorded = stranger._answer
     assert len(answers) == 1
     knock(recorded)
-    turn(opened, door.WRONG)
+    turn(opened, proof.WRONG)
 
 
 def test_a_proof_of_another_side_is_no_proof():
@@ -334,9 +336,9 @@ def test_a_proof_of_another_side_is_no_proof():
         thread = threading.Thread(target=lambda: theirs.sendall(theirs.recv(130)[65:]))
         thread.start()
         with pytest.raises(NotProven) as refusal:
-            door.prove(ours, OURS)
+            proof.prove(ours, OURS)
         thread.join()
-    assert str(refusal.value) == door.WRONG
+    assert str(refusal.value) == proof.WRONG
 
 
 def test_the_secret_of_a_job_without_a_typed_folder_lies_beside_it():

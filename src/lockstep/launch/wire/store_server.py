@@ -1,0 +1,186 @@
+"""The store of ranks on several machines, which the coordinating launcher keeps: see `GuardedStore` for their side.
+
+Whoever connects must prove to the `Door` that it knows the key of this attempt, which nodes make of the job's secret.
+Torch's own store would ask for nothing, and lets any stranger list, change and delete what ranks leave there.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from base64 import b64decode, b64encode
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.launch.wire.door import Door, Notice
+from lockstep.runtime.meeting.proof import Seal, Secret, sign
+
+# How long one answer may take to send. A rank that asks also reads, unless it is suspended.
+SEND_S = 2.0
+
+# What a rank's connection that cannot be understood did; a kind of stranger.
+FORGED = "changed a request of a rank to its store: the signature is wrong"
+
+# Files that a launcher needs besides the connections of ranks, and how many of these each rank may have.
+OTHER_FILES = 256
+PER_RANK = 4
+
+
+def store_secret(secret: Secret, store: str) -> Secret:
+    """Return the key of one attempt's store. Ranks get it, and never the job's secret, which outlives the attempt."""
+    return Secret(sign(secret.key, b"store", store.encode()), f"{secret.source}, for one attempt")
+
+
+@dataclass
+class Waiting:
+    """A request that is answered when the store has all `keys`, or when its time is over."""
+
+    keys: list[str]
+    deadline: float
+    with_values: bool
+
+
+class Client:
+    def __init__(self, connection: socket.socket, seal: Seal):
+        self.connection = connection
+        self.address = connection.getpeername()[0]
+        self.waiting: Waiting | None = None
+        self._seal = seal
+        self._unread = b""
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return what has arrived. Raises OSError when the rank is gone, ValueError for a wrong signature."""
+        self.connection.setblocking(False)
+        with suppress(BlockingIOError):
+            while data := self.connection.recv(2**16):
+                self._unread += data
+            raise ConnectionResetError("the rank hung up")
+
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(self._seal.check(line)) for line in lines]
+
+    def answer(self, answer: dict[str, Any]) -> None:
+        self.connection.settimeout(SEND_S)
+        self.connection.sendall(self._seal.sign(json.dumps(answer).encode()) + b"\n")
+
+
+class StoreServer:
+    """Keys and values of one attempt, and the ranks that are connected. It never blocks for long."""
+
+    def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
+        listener.setblocking(False)
+        self._door = Door(listener, secret)
+        self._clients: list[Client] = []
+        self._values: dict[str, bytes] = {}
+        self._forged: list[Notice] = []
+        self._told = False
+        _allow_files(OTHER_FILES + PER_RANK * ranks)
+
+    def files(self, now: float) -> list[Any]:
+        return [*self._door.files(now), *self._clients]
+
+    def take_notices(self) -> list[Notice]:
+        notices, self._forged = [*self._door.take_notices(), *self._forged], []
+        return notices
+
+    def poll(self, now: float) -> None:
+        """Let ranks in, and answer what can be answered."""
+        self._clients += [Client(connection, seal) for connection, seal in self._door.poll(now)]
+        for client in list(self._clients):
+            try:
+                for request in client.requests():
+                    self._serve(client, request, now)
+            except OSError:
+                self._drop(client)
+            except (ValueError, KeyError, TypeError):
+                self._drop(client)
+                self._note_forged(client)
+
+        for client in list(self._clients):
+            try:
+                self._end_wait(client, now)
+            except OSError:
+                self._drop(client)
+
+    def _serve(self, client: Client, request: dict[str, Any], now: float) -> None:
+        what = request["what"]
+        if what in ("wait", "get"):
+            # Answered at the end of this turn, at the earliest.
+            client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
+        else:
+            client.answer({"answer": self._carry_out(what, request)})
+
+    def _carry_out(self, what: str, request: dict[str, Any]) -> Any:
+        values = self._values
+        match what:
+            case "set":
+                values[request["key"]] = b64decode(request["value"])
+                return None
+            case "add":
+                total = int(values.get(request["key"], b"0")) + request["amount"]
+                values[request["key"]] = b"%d" % total
+                return total
+            case "append":
+                values[request["key"]] = values.get(request["key"], b"") + b64decode(request["value"])
+                return None
+            case "compare_set":
+                return _text(self._compare_set(request["key"], b64decode(request["expected"]), request["desired"]))
+            case "check":
+                return all(key in values for key in request["keys"])
+            case "delete":
+                return values.pop(request["key"], None) is not None
+            case "count":
+                return len(values)
+            case _:
+                raise ValueError(f"{what!r} is no request")
+
+    def _compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
+        """As in torch's store: an absent key counts as empty, and whoever expected something there gets that back."""
+        if self._values.get(key, b"") == expected:
+            self._values[key] = b64decode(desired)
+        return self._values.get(key, expected)
+
+    def _end_wait(self, client: Client, now: float) -> None:
+        waiting = client.waiting
+        if waiting is None:
+            return
+
+        if all(key in self._values for key in waiting.keys):
+            values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
+            client.waiting = None
+            client.answer({"answer": values})
+        elif now >= waiting.deadline:
+            client.waiting = None
+            client.answer({"timeout": True})
+
+    def _drop(self, client: Client) -> None:
+        self._clients.remove(client)
+        client.connection.close()
+
+    def _note_forged(self, client: Client) -> None:
+        if not self._told:
+            self._forged.append(Notice(FORGED, client.address))
+        self._told = True
+
+    def close(self) -> None:
+        self._door.close()
+        for client in self._clients:
+            client.connection.close()
+        self._clients.clear()
+
+
+def _text(value: bytes) -> str:
+    return b64encode(value).decode()
+
+
+def _allow_files(needed: int) -> None:
+    """Let this process open that many files, as far as the system allows it to raise its own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -1,0 +1,134 @@
+"""Challenge and response: how two processes of a job prove to each other that they know its secret.
+
+Both sides prove that they know the secret before either believes a word of the other:
+
+    coordinator -> node     a challenge: random
+    node -> coordinator     a challenge of its own, and an HMAC of both
+    coordinator -> node     another HMAC of both
+
+From then on every line carries an HMAC with a key of this one connection, so that no line can be forged, repeated,
+left out or sent back. Nothing is encrypted. Launchers meet in this way, with the job's secret; and ranks meet the store
+of their attempt, with a key that is made of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+# How long a connection has to prove that it knows the secret.
+PROOF_S = 5.0
+
+# Digits of a challenge and of a proof. With these, all three lines of the exchange have a fixed length.
+DIGITS = 64
+
+# What the two sides of a connection are called in what they sign.
+NODE_SIDE = b"node"
+COORDINATOR_SIDE = b"coordinator"
+
+# Kinds of strangers.
+WRONG = "does not know the job's secret"
+NOISE = "sent something that is no answer to the challenge"
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The key of a job, and where it came from, for messages. Its representation does not show the key."""
+
+    key: bytes
+    source: str
+
+    def __repr__(self) -> str:
+        return f"Secret(from {self.source})"
+
+
+class Seal:
+    """Signs the lines that this side of a connection sends and checks those that it receives."""
+
+    def __init__(self, secret: Secret, challenges: bytes, ours: bytes, theirs: bytes):
+        self._key = sign(secret.key, b"lines", challenges)
+        self._ours = ours
+        self._theirs = theirs
+
+        # Numbers of the next lines: a line that is repeated, or left out, has the wrong one.
+        self._sent = 0
+        self._received = 0
+
+    def sign(self, line: bytes) -> bytes:
+        signature = sign(self._key, self._ours, b"%d" % self._sent, line)
+        self._sent += 1
+        return signature + line
+
+    def check(self, line: bytes) -> bytes:
+        """Return the line without its signature. Raises ValueError if the signature is wrong."""
+        signature, rest = line[:DIGITS], line[DIGITS:]
+        if not hmac.compare_digest(signature, sign(self._key, self._theirs, b"%d" % self._received, rest)):
+            raise ValueError("its signature is wrong")
+
+        self._received += 1
+        return rest
+
+
+def sign(key: bytes, *parts: bytes) -> bytes:
+    # No part but the last can hold a space, so that two lists of parts never make the same text.
+    return hmac.new(key, b" ".join(parts), hashlib.sha256).hexdigest().encode()
+
+
+def challenge() -> bytes:
+    return secrets.token_hex(DIGITS // 2).encode()
+
+
+class NotProven(Exception):
+    """The other side did not prove that it knows the secret; the text is a kind of stranger."""
+
+
+class TurnedAway(Exception):
+    """The coordinator has said nothing about the proof: it may have too many strangers at its door."""
+
+
+def prove(connection: socket.socket, secret: Secret) -> Seal:
+    """Prove to the coordinator that this node knows the secret, and check that the coordinator does. Blocks."""
+    deadline = time.monotonic() + PROOF_S
+    theirs = _receive_line(connection, deadline)
+    ours = challenge()
+    challenges = theirs + b"." + ours
+    connection.sendall(ours + b" " + sign(secret.key, NODE_SIDE, challenges) + b"\n")
+
+    proof = _receive_line(connection, deadline)
+    if not hmac.compare_digest(proof, sign(secret.key, COORDINATOR_SIDE, challenges)):
+        raise NotProven(WRONG)
+
+    return Seal(secret, challenges, NODE_SIDE, COORDINATOR_SIDE)
+
+
+def _receive_line(connection: socket.socket, deadline: float) -> bytes:
+    line = b""
+    try:
+        # No byte more than the line: what follows is the first message. Whoever sends byte by byte gains no time.
+        connection.settimeout(_time_left(deadline))
+        while len(line) <= DIGITS and (data := connection.recv(DIGITS + 1 - len(line))):
+            line += data
+            connection.settimeout(_time_left(deadline))
+    except OSError:
+        # It hung up, or has not come to this connection in time.
+        raise TurnedAway from None
+
+    if len(line) <= DIGITS:
+        raise TurnedAway
+    if not is_line_of_digits(line):
+        raise NotProven(NOISE)
+
+    return line[:-1]
+
+
+def _time_left(deadline: float) -> float:
+    # A timeout of 0 would mean a socket that never waits.
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def is_line_of_digits(line: bytes) -> bool:
+    return line.endswith(b"\n") and all(byte in b"0123456789abcdef" for byte in line[:-1])

@@ -1,0 +1,208 @@
+"""The store in which ranks meet: they leave each other the addresses of their process groups there.
+
+Our launcher gives the ranks of one machine a file in a folder that only their user can enter: there is no port. The
+ranks of several machines get a `GuardedStore`, a connection to their coordinating launcher. Under torchrun and other
+launchers the store is torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.runtime.meeting.proof import NotProven, Seal, Secret, TurnedAway, prove
+from lockstep.runtime.world import World
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+# How long the launcher may take to answer, beyond the time that it was asked to wait: it may be collecting stacks.
+ANSWER_S = 60.0
+
+# Torch keeps no reference to the Python side of a store, and without it every call fails.
+_KEPT: list[dist.Store] = []
+
+
+def meet(world: World, timeout: timedelta | None) -> dist.Store:
+    """Return the store in which the ranks of `world` meet."""
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    timeout = timeout or DEFAULT_TIMEOUT
+
+    if world.store_file is not None:
+        store: dist.Store = dist.FileStore(world.store_file)
+        store.set_timeout(timeout)
+        return store
+
+    if world.key_file is not None:
+        secret = Secret(Path(world.key_file).read_bytes(), world.key_file)
+        return GuardedStore(world.master_addr, world.master_port, secret, timeout)
+
+    # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
+    agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.size,
+        is_master=world.rank == 0 and not agent_hosts_store,
+        timeout=timeout,
+    )
+
+    # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
+    return dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Wait until the store has all keys; return False on timeout."""
+    try:
+        store.wait(list(keys), timeout)
+    except dist.DistStoreError:
+        return False
+    except RuntimeError as error:
+        # A FileStore has no exception of its own.
+        if str(error).partition("\n")[0] != "Wait timeout":
+            raise
+        return False
+
+    return True
+
+
+class GuardedStore(dist.Store):
+    """A store that the coordinating launcher keeps. Both sides prove that they know the attempt's key.
+
+    Each request and each answer is a line of JSON with a signature (`Seal`), so that nobody on the way can change one,
+    and nobody without the key is heard at all. Any thread may use it, torch's own too: each call has a connection to
+    itself.
+    """
+
+    def __init__(self, host: str, port: int, secret: Secret, timeout: timedelta = DEFAULT_TIMEOUT):
+        super().__init__()
+        self._address = (host, port)
+        self._secret = secret
+        self._timeout = timeout
+        self._idle: list[_Line] = []
+        _KEPT.append(self)
+
+        # Say now, not in some later call, that nobody is there, or the wrong one.
+        self._ask("check", keys=[])
+
+    # ---- what torch calls ----
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key=key, value=_text(value))
+
+    def get(self, key: str) -> bytes:
+        return b64decode(self._ask("get", self._timeout, keys=[key])[0])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [b64decode(value) for value in self._ask("get", self._timeout, keys=list(keys))]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask("add", key=key, amount=value)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask("append", key=key, value=_text(value))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        expected, desired = _text(expected_value), _text(desired_value)
+        return b64decode(self._ask("compare_set", key=key, expected=expected, desired=desired))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask("check", keys=list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", self._timeout if timeout is None else timeout, keys=list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete", key=key)
+
+    def num_keys(self) -> int:
+        return self._ask("count")
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> GuardedStore:
+        return GuardedStore(*self._address, self._secret, self._timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    # In native code two of the methods have other names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    # ---- the connection ----
+
+    def _ask(self, what: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+        seconds = None if timeout is None else timeout.total_seconds()
+        try:
+            # After an error the connection is not used again: an answer may still be on its way.
+            line = self._idle.pop() if self._idle else _connect(self._address, self._secret, self._timeout)
+            answer = line.ask({"what": what, "seconds": seconds, **fields}, (seconds or 0.0) + ANSWER_S)
+        except (OSError, ValueError, NotProven) as error:
+            host, port = self._address
+            raise dist.DistNetworkError(f"the ranks' store at {host}:{port} cannot be used: {error}") from None
+
+        self._idle.append(line)
+        if "timeout" in answer:
+            raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(fields['keys'])}")
+
+        return answer["answer"]
+
+
+class _Line:
+    """A connection to the store on which both sides have proven themselves."""
+
+    def __init__(self, connection: socket.socket, seal: Seal):
+        self._connection = connection
+        self._seal = seal
+        self._answers = connection.makefile("rb")
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self._connection.settimeout(seconds)
+        self._connection.sendall(self._seal.sign(json.dumps(request).encode()) + b"\n")
+
+        answer = self._answers.readline()
+        if not answer.endswith(b"\n"):
+            raise ConnectionResetError("connection closed by the launcher")
+
+        return json.loads(self._seal.check(answer[:-1]))
+
+
+def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _Line:
+    """Connect and prove; again and again while others crowd at the door."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        connection = socket.create_connection(address, timeout.total_seconds())
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _Line(connection, prove(connection, secret))
+        except TurnedAway:
+            connection.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no proof within {timeout}") from None
+            time.sleep(0.05)
+        except NotProven as why:
+            connection.close()
+            raise NotProven(f"whoever listens there {why}") from None
+
+
+def _text(value: str | bytes) -> str:
+    return b64encode(value.encode() if isinstance(value, str) else value).decode()

@@ -1,0 +1,136 @@
+"""The store of ranks on several machines: it does what torch's does, and hears nobody without the key."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.launch import records
+from lockstep.launch.wire.door import Notice
+from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
+from lockstep.runtime.meeting import proof
+from lockstep.runtime.meeting.proof import Secret, prove
+from lockstep.runtime.meeting.store import GuardedStore, wait_for
+
+JOB = Secret(b"the secret of this job", "a test")
+OURS = store_secret(JOB, "attempt 0")
+SHORT = timedelta(seconds=0.2)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[int, list[Notice]]]:
+    """Yield the port of a store, and what it has to say about strangers; a thread takes the launcher's place."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = StoreServer(listener, OURS, ranks=2)
+    over, notices = threading.Event(), []
+
+    def serve() -> None:
+        while not over.is_set():
+            records.wait_readable(server.files(time.monotonic()), 0.02)
+            server.poll(time.monotonic())
+            notices.extend(server.take_notices())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], notices
+    finally:
+        over.set()
+        thread.join()
+        server.close()
+
+
+def joined(port: int, secret: Secret = OURS) -> GuardedStore:
+    return GuardedStore("127.0.0.1", port, secret, timedelta(seconds=20))
+
+
+def exercised(store: dist.Store) -> list[Any]:
+    """What torch's C++ asks of a store, through a PrefixStore: a C++ store that calls the Python one."""
+    store = dist.PrefixStore("p", store)
+    store.set("key", "one two")
+    answers: list[Any] = [store.get("key"), store.check(["key"]), store.check(["key", "absent"])]
+    answers += [store.add("count", 2), store.add("count", -5), store.get("count")]
+    answers += [store.compare_set("new", "", "first"), store.compare_set("new", "other", "second")]
+    answers += [store.compare_set("new", "first", "third"), store.compare_set("absent", "expected", "x")]
+    store.multi_set(["a", "b"], ["\0\n", "2"])
+    store.append("a", "more")
+    answers += [store.multi_get(["a", "b"]), store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
+    store.wait(["key", "b"], SHORT)
+    answers += [wait_for(store, ["key"], SHORT), wait_for(store, ["absent "], SHORT), store.has_extended_api()]
+    answers += [store.clone().get("key")]
+    with suppress(ValueError):
+        store.barrier("all", 1, SHORT)
+    return answers
+
+
+def test_it_does_what_the_store_of_torch_does():
+    with serving() as (port, notices):
+        ours = exercised(joined(port))
+    assert ours == exercised(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    assert notices == []
+
+
+def test_waiting_ends_when_another_rank_sets_the_key():
+    with serving() as (port, _):
+        one, two = joined(port), joined(port)
+        waiting = threading.Thread(target=lambda: two.set("found", one.get("late")))
+        waiting.start()
+        two.set("early", "")
+        two.set("late", "here")
+        assert two.get("found") == b"here"
+        waiting.join()
+
+
+def test_torchs_own_client_is_no_rank():
+    """What `tests/faults/test_store.py` does to a job, here without one."""
+    with serving() as (port, notices):
+        rank = joined(port)
+        rank.set("address", "of rank 0")
+        with pytest.raises(RuntimeError):
+            dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
+        assert rank.get("address") == b"of rank 0"
+    assert [notice.kind for notice in notices] == [proof.NOISE]
+
+
+@pytest.mark.parametrize("other", [JOB, store_secret(JOB, "attempt 1")])
+def test_the_key_is_that_of_one_attempt(other):
+    """Neither the job's secret itself nor the key of an earlier attempt opens the store."""
+    with serving() as (port, notices):
+        with pytest.raises(dist.DistNetworkError, match="whoever listens there does not know the job's secret"):
+            joined(port, other)
+        assert joined(port).num_keys() == 0
+    assert [notice.kind for notice in notices] == [proof.WRONG]
+
+
+def test_a_changed_request_is_not_obeyed():
+    with serving() as (port, notices):
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            seal = prove(line, OURS)
+            request = seal.sign(json.dumps({"what": "set", "key": "key", "value": "QQ=="}).encode())
+            line.sendall(request.replace(b"QQ==", b"RVZJTA==") + b"\n")
+            line.settimeout(20.0)
+            assert line.recv(100) == b""
+        assert not joined(port).check(["key"])
+    assert [notice.kind for notice in notices] == [FORGED]
+
+
+def test_a_changed_answer_is_refused_in_words():
+    """Somebody between the two who changes what the launcher answers."""
+    from faults.intruder import Tap
+
+    with serving() as (port, _):
+        joined(port).set("key", "one")
+        tap = Tap(port, lambda data: data.replace(b'"b25l"', b'"ZXZpbA=="'))
+        rank = joined(tap.port)
+        with pytest.raises(dist.DistNetworkError, match=r"store at 127.* cannot be used: its signature is wrong"):
+            rank.get("key")
+        tap.close()
