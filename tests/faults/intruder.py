@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,25 @@ def replays(port: int, recorded: bytes) -> None:
     """All that a node has sent to the coordinator, once more: its answer, its Hello and its signals."""
     for _ in range(3):
         _say(port, recorded)
+
+
+def visit_store(port: int) -> list[str]:
+    """Use torch's own client on a port, and spoil all that is found in the store there. Returns what was possible."""
+    import torch.distributed as dist
+
+    done = []
+    with suppress(RuntimeError):
+        second = timedelta(seconds=1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=second)
+        done.append("connect")
+        for key in store.list_keys():
+            done.append(f"list {key}")
+            store.set(key, "evil")
+            store.add(f"{key}/count", 1)
+            store.delete_key(key)
+        store.set("evil", "evil")
+        done.append("set")
+    return done
 
 
 def crowd(port: int, amount: int) -> list[socket.socket]:
