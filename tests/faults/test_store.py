@@ -33,6 +33,12 @@ group = dist.new_group([0, 1])
 one = torch.ones(1)
 dist.all_reduce(one, group=group)
 assert one.item() == 2.0
+
+# A script may train twice: nobody takes the addresses of the first process group for those of the second.
+dist.destroy_process_group()
+context.join(World.from_env(), torch.device("cpu"))
+dist.all_reduce(one)
+assert one.item() == 4.0
 """
 
 

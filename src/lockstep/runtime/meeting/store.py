@@ -14,6 +14,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ ANSWER_S = 60.0
 # Torch keeps no reference to the Python side of a store, and without it every call fails.
 _KEPT: list[dist.Store] = []
 
+# A process may join, leave and join again: the n-th time it meets the others there for the n-th time, and finds none of
+# the addresses that they left before.
+_MEETINGS = count()
+
 
 def meet(world: World, timeout: timedelta | None) -> dist.Store:
     """Return the store in which the ranks of `world` meet."""
@@ -40,11 +45,12 @@ def meet(world: World, timeout: timedelta | None) -> dist.Store:
     if world.store_file is not None:
         store: dist.Store = dist.FileStore(world.store_file)
         store.set_timeout(timeout)
-        return store
+        return dist.PrefixStore(f"lockstep/{next(_MEETINGS)}", store)
 
     if world.key_file is not None:
         secret = Secret(Path(world.key_file).read_bytes(), world.key_file)
-        return GuardedStore(world.master_addr, world.master_port, secret, timeout)
+        guarded = GuardedStore(world.master_addr, world.master_port, secret, timeout)
+        return dist.PrefixStore(f"lockstep/{next(_MEETINGS)}", guarded)
 
     # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
     agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

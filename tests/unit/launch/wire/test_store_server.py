@@ -79,6 +79,14 @@ def test_it_does_what_the_store_of_torch_does():
     assert notices == []
 
 
+def test_a_wait_for_a_file_ends_in_time_too(tmp_path):
+    """The store of one machine: torch has no exception of its own for it."""
+    store = dist.PrefixStore("p", dist.FileStore(str(tmp_path / "store")))
+    store.set("key", "")
+    assert wait_for(store, ["key"], SHORT)
+    assert not wait_for(store, ["key", "absent"], SHORT)
+
+
 def test_waiting_ends_when_another_rank_sets_the_key():
     with serving() as (port, _):
         one, two = joined(port), joined(port)
