@@ -12,6 +12,7 @@ Where several ranks train, the check is collective and raises the same error on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
-from lockstep.engine.start_check.judge import Measured, Tolerance, add_up, of_changes, of_halves, of_repetition
+from lockstep.engine.start_check.judge import (
+    Measured,
+    Tolerance,
+    add_up,
+    of_changes,
+    of_halves,
+    of_ranks,
+    of_repetition,
+    same,
+)
 from lockstep.engine.start_check.kept_state import KeptState
-from lockstep.engine.start_check.probe import CannotSay, Probe, without_batch_statistics
+from lockstep.engine.start_check.probe import CannotSay, Probe, told_alone, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import drawn, generator_states, generators_kept
 from lockstep.engine.start_check.samples import Samples, read
 from lockstep.errors import UserError
@@ -34,8 +44,8 @@ from lockstep.task import Task
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
 
-# Samples that the loss is called with: a quarter of a micro-batch, since the whole is called three times and its halves
-# once. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
+# Samples that the loss is called with: a quarter of a micro-batch, since one half is called twice, then the whole, and
+# two pairs of halves. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
 FEWEST, MOST = 4, 32
 
 # Once one of these is found, a batch and its halves cannot be compared.
@@ -161,7 +171,7 @@ def _of_loss(
     """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
     if samples is None:
         return None, None, "a sample cannot be read"
-    probe = Probe(run, task.loss, gradients=run.driver.placement.replicated)
+    probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
     accepted = accepted_causes(run.config)
@@ -184,50 +194,82 @@ def _judge(
     tolerance = Tolerance.of(_eps(run.stepper.context.precision, probe.parameters[0].dtype))
 
     # One call, and what it leaves behind; then the same call, which must give the same.
+    positions = samples.half if samples.can_be_split else None
     probe.seed()
-    states = generator_states(device)
-    first = probe.measure(samples.batch, gradients=False)
+    states, seed = generator_states(device), torch.initial_seed()
+    first = probe.measure(lambda: samples.batch(positions), gradients=False)
     draws = drawn(states, generator_states(device))
+    seeded = torch.initial_seed() != seed
     changes = kept.changes()
-    again = probe.measure(samples.batch, gradients=False)
+    again, follows_ranks = _again(run, probe, lambda: samples.batch(positions), first, tolerance)
 
-    # Where the forward changes the model, and the task says so, a repetition is another forward.
+    # Where the forward changes the model, and the task says so, a repetition is another forward, and what follows from
+    # the model changes as well.
     moves = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing]
+    changes.averages = [
+        name for name in changes.averages if not kept.settled(name) and not (moves and name.startswith("model."))
+    ]
     found = of_changes(changes, set() if run.config.exact else draws & {"numpy", "random"})
     if not found and not moves:
-        found = of_repetition(first, again, changes, tolerance)
+        found = of_repetition(first, again, changes, tolerance) or follows_ranks
+    if not found and seeded:
+        found = named("randomness", "the loss seeds torch's generator itself, so that every micro-batch draws the same")
     if found and found.key not in accepted:
         return found, first
     kept.restore()
     if samples.count < 2 or (found and found.key in NOT_REPEATABLE) or draws & {"numpy", "random"}:
         return None, first
 
-    cause = _of_halves(probe, kept, samples, tolerance)
+    cause = _of_halves(run, probe, kept, samples, tolerance)
     return (None if cause and cause.key in accepted else cause), first
 
 
-def _of_halves(probe: Probe, kept: KeptState, samples: Samples, tolerance: Tolerance) -> Cause | None:
+def _again(
+    run: Run, probe: Probe, make_batch: Callable[[], Any], first: Measured, tolerance: Tolerance
+) -> tuple[Measured, Cause | None]:
+    """Repeat a call, telling the loss that it is alone: name one that follows the number of ranks."""
+    if run.runtime.world.alone or not run.driver.placement.replicated:
+        return probe.measure(make_batch, gradients=False), None
+
+    # A loss that gathers from the other ranks may fail when it is told that there are none. All are told so together.
+    with told_alone():
+        try:
+            alone: Measured | None = probe.measure(make_batch, gradients=False)
+        except CannotSay:
+            alone = None
+    if alone is not None and same(first, alone, tolerance):
+        return alone, None
+    again = probe.measure(make_batch, gradients=False)
+    return again, of_ranks(first, alone, again, run.runtime.world.size, tolerance) if alone else None
+
+
+def _of_halves(run: Run, probe: Probe, kept: KeptState, samples: Samples, tolerance: Tolerance) -> Cause | None:
     if not samples.can_be_split:
         raise CannotSay("the dataset makes batches that cannot be taken apart into samples")
 
-    def measured(positions: list[int]) -> Measured:
+    def measured(positions: list[int], gradients: bool) -> Measured:
         try:
-            return probe.still(lambda: samples.batch(positions))
+            return probe.still(lambda: samples.batch(positions), gradients)
         finally:
             kept.restore()
 
-    # Short samples in one half, long ones in the other: halves that are alike would hide a wrong weight.
+    # Short samples in one half, long ones in the other: halves that are alike would hide a wrong weight. Then every
+    # other sample: what is chosen from a batch (its hardest half) may by chance be the same in one pair of halves.
     ordered = samples.by_size()
     middle = len(ordered) // 2
-    whole = measured(ordered)
-    halves = [measured(ordered[:middle]), measured(ordered[middle:])]
-    wrong = add_up(whole, halves, probe.names, tolerance)
+    whole = measured(ordered, gradients=True)
+    for one, other in ((ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])):
+        with_gradients = one == ordered[:middle]
+        halves = [measured(one, with_gradients), measured(other, with_gradients)]
+        wrong = add_up(whole, halves, probe.names, tolerance, run.driver.norms)
 
-    def doubled(with_rest: bool) -> Measured:
-        return measured(ordered[:middle] * 2 + (ordered[middle:] if with_rest else []))
+        def doubled(with_rest: bool, one: list[int] = one, other: list[int] = other) -> Measured:
+            return measured(one * 2 + (other if with_rest else []), gradients=False)
 
-    return of_halves(whole, halves, doubled, wrong, tolerance)
+        if cause := of_halves(whole, halves, doubled, wrong, tolerance):
+            return cause
+    return None
 
 
 def _eps(precision: Precision, stored: torch.dtype) -> float:

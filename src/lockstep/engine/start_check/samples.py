@@ -42,6 +42,11 @@ class Samples:
             pass
         return self._collate(chosen)
 
+    @property
+    def half(self) -> list[int]:
+        """Return the positions of half of the samples."""
+        return list(range((self.count + 1) // 2))
+
     def digests(self) -> list[str]:
         """Return a digest of every sample, or one of a batch that was made at once."""
         return [digest(sample) for sample in self._read] if self.is_list else [digest(self._read)]
