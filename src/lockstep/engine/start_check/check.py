@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
-from lockstep.data.sources import MapSource
+from lockstep.data.sources import MapSource, StreamSource
+from lockstep.engine.start_check import data
 from lockstep.engine.start_check.judge import (
     Measured,
     Tolerance,
@@ -32,9 +32,9 @@ from lockstep.engine.start_check.judge import (
     same,
 )
 from lockstep.engine.start_check.kept_state import KeptState
-from lockstep.engine.start_check.probe import CannotSay, Probe, told_alone, without_batch_statistics
+from lockstep.engine.start_check.probe import CannotSay, Probe, has_statistics, told_alone, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import drawn, generator_states, generators_kept
-from lockstep.engine.start_check.samples import Samples, read
+from lockstep.engine.start_check.samples import Samples, first_of_stream, read
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import RanksDiffer
@@ -61,22 +61,30 @@ def find(run: Run, task: Any) -> Cause | None:
     alone = run.runtime.world.alone
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
-    if not isinstance(source, MapSource):
-        _note(run, f"the samples of a {type(source).__name__} cannot be read twice")
+    if not isinstance(source, MapSource | StreamSource):
+        _note(run, f"only a {type(source).__name__} knows how its batches are made")
         return None
 
     run.runtime.heartbeat.beat("build")
     with generators_kept(run.runtime.device):
         # Never more than a micro-batch: with micro_batch=1 a loss need not be able to take two samples.
         most = run.plan.micro_batch
-        request = source.next_request(min(most, max(FEWEST, most // 4), MOST))
-        samples = read(source, request)
-        if not alone and (cause := _data_differs(run, source, request, samples)):
-            return cause
+        most = min(most, max(FEWEST, most // 4), MOST)
+        samples = None
+        if isinstance(source, MapSource):
+            request = source.next_request(most)
+            samples = read(source, request)
+            if not alone and (cause := data.differs(run, source, request, samples)):
+                return cause
         if task is None or not _can_call(run, task):
             return None
+        if isinstance(source, StreamSource):
+            samples = first_of_stream(source, most)
 
-        cause, measured, reason = _of_loss(run, task, source, samples)
+        cause, measured, reason = _of_loss(run, task, samples)
+        # Every rank has samples of its own from a stream.
+        if isinstance(source, StreamSource):
+            measured = None
     return _agreed(run, cause, measured, reason)
 
 
@@ -90,7 +98,7 @@ def keep_for_own_loop(run: Run) -> KeptState | None:
 def check_own_loop(run: Run, kept: KeptState) -> None:
     """Refuse a forward of the user's own loop that changed more than it may. It is called before its backward."""
     changes = kept.changes()
-    statistics = [name for name, module in run.driver.model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
     changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
     changes.averages = []
 
@@ -131,59 +139,30 @@ def _can_call(run: Run, task: Any) -> bool:
     return True
 
 
-# ---- the data ----
-
-
-def _data_differs(run: Run, source: MapSource, request: Any, samples: Samples | None) -> Cause | None:
-    """Compare lengths and samples of all ranks."""
-    own_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
-
-    for rank, (length, _) in enumerate(others, start=1):
-        if length != first[0]:
-            return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
-
-    # Samples that are meant to be drawn again by every process cannot be compared.
-    if not run.config.data.seed_samples:
-        return None
-    for rank, (_, digests) in enumerate(others, start=1):
-        for index, a, b in zip(request[1], first[1], digests, strict=False):
-            if a != b:
-                return _sample_differs(run, source, request, own_digests, int(index), rank)
-    return None
-
-
-def _sample_differs(run: Run, source: MapSource, request: Any, digests: list[str], index: int, rank: int) -> Cause:
-    """Read the samples once more on all ranks, to tell random samples from other samples."""
-    repeated = read(source, request)
-    again = repeated.digests() if repeated else []
-    if not all(run.runtime.collectives.gather_json(again == digests)):
-        return named("augmentation", f"sample {index} was read twice by one rank, and differed")
-    return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
-
-
 # ---- the loss ----
 
 
-def _of_loss(
-    run: Run, task: Any, source: MapSource, samples: Samples | None
-) -> tuple[Cause | None, Measured | None, str]:
+def _of_loss(run: Run, task: Any, samples: Samples | None) -> tuple[Cause | None, Measured | None, str]:
     """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
     if samples is None:
         return None, None, "a sample cannot be read"
+    if samples.finished and not samples.can_be_split:
+        return None, None, "the batches of the stream cannot be taken apart into samples"
     probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
     accepted = accepted_causes(run.config)
     kept = KeptState(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
+    cause, measured, reason = None, None, ""
     try:
         # An error on one rank ends the forwards of all: see `many_forwards`.
         with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
-            return *_judge(run, probe, kept, samples, tuple(getattr(task, "changing_buffers", ()))), ""
+            cause, measured = _judge(run, probe, kept, samples, tuple(getattr(task, "changing_buffers", ())))
     except (CannotSay, RanksDiffer) as error:
-        return None, None, str(error)
+        reason = str(error)  # with a cause that this rank found, if the others went on
     finally:
         kept.restore()
+    return cause, measured, reason
 
 
 def _judge(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.loader import to_device
 from lockstep.engine.start_check.judge import Measured
@@ -134,13 +134,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def has_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm that takes statistics of a micro-batch, or keeps some: InstanceNorm only keeps them."""
+    return isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.running_mean is not None)
+
+
 @contextmanager
 def without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Let BatchNorm use its running statistics: it is known to depend on the micro-batch, and meant to.
 
     One without running statistics is lent some.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if has_statistics(module)]
     with ExitStack() as stack:
         stack.enter_context(_training(norms, mode=False))
         for norm in norms:
