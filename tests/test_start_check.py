@@ -342,6 +342,11 @@ def test_a_micro_batch_of_one_sample_is_never_made_larger(tmp_path: Any) -> None
     assert not notes(train(OneByOne(), tmp_path, micro_batch=1))
 
 
+@pytest.mark.parametrize("micro_batch", [2, 3])
+def test_small_micro_batches_raise_no_alarm(micro_batch: int, tmp_path: Any) -> None:
+    assert not notes(train(Sound(), tmp_path, micro_batch=micro_batch))
+
+
 def test_buffers_that_the_task_names_may_change(tmp_path: Any) -> None:
     class Named(broken.BufferByHand):
         changing_buffers = ("seen",)

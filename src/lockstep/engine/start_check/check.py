@@ -238,8 +238,9 @@ def _of_halves(run: Run, probe: Probe, kept: KeptState, samples: Samples, tolera
     ordered = samples.by_size()
     middle = len(ordered) // 2
     whole = measured(ordered, gradients=True)
-    for one, other in ((ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])):
-        with_gradients = one == ordered[:middle]
+    pairs = [(ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])]
+    for number, (one, other) in enumerate(pairs if len(ordered) > 2 else pairs[:1]):
+        with_gradients = number == 0
         halves = [measured(one, with_gradients), measured(other, with_gradients)]
         wrong = add_up(whole, halves, probe.names, tolerance, run.driver.norms)
 
