@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+import threading
+from contextlib import closing
 from pathlib import Path
 
 from launchers import alive, events, pid_of, until
 
+from faults import intruder
 from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
+from lockstep.launch import meeting
 from lockstep.launch.run_dir import latest_step
 from ports import free_port
 
@@ -83,6 +87,28 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
     assert "127.0.0.2 (127.0.0.2:" in first.said
 
 
+def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
+    """The coordinator lives, as the run folder shows: it is not replaced, and the node comes back."""
+    (first,) = nodes(1, ENOUGH, (1, 2))
+    record = until(lambda: meeting.newest(tmp_path))
+    broken = threading.Event()
+
+    def relay(data: bytes) -> bytes:
+        if broken.is_set():
+            raise ConnectionResetError
+        return data
+
+    with closing(intruder.Tap(int(record.address.rpartition(":")[2]), relay)) as tap:
+        (second,) = nodes(1, ENOUGH, (1, 2), join=f"127.0.0.1:{tap.port}")
+        whole_attempt(tmp_path, 2)
+        broken.set()
+        until(lambda: " is lost: the connection was closed" in second.said)
+    until(lambda: first.said.count("2 nodes now") == 2)
+    (tmp_path / "enough").touch()
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert "takes over" not in second.said
+
+
 def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     """A machine comes late, the one that coordinates is killed, and comes back: each sample is trained once."""
     exact = (*TINY, "exact=true")
@@ -90,7 +116,7 @@ def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     assert whole.code == 0, whole.output
 
     words = (*exact, "--nnodes", "1:2", "--join", f"127.0.0.1:{free_port()}")
-    slow = Fault("slow", rank=0, phase="data", seconds=0.4)
+    slow = Fault("slow", rank=0, phase="data", seconds=0.3)
     checkpoints = tmp_path / "run" / "checkpoints"
 
     def start() -> Started:
@@ -105,7 +131,7 @@ def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     before = latest_step(checkpoints)
     late.wait_until(lambda: latest_step(checkpoints) > before)
     first.send(signal.SIGKILL)
-    late.wait_until(lambda: "1 rank " in late.text())
+    late.wait_until(lambda: " takes over from " in late.text())
     back = start()
     ended = [late.end(), back.end()]
     assert [one.code for one in ended] == [0, 0], ended[0].output + ended[1].output

@@ -211,20 +211,19 @@ class Vigil:
 
     def reason(self, lost: set[int], now: float) -> str | None:
         """Return why this node takes over now, or None if it does not. `lost` are the nodes in the same situation."""
-        others = sorted(set(self.members) - {0, self.number})
-        before = sum(number < self.number for number in others)
-        wait = before * self.turn
-        if now - self._since >= self.patience + wait:
+        before = sum(0 < number < self.number for number in self.members)
+        if now - self._since >= self.patience + before * self.turn:
             return f"no sign of life in the run folder for {self.patience:.0f} s"
 
         # It lives, but most cannot reach it: it is the one that is cut off.
-        members = set(self.members) | {0}
-        if 2 * len(lost & members) <= len(members):
+        members = {0, *self.members}
+        lost = lost & members
+        if 2 * len(lost) <= len(members):
             self._majority_since = None
             return None
 
         if self._majority_since is None:
             self._majority_since = now
 
-        wait = sum(number < self.number for number in lost & members) * self.turn
-        return "most nodes cannot reach it" if now - self._majority_since >= wait else None
+        before = sum(number < self.number for number in lost)
+        return "most nodes cannot reach it" if now - self._majority_since >= before * self.turn else None

@@ -56,8 +56,8 @@ CONNECT_S = 300.0
 # The pause between two tries.
 RETRY_S = 0.2
 
-# How long a node that could coordinate a new job waits for an answer of the one that coordinates according to the run
-# folder, and for another node to take its place.
+# How long a node that could coordinate a new job waits for a sign of life of the one that coordinates according to the
+# run folder, and for another node to take its place.
 STALE_S = 10.0
 
 # How much longer than the next lower number a node waits before it takes over, so that they do not compete.
@@ -167,7 +167,8 @@ class Member:
         """Find the node that coordinates, or be the one."""
         began = time.monotonic()
         announced = False
-        while (waited := time.monotonic() - began) < CONNECT_S:
+        vigil = Vigil(self._number, [], STALE_S, turn=0.0)
+        while (waited := (now := time.monotonic()) - began) < CONNECT_S:
             if self._signals:
                 return self._stopped()
 
@@ -183,7 +184,10 @@ class Member:
                     listener.close()
                 return connection
 
-            if listener and (record is None or waited > STALE_S) and (office := self._open_office(listener)):
+            # A record whose count stands still was left by a job that is no more.
+            if record:
+                vigil.look(record.term, meeting.count_of(self._job.run_dir, record.term), now)
+            if listener and (record is None or vigil.reason(set(), now)) and (office := self._open_office(listener)):
                 return office
 
             if not announced and waited > 1.0:
