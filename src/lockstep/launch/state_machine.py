@@ -217,9 +217,7 @@ class JobStateMachine:
         else:
             self.restarts.note(failure, None, saved, now)
             self._report(failure, f"restarting the nodes that are left from {self._source(saved)} ({self._budget})")
-            self._log(
-                {"event": "restart", "attempt": self.attempt.number + 1, "ranks": self.cluster.ranks, "step": saved}
-            )
+            self._log({"event": "restart", "attempt": self.attempt.number + 1, "step": saved})
             self._say_who_is_missing()
 
     def _gather(self, now: float) -> None:
