@@ -508,9 +508,9 @@ BATCH = {
     "one speed for four ranks": Row(
         {"load_balance": [1.0]}, "load_balance=[1.0] has 1 number for 4 ranks", "", "load_balance=auto"
     ),
-    "nothing to deal": Row(
+    "nothing to assign": Row(
         {"load_balance": "auto"},
-        "cannot deal 4 micro-batches to 4 ranks",
+        "cannot assign 4 micro-batches to 4 ranks",
         "one for each, and none to move",
         "type micro_batch=1",
     ),
@@ -541,7 +541,7 @@ DATA = {
     "an uneven stream": Row(
         {"global_batch": 18, "micro_batch": 2},
         "on 4 ranks",
-        "cannot be dealt",
+        "cannot be assigned",
         "multiple of 4",
         Asked(samples=Stream()),
     ),

@@ -80,7 +80,7 @@ class OwnRun:
 
         several = SeveralModels(models) if len(models) > 1 else None
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        if not setup.driver.placement.runs_whole_model:
+        if not setup.driver.role.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "

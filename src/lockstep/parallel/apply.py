@@ -99,12 +99,12 @@ def apply(
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
     driver.statistics.log_event = log_event
-    driver.placement = replace(
-        driver.placement,
+    driver.role = replace(
+        driver.role,
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.data_size,
         reports_loss=mesh.reports_loss,
-        facts={**about_weights, **driver.placement.facts},
+        facts={**about_weights, **driver.role.facts},
     )
     return driver
 

@@ -70,7 +70,7 @@ class FSDPDriver(ShardedDriver):
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
-        self.placement = replace(self.placement, facts=facts | describe_blocks(len(blocks), len(unshared)))
+        self.role = replace(self.role, facts=facts | describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
