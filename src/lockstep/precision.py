@@ -228,6 +228,24 @@ def cast_parameters_(module: nn.Module, precision: str) -> None:
             )
 
 
+def for_model(precision: Precision, asked: str, model: nn.Module) -> Precision:
+    """Return the precision for a model. Autocast leaves float64 as it is: asked for by name, that is refused."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    wide = [name for name, p in trainable if p.dtype == torch.float64]
+    if not wide or not precision.casts or precision.rounding:
+        return precision
+
+    if asked != "auto":
+        raise UserError(
+            f"precision={precision.name} has no effect on a model in float64",
+            f"{len(wide)} trainable parameters are in float64, first {wide[0]!r}; autocast computes with them as they "
+            "are",
+            "build the model with model.float(); or type precision=fp32, which computes in the model's own float64",
+        )
+    own = replace(PRECISIONS["fp32"], name="fp32", device_type=precision.device_type)
+    return own if len(wide) == len(trainable) else precision
+
+
 def check_storage(model: nn.Module) -> None:
     """Refuse trainable weights below float32: they would lose small updates silently."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -178,11 +178,11 @@ def _load_file(path: Path) -> Any:
 def put_on_path(path: Path) -> str:
     """Put the folder of a task or script first on the path, as Python does, and return a module name for the file.
 
-    A file that is called like a standard module (html.py) or like a package that is in use must not take its place:
-    libraries that import it later would get the user's file.
+    A file that is called like a standard module (html.py), like torch, or like a package that is in use must not take
+    its place: libraries that import it later would get the user's file.
     """
     name = path.stem
-    if name in sys.stdlib_module_names:
+    if name in sys.stdlib_module_names or name == "torch":
         importlib.import_module(name)  # while it can still be found
 
     folder = str(path.resolve().parent)

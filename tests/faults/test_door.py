@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import socket
 from contextlib import ExitStack, closing
 
@@ -112,6 +113,16 @@ def test_what_is_changed_on_the_way_is_not_obeyed(launchers, tmp_path):
     assert "its signature is wrong" in second.said
     assert first.process.poll() is None
     tap.close()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_node_that_nobody_answers(launchers, number, code):
+    """192.0.2.1 is nobody's address: this node cannot coordinate, and finds nobody who does."""
+    node = launchers(free_port(), host="192.0.2.1")
+    until(lambda: "no answer from 192.0.2.1" in node.said)
+    node.signal(number)
+    assert node.wait() == code
+    assert f"{number.name}: stopped while no node coordinates" in node.said
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

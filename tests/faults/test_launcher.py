@@ -19,10 +19,10 @@ def run(tmp_path, monkeypatch):
     """Run a job here and now."""
     monkeypatch.setenv("PYTHONPATH", MODULES)
 
-    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play") -> JobEnd:
+    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
         count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
-        spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
-        return supervise(Job(spec, tmp_path, count, entry=entry, preload=()))
+        spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))
 
     return run
 
@@ -257,6 +257,25 @@ def test_a_newborn_rank_that_is_stopped_does_not_outlive_its_launcher(launch, mo
     (newborn,) = until(lambda: children_of(zygote))
     launcher.signal(signal.SIGKILL)
     until(lambda: not any(alive(pid) for pid in (newborn, zygote)))
+
+
+def test_a_suspended_zygote_does_not_outlive_its_launcher(launch, tmp_path):
+    """It could not notice that the launcher is gone, nor end its suspended ranks."""
+    launcher = launch("me.note(); me.kill(19)")
+    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    zygote = launcher.zygote()
+    os.kill(zygote, signal.SIGSTOP)
+    launcher.signal(signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in (*ranks, zygote)))
+
+
+def test_files_in_the_working_folder_do_not_take_the_place_of_modules(run, tmp_path, monkeypatch):
+    """The process that forks the ranks imports everything, from wherever it was started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "html.py").write_text("raise SystemExit('not this one')\n")
+    (tmp_path / "beside.py").touch()
+    assert run("import html, beside; me.note(html.__file__)", 1, preload=("html",)) == JobEnd(0)
+    assert str(tmp_path) not in (tmp_path / "0-0").read_text()
 
 
 def test_a_run_folder_that_is_removed_is_noticed(launch, tmp_path):

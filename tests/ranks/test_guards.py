@@ -17,6 +17,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.world import World
+from lockstep.task import Loss
 from pool import Pool
 from ranks.support import (
     JOBS,
@@ -564,3 +565,99 @@ def test_a_run_whose_steps_are_all_skipped(pool: Pool, values: dict[str, Any], f
     task.tensors[0][:] = float("nan")
     (error,) = pool.errors(fit, task, VALUES | {"steps": 3} | values, world=1)
     assert_user_errors([error], "none of the 3 steps was applied", found, fix, "is not written")
+
+
+# ---- mistakes that would end in words of torch's ----
+
+
+class Lazy(Regression):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1), nn.Flatten(0))
+
+
+class OnHost(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(super().loss(model, batch).total.item(), 1)  # pyrefly: ignore[bad-argument-type]
+
+
+class ShapeForWeight(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(super().loss(model, batch).total, batch[0].shape)  # pyrefly: ignore[bad-argument-type]
+
+
+class ManyWeights(Regression):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(super().loss(model, batch).total, torch.ones(len(batch[0])))
+
+
+class SparseTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 5))
+
+    def forward(self, x: Any) -> Any:
+        rows = torch.zeros(len(x), dtype=torch.long)
+        return (x * nn.functional.embedding(rows, self.table, sparse=True)).sum(1)
+
+
+class Hidden:
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class HidesItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+
+    def forward(self, x: Any) -> Any:
+        return Hidden(self.net(x).squeeze(-1))
+
+
+class GrowsInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(1))
+        return self.net(x).squeeze(-1) * self.late
+
+
+class ReplacesLater(Regression):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.out.weight = nn.Parameter(model.out.weight.detach().clone())
+
+
+def explained_fit(world: Any, store: Any, task: Any, values: dict[str, Any]) -> None:
+    """A job: training with the words that `lockstep.fit` and `lockstep train` put in place of torch's."""
+    from lockstep.engine import loop
+    from lockstep.engine.diagnose import explained
+
+    values = {"global_batch": 4, "micro_batch": 2, "steps": 3} | values
+    with open_watched(world, store, values) as builder, explained(builder):
+        loop.fit(task, builder)
+
+
+WORDS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (Lazy(), {}, ("the shape of '0.weight' is not known yet", "nn.Linear(in_features")),
+    (OnHost(), {}, ("it is a float", "leave .item() or float() out")),
+    (ShapeForWeight(), {}, ("it cannot be a Size", "weight=len(batch)")),
+    (ManyWeights(), {}, ("it cannot be a Tensor (2,)", "mask.sum()")),
+    (Regression(network=SparseTable), {}, ("sparse gradients are not supported", "leave sparse=True out")),
+    (Regression(network=SparseTable), {"strategy": "fsdp"}, ("sparse gradients are not supported",)),
+    (Regression(network=GrowsInForward), {}, ("parameter 'late' was added",)),
+    (ReplacesLater(), {"strategy": "fsdp"}, ("parameter 'out.weight' was replaced or removed",)),
+    (
+        Regression(lambda task, model, x: model(x).value, HidesItsOutput),
+        {"strategy": "fsdp"},
+        ("inside an object that torch does not look into", "strategy=ddp"),
+    ),
+    (Regression(network=lambda: Perceptron().double()), {"precision": "bf16"}, ("no effect on a model in float64",)),
+]
+
+
+@pytest.mark.parametrize(("task", "values", "words"), WORDS, ids=lambda value: type(value).__name__)
+def test_a_mistake_is_answered_in_words(pool: Pool, task: Any, values: dict[str, Any], words: tuple[str, ...]) -> None:
+    assert_user_errors(pool.errors(explained_fit, task, values, world=2), *words)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
+from lockstep.data.loader import SampleReader
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -386,3 +387,10 @@ def test_a_micro_batch_that_collate_empties_weighs_nothing(
     assert [note.result.weight for note in many[0].steps] == [2, 4, 5, 6]
     if "strategy" not in values:
         torch.testing.assert_close(weights(many), weights(one), rtol=1e-12, atol=1e-12)
+
+
+def test_an_id_outside_of_a_tensor_dataset_is_named() -> None:
+    reader = SampleReader(TensorDataset(torch.zeros(4, 2)), default_collate, seed=0)
+    with pytest.raises(IndexError) as error:
+        reader((1, [2, 9]))
+    assert "this is samples 2, 9 in epoch 1" in error.value.__notes__[0]

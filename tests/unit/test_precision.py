@@ -1,5 +1,6 @@
 import typing
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.precision import (
     cast_parameters_,
     check_storage,
     choose,
+    for_model,
 )
 from lockstep.runtime import context
 from lockstep.runtime.context import start
@@ -193,3 +195,13 @@ def test_a_limit_of_memory_ends_with_the_run(monkeypatch):
     assert fractions[-1] == 1.0
     with pytest.raises(UserError, match="gpu_memory=8"):
         context._limit_memory(9.0, torch.device("cuda", 0), stack)
+
+
+def test_a_model_in_float64_is_computed_in_it_unless_something_else_was_asked_for() -> None:
+    model, bf16 = nn.Linear(2, 2).double(), replace(PRECISIONS["bf16"], name="bf16", device_type="cuda")
+    own = for_model(bf16, "auto", model)
+    assert (own.casts, own.device_type) == (False, "cuda")
+    with pytest.raises(UserError, match="precision=bf16 has no effect on a model in float64"):
+        for_model(bf16, "bf16", model)
+    assert for_model(bf16, "bf16", nn.Linear(2, 2)) is bf16
+    assert for_model(bf16, "auto", nn.Sequential(model, nn.Linear(2, 2))) is bf16

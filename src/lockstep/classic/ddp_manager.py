@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.classic.process_group import Membership, check_announced, current_world
 from lockstep.data.samplers import make_sampler
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
 from lockstep.runtime.context import choose_device
@@ -178,7 +178,7 @@ class RankBatches(Sampler[list[int]]):
         for number in range(len(self)):
             # Every rank gets a contiguous range of the global batch; the last one may be smaller.
             start = number * self.batch
-            shard = deal(min(self.batch, self.length - start), self.world.rank, self.world.size)
+            shard = rank_range(min(self.batch, self.length - start), self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + shard.start, start + shard.stop).tolist()
 
 

@@ -133,7 +133,7 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
 
-    return api.train(target, layers, api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]), count)
+    return api.train(target, layers, api.make_resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]), count)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:

@@ -33,8 +33,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UserError(
             f"{named} cannot be read", f"{error.strerror}", f"check the path; it is looked up from {Path.cwd()}"
         ) from None
-    except (yaml.YAMLError, ValueError) as error:
-        # PyYAML's errors have a mark, json's a line number, those of `_unique` neither.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # PyYAML's errors have a mark, json's a line number, the others neither.
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else getattr(error, "lineno", None)
         reason = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error).splitlines()[0]

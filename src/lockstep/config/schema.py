@@ -61,7 +61,6 @@ LossTrait = Literal[
     "loss-weight",
     "penalty",
     "batch-coupled",
-    "left-gradient",
     "changed-in-forward",
     "randomness",
     "nondeterminism",

@@ -55,6 +55,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _LoaderWithoutAliases(_Loader):
+    """Refuses aliases, which a short text needs to stand for a huge value. Our own files have none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="an alias (*name)", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _scalar_rules()
 
@@ -66,8 +75,8 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
-def load(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+def load(text: str, aliases: bool = True) -> Any:
+    return yaml.load(text, Loader=_Loader if aliases else _LoaderWithoutAliases)
 
 
 def word(text: str) -> Any:

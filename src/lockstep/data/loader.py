@@ -71,7 +71,11 @@ class SampleReader:
         # Indexing draws no random numbers: nothing is seeded.
         if self._gathers:
             rows = torch.from_numpy(np.asarray(request[1]))
-            return [tensor[rows] for tensor in self.dataset.tensors]
+            try:
+                return [tensor[rows] for tensor in self.dataset.tensors]
+            except IndexError as error:  # a sampler of the user's own gave an id that the dataset does not have
+                name_samples(error, rows.tolist(), f"in epoch {request[0]}")
+                raise
         epoch, ids = request
         where = f"in epoch {epoch}"
         return collate_named(self.collate, self.samples(request), [int(i) for i in ids], where, self._plain)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -219,12 +219,28 @@ def _check_loss(loss: Loss) -> None:
             "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
         )
 
+    if not isinstance(loss.total, Tensor):
+        raise UserError(
+            f"the total of a loss must be a tensor with a gradient; it is a {type(loss.total).__name__}",
+            "",
+            "leave .item() or float() out: Loss(per_sample_loss.sum(), weight=len(batch))",
+        )
+
     if loss.total.dim() != 0 or not loss.total.requires_grad:
         raise UserError(
             f"the loss must be one number with a gradient, the SUM over the micro-batch; it has the shape "
             f"{tuple(loss.total.shape)} and requires_grad={loss.total.requires_grad}",
             "",
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
+        )
+
+    one_number = loss.weight.numel() == 1 if isinstance(loss.weight, Tensor) else isinstance(loss.weight, SupportsFloat)
+    if not one_number:
+        what = f"{type(loss.weight).__name__} {tuple(loss.weight.shape) if isinstance(loss.weight, Tensor) else ''}"
+        raise UserError(
+            f"the weight of a loss is the number of its terms; it cannot be a {what.strip()}",
+            "",
+            "return Loss(total, weight=len(batch)), or the number of tokens: mask.sum()",
         )
 
     # Reading a weight on the GPU would make the host wait for it.

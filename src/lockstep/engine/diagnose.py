@@ -25,6 +25,7 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
+from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
@@ -38,6 +39,8 @@ SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The nodes around the inputs of a block, by the names in torch's errors: that of exact mode, and that of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
+# What torch says of a second backward through compiled code.
+COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
 NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
@@ -63,8 +66,27 @@ def explained(builder: RunBuilder) -> Iterator[None]:
 
         # torch raises this where a plain tensor meets a parameter that is sharded.
         driver = builder.driver
-        if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
+        if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.role.replicated:
             raise _explain_sharded_parameters(error, builder) from error
+
+        # torch's compiled backward frees what a second one would need.
+        if any(words in str(error) for words in COMPILED_TWICE):
+            raise UserError(
+                "the loss computes a gradient through the model and goes on with its graph, which compiled code cannot",
+                str(error).splitlines()[0],
+                "type compile=false",
+            ) from error
+
+        # NotImplementedError is a RuntimeError: torch's kernels have no such operator.
+        if "sparse" in str(error).lower():
+            raise UserError(
+                "sparse gradients are not supported",
+                str(error).splitlines()[0],
+                "leave sparse=True out of F.embedding and F.embedding_bag: the gradient is then dense",
+            ) from error
+
+        if "out of bounds for storage of size 0" in str(error) and driver and not driver.role.replicated:
+            raise hidden_output(str(error).splitlines()[0]) from error
 
         if _is_about_input(str(error), builder):
             raise _explain_changed_input(error, builder) from error
@@ -87,7 +109,7 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 def _is_about_input(text: str, builder: RunBuilder) -> bool:
     """Return whether torch complains of a block that changes an input with a node around it in place."""
     # With both nodes, a block's only input is a plain view of what FSDP's has returned.
-    sharded = builder.driver is not None and not builder.driver.placement.replicated
+    sharded = builder.driver is not None and not builder.driver.role.replicated
     nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
     return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
 

@@ -118,7 +118,9 @@ class Outcomes:
         if word.step != ranks * step_mark(step):
             raise RuntimeError(
                 f"the ranks are out of step: their marks of step {step} add up to {word.step}, not to "
-                f"{ranks * step_mark(step)}"
+                f"{ranks * step_mark(step)}. Another rank was in a collective that this one never called, and its "
+                "tensor was taken for gradients: look in after_step, hooks, loss and data for a collective "
+                "(all_reduce, barrier) that not every rank calls"
             )
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: it is {self._scaler.value} on this rank")

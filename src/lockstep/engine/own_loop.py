@@ -26,6 +26,7 @@ from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
+from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
 from lockstep.parallel.meta.init import model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
@@ -87,7 +88,7 @@ class OwnRun:
 
         several = SeveralModels(models) if len(models) > 1 else None
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        if not setup.driver.placement.runs_whole_model:
+        if not setup.driver.role.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -272,8 +273,10 @@ class OwnStep:
             self._gradients.note()
 
             # The loop's body runs here, under autocast. It must call `backward` once.
+            start_watching(self._driver.before_inner_gradient)
             with self._control.autocast():
                 yield micro.data
+            stop_watching()
             if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
@@ -296,7 +299,7 @@ class OwnStep:
             self._kept_state = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with full_precision(self._run.stepper.context.precision):
+        with unwatched(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
 

@@ -20,12 +20,13 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
-from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
+from lockstep.engine.checks import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SpoiledStep
 from lockstep.engine.start_check import check as start_check
+from lockstep.engine.start_check.data import take_first_batches
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -118,7 +119,7 @@ class Run:
             # Ranks and loader processes compare digests of their first batches. Later ones follow from the same
             # arithmetic.
             if check_first:
-                batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
+                batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
@@ -201,7 +202,8 @@ class Run:
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step of this process the optimizers have their state, so the size of a snapshot is
-            # known: allocating it now keeps the first save short.
+            # known: allocating it now keeps the first save short. A forward that adds parameters has done so by now.
+            self.model_setup.guard.check_structure()
             self.checkpoints.prepare()
 
         if self._preempt_agreed:
@@ -397,11 +399,13 @@ class Run:
         self.recorder.start_clock()
 
     def _check_replicas(self) -> None:
-        if self.driver.placement.replicated:
+        if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
         """Save the run as it is now. `repeat_evaluation`: see `maintain`."""
+        self.model_setup.guard.check_structure()  # or the state of a replaced parameter could not be named
+
         # The buffers of rank 0 are the ones that are saved.
         self.driver.sync_buffers()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import secrets
 import select
@@ -22,6 +23,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 # The limit for the bytes of a file that is read whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
+
+# The limit for dicts and lists inside each other.
+DEEPEST = 50
 
 
 @contextmanager
@@ -78,16 +82,38 @@ def read(path: Path, start: int = 0, most: int = LARGEST) -> str:
         return ""
 
 
-def wait_readable(files: Iterable[Any], seconds: float) -> bool:
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError if it is none, or nested so deep that whoever walks through it might fail."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+    return not_too_deep(value)
+
+
+def not_too_deep(value: Any) -> Any:
+    """Return the value. Raises ValueError if dicts and lists are nested deeper in it than any of ours."""
+    level = [value]
+    for _ in range(DEEPEST):
+        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in nested for item in items]
+        if not level:
+            return value
+
+    raise ValueError("nested too deep")
+
+
+def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
     """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
 
-    Unlike `select.select`, it takes file descriptors above 1023.
+    None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
     """
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
 
-    return bool(poll.poll(1000 * seconds))
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 def parse(kind: Any, value: Any) -> Any:

@@ -69,7 +69,8 @@ class Zygote:
         self._socket.settimeout(3.0)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.launch.zygote", str(theirs.fileno()), entry, *preload],
+                # -P: a file in the working folder that is called like a standard module must not take its place.
+                [sys.executable, "-P", "-m", "lockstep.launch.zygote", str(theirs.fileno()), entry, *preload],
                 env=self.env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -166,6 +167,9 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, entry, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
 
+    # If the launcher dies while this process is suspended, it wakes up, finds the socket closed, and cleans up.
+    _signal_on_parents_death(signal.SIGCONT)
+
     # Blocked, not ignored: a rank inherits the mask and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
@@ -176,6 +180,9 @@ def main(arguments: Sequence[str]) -> None:
     work = getattr(importlib.import_module(module), function)
     for name in preload:
         importlib.import_module(name)
+
+    # The user's own modules may be in the working folder; they come last.
+    sys.path.append(os.getcwd())
 
     # Frozen objects stay shared by all ranks, because no garbage collection of a rank touches them.
     gc.collect()
@@ -288,12 +295,16 @@ def die_with_parent(parent: int) -> None:
 
     This ends ranks that the lifeline cannot: suspended ones, and ones that hold the GIL.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _signal_on_parents_death(signal.SIGKILL)
 
     # It may have died before that.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _signal_on_parents_death(number: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:

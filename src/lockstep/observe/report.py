@@ -7,7 +7,6 @@ its part of the page is.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.errors import UserError
-from lockstep.launch.records import read_bytes, replacing
+from lockstep.launch.records import replacing
+from lockstep.launch.run_dir import read_mapping
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -106,7 +104,7 @@ def read_run(folder: Path) -> RunRecord:
             return reader(folder / file)
         except FileNotFoundError:
             notes[file] = f"{file} is not there"
-        except (OSError, ValueError, yaml.YAMLError, UserError) as error:
+        except (OSError, ValueError, UserError) as error:
             notes[file] = f"{file} could not be read: {error}"
 
         return otherwise
@@ -115,21 +113,12 @@ def read_run(folder: Path) -> RunRecord:
         name=folder.resolve().name,
         metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
         events=read("events.jsonl", read_jsonl, []),
-        config=read("config.yaml", _read_mapping, {}),
-        sources=read("config.sources.json", _read_mapping, {}),
-        plan=read("plan.json", _read_mapping, {}),
-        summary=read("summary.json", _read_mapping, {}),
+        config=read("config.yaml", read_mapping, {}),
+        sources=read("config.sources.json", read_mapping, {}),
+        plan=read("plan.json", read_mapping, {}),
+        summary=read("summary.json", read_mapping, {}),
         notes=notes,
     )
-
-
-def _read_mapping(path: Path) -> Record:
-    # `safe_load`, so that no file can run code.
-    text = read_bytes(path, most=2**26).decode()
-    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    if not isinstance(values, dict):
-        raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")
-    return values
 
 
 def without_undone(records: Iterable[Record]) -> list[Record]:

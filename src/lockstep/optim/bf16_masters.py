@@ -10,7 +10,7 @@ An update goes through the parameters a few at a time, to keep the memory for te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,11 +54,18 @@ class MasterWeights:
         return list(self._stand_ins.values()) if self.persistent else []
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, now: int) -> None:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        divisor: Tensor | None,
+        now: int,
+        call: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
+    ) -> None:
         """Update the parameters of one optimizer, a few at a time.
 
         divisor: shape (); gradients are divided by it. None: they have their true size.
         now: the number of the step, so that no two steps draw the same random bits.
+        call: steps the optimizer; it may put other tensors into its groups
         """
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             # None of its tensors has a stand-in: it moves something that is not a parameter of the model.
@@ -70,7 +77,7 @@ class MasterWeights:
             for stand_in in stand_ins:
                 self._fill(optimizer, stand_in, divisor)
             with only_these(optimizer, parts):
-                optimizer.step()
+                call(optimizer)
             for stand_in in stand_ins:
                 self._round_back(optimizer, stand_in, now)
 

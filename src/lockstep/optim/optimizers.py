@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some_names
+from lockstep.optim.stand_ins import step_with_stand_ins
+from lockstep.optim.trial import PER_PARAMETER, CannotTry, kind_of
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import balance, by_mesh
 
@@ -22,6 +25,20 @@ DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
+
+# These are right on DTensors. Others get plain tensors in their place (optim/stand_ins.py).
+ON_DTENSORS = (
+    *DIVIDING,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+
+# A user-defined optimizer may set this attribute to True: it works on DTensors by itself.
+OWN_DTENSORS = "works_on_shards"
 
 # A user-defined optimizer may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
@@ -55,8 +72,28 @@ class Optimizers:
 
         self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
         self._several_meshes = len(by_mesh(self.parameters())) > 1
+        self._stand_ins = {id(one): _needs_whole(one) for one in self.all if not _knows_dtensors(one)}
         self._updating = False
         self._hooks: list[Any] = []
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """A banner line about optimizers that need whole parameters."""
+        names = [type(one).__name__ for one in self.all if self._stand_ins.get(id(one))]
+        how = "gathers one parameter after another for its update: its numbers need whole ones"
+        return {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
+
+    def refuse_coupled(self, who: str) -> None:
+        """Refuse optimizers whose update of one parameter depends on others, where `who` steps only some of them."""
+        for optimizer in self.all:
+            # One without trainable parameters moves something that no gradient reaches.
+            learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if learning and type(optimizer) not in ON_DTENSORS and not _is_ours(optimizer):
+                try:
+                    kind_of(optimizer)
+                except CannotTry as reason:
+                    fix = "type strategy=ddp, where every rank steps all parameters"
+                    raise _cannot_step(optimizer, f"{who} steps only some of the parameters", reason, fix) from reason
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
@@ -88,15 +125,21 @@ class Optimizers:
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
             if self.masters:
-                self.masters.step(optimizer, divisor, number)
-            elif self._several_meshes:
+                self.masters.step(optimizer, divisor, number, self._call)
+            elif self._several_meshes and id(optimizer) not in self._stand_ins:
                 parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                 with only_these(optimizer, parts):
                     optimizer.step()
             else:
-                optimizer.step()
+                self._call(optimizer)
 
         self._updating = False
+
+    def _call(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._stand_ins:
+            step_with_stand_ins(optimizer, self._stand_ins[id(optimizer)])
+        else:
+            optimizer.step()
 
     def parameters_of(self, numbers: Sequence[int]) -> set[int]:
         """Return the ids of the model's parameters that these optimizers move, on any rank."""
@@ -132,7 +175,7 @@ class Optimizers:
 class ShardedOptimizers(Optimizers):
     """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
 
-    DDP reduces the gradients as always. Parameters are dealt to the ranks by size, each as a whole, and in a
+    DDP reduces the gradients as always. Parameters are assigned to the ranks by size, each as a whole, and in a
     checkpoint each rank saves the state of the parameters that it owns.
     """
 
@@ -140,6 +183,7 @@ class ShardedOptimizers(Optimizers):
 
     def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
         super().__init__(optimizers, model)
+        self.refuse_coupled("under zero1 a rank")
         self._runtime = runtime
 
         parameters = self.parameters()
@@ -226,6 +270,40 @@ def _check_kind(optimizer: Any) -> None:
             "use AdamW or SGD; if a step needs gradients at several points, as in SAM, go over its batches several "
             "times: run.steps(dataset, passes=2)",
         )
+
+
+def _knows_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can step its parameters as they are: all plain ones, or it is right on DTensors."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sharded = any(isinstance(p, DTensor) for p in parameters)
+    known = type(optimizer) in ON_DTENSORS or _is_ours(optimizer) or getattr(optimizer, OWN_DTENSORS, False)
+    return known or not sharded
+
+
+def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs whole parameters; False: it treats every element of a shard by itself."""
+    try:
+        whole = kind_of(optimizer) == PER_PARAMETER
+    except CannotTry as reason:
+        fix = (
+            "type strategy=ddp, which keeps full parameters on every rank; if it works on DTensors by itself, set "
+            f"{OWN_DTENSORS} = True in its class"
+        )
+        raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
+
+    # With one step for every parameter, a hook on a step would be called that often.
+    if whole and any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+        fix = "do in after_step(), or after step.apply(), what the hook does; or type strategy=ddp"
+        raise _cannot_step(optimizer, "parameters are sharded", "it has a hook on its step, and needs them whole", fix)
+    return whole
+
+
+def _cannot_step(optimizer: Any, why: str, reason: object, fix: str) -> UserError:
+    return UserError(f"{type(optimizer).__name__} cannot be used here: {why}", str(reason), fix)
 
 
 def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:

@@ -98,8 +98,8 @@ def apply(
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
     driver.statistics.log_event = log_event
-    driver.placement = replace(
-        driver.placement,
+    driver.role = replace(
+        driver.role,
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.data_size,
         reports_loss=mesh.reports_loss,

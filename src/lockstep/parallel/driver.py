@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
+from lockstep.parallel.inner_gradients import InnerGradient, refuse_backward, watched
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -29,7 +31,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankRole:
     """Where a driver keeps the model, and which share of the data this rank trains on. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
@@ -102,7 +104,7 @@ class Control(Protocol):
 class Driver(Protocol):
     """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
 
-    placement: Placement
+    role: RankRole
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
     extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
@@ -135,7 +137,7 @@ class BaseDriver(Driver):
     A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
 
-    placement = Placement()
+    role = RankRole()
     extra_state: Mapping[str, Any] = {}
     broadcasts_buffers = False  # before every step
     to_sum = 1.0
@@ -164,6 +166,7 @@ class BaseDriver(Driver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
+        loss_fn = watched(loss_fn, self.before_inner_gradient)
         for micro in batches.micro_batches:
             self.before_forward(micro, control)
             with control.autocast():
@@ -196,6 +199,14 @@ class BaseDriver(Driver):
         if control.last:
             self.statistics.end_step(control.batches)
         control.backwards_done += 1
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        """Prepare for a gradient that the user's loss computes itself, or refuse it."""
+        refuse_backward(inner, self.leaf_names())
+
+    def leaf_names(self) -> dict[int, str]:
+        """Return the names of the trainable parameters, by the id of the tensor that a graph ends in."""
+        return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
     def reduced(self) -> Reduced:
         """Return the summed gradients, after the last backward."""
@@ -282,7 +293,7 @@ class ShardedDriver(BaseDriver):
     ranks.
     """
 
-    placement = Placement(replicated=False, collective_forwards=True)
+    role = RankRole(replicated=False, collective_forwards=True)
     _hooks: Mapping[str, ParameterHooks] = {}
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
@@ -303,6 +314,17 @@ class ShardedDriver(BaseDriver):
                 raise  # all ranks failed in the same way
 
             self._agree("the end")
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        super().before_inner_gradient(inner)
+        names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True) if isinstance(p, DTensor)}
+        sharded = next((names[id(leaf)] for leaf in inner.inputs if id(leaf) in names), None)
+        if sharded:
+            raise UserError(
+                f"the loss asks for the gradient of {sharded!r}, which is sharded: no rank holds it in full",
+                inner.place,
+                "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
+            )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))

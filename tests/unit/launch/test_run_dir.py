@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import api
-from lockstep.api import resume_command
+from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import ask_for_size, choose_run_dir, hold_as_launcher, lock, prepare
+from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -39,16 +39,16 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_what_to_type_to_resume(words, resume, again):
-    assert resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
+    assert make_resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from lockstep.launch.run_dir import hold_as_launcher
-held = hold_as_launcher(Path(sys.argv[1]))
-print("holds", flush=True)
-sys.stdin.read()
+from lockstep.launch.run_dir import hold
+with hold(Path(sys.argv[1])):
+    print("holds", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -61,10 +61,29 @@ def test_a_wish_for_another_size_needs_a_launcher_and_no_rank(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout.readline() == b"holds\n"
         ask_for_size(tmp_path, 3)
-        assert hold_as_launcher(tmp_path) is None
+        assert has_launcher(tmp_path)
     assert (tmp_path / "resize").read_text() == "3\n"
     with pytest.raises(UserError, match="the run is not running"):
         ask_for_size(tmp_path, 3)
+
+
+def test_a_folder_is_held_by_one_launcher_until_its_job_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.run_dir.LAUNCHER_WAIT_S", 0.2)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"holds\n"
+        with pytest.raises(UserError, match="a launcher whose job is there right now"), hold(tmp_path):
+            pass
+        break_locks(tmp_path)
+        with hold(tmp_path):
+            assert (tmp_path / ".launcher").exists()
+
+
+def test_a_lock_that_is_removed_while_one_waits_for_it_is_made_anew(tmp_path):
+    held = lock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    again = lock(tmp_path)
+    assert (tmp_path / ".lock").stat().st_ino == os.fstat(again.fileno()).st_ino != os.fstat(held.fileno()).st_ino
 
 
 def stored_run(folder: Path, config: str, sources: dict[str, str]) -> Path:
@@ -152,3 +171,58 @@ def test_the_lock_is_a_file(tmp_path, how):
     with pytest.raises(UserError, match="cannot be written to"):
         lock(tmp_path)
     assert victim.read_text() == "precious"
+
+
+BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 60))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.sources.json"])
+@pytest.mark.parametrize("how", ["a pipe", "a device", "too deep", "no mapping", "a bomb"])
+def test_settings_of_somebody_elses_run_are_read_with_care(tmp_path, name, how):
+    """`--resume RUN` and `lockstep resize RUN` read them, whoever wrote them."""
+    path = stored_run(tmp_path, "steps: 3\n", {"steps": "command line"}) / name
+    path.unlink()
+    match how:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a device":
+            path.symlink_to("/dev/zero")
+        case "too deep":
+            path.write_text('{"a": ' * 900 + "1" + "}" * 900)
+        case "no mapping":
+            path.write_text("[1]")
+        case _:
+            path.write_text(BOMB)
+    with pytest.raises(UserError, match=f"the file {name} of the run {tmp_path} cannot be read"):
+        api._stored_layer(str(tmp_path), [])
+    if name == "config.yaml":
+        with pytest.raises(UserError, match="cannot be read"):
+            api.resize(tmp_path, 2)
+
+
+def test_sources_of_any_type_and_a_plan_without_samples_are_no_accident(tmp_path):
+    run = stored_run(tmp_path, "steps: 3\n", {"steps": 3})
+    assert api._stored_layer(str(run), []) == []
+    (run / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="no launcher"):
+        api.resize(run, 2)
+
+
+def test_settings_that_are_taken_over_cannot_steer_the_terminal(tmp_path, capfd):
+    run = stored_run(tmp_path, 'task: {text: "\\e]0;evil\\a"}\n', {"task.text": "command line"})
+    ((_, values),) = api._stored_layer(str(run), [])
+    assert values == {"task.text": "\x1b]0;evil\x07"}
+    assert r"task.text=\x1b]0;evil\x07" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["a link", "a pipe"])
+def test_the_launchers_lock_is_a_file(tmp_path, how):
+    """`lockstep resize` opens it in any folder that is named."""
+    (tmp_path / ".lock").touch()
+    if how == "a link":
+        (tmp_path / ".launcher").symlink_to(tmp_path / "made")
+    else:
+        os.mkfifo(tmp_path / ".launcher")
+    with pytest.raises(UserError, match="cannot be written to"):
+        ask_for_size(tmp_path, 2)
+    assert not (tmp_path / "made").exists()

@@ -183,6 +183,25 @@ def test_one_missing_or_damaged_file_costs_only_its_part(tmp_path, file, damage)
         assert f"{file} is not there" in "".join(page.itertext())
 
 
+@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "plan.json", "summary.json", "config.yaml"])
+def test_nesting_does_not_stop_the_report(tmp_path, file, depth):
+    """Not even nesting that can be parsed, but not walked through."""
+    if file == "config.yaml" and depth > 1000:
+        depth = 5000  # PyYAML is slow
+    run_folder(tmp_path)
+    (tmp_path / file).write_text('{"step": 1, "event": "start", "facts": ' * depth + "1" + "}" * depth + "\n")
+    text = write_report(tmp_path).read_text()
+    assert f"{file} could not be read" in text or f"{file}: line 1 is not a JSON object" in text
+
+
+def test_a_configuration_that_unfolds_without_end_is_not_unfolded(tmp_path):
+    run_folder(tmp_path)
+    lines = [f"a{i}: &amp{i} {{x: *amp{i - 1}, y: *amp{i - 1}}}" for i in range(1, 60)]
+    (tmp_path / "config.yaml").write_text("\n".join(["a0: &amp0 {x: 1}", *lines]))
+    assert "config.yaml could not be read: an alias" in write_report(tmp_path).read_text()
+
+
 def test_strange_records_do_not_stop_the_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n{"step": "x"}\n{"step": 3, "metrics": 4}\n')
     strange = [

@@ -21,6 +21,7 @@ import resource
 import secrets
 import socket
 import stat
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def _read_secret(path: Path) -> Secret:
             raise UserError(
                 f"the job's secret in {path} is not private",
                 f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}",
-                f"chmod 600 {path} if it is yours; remove it if it is not",
+                f"chmod 600 {path} if it is yours; remove it if it is not; where neither helps, set {SECRET}",
             )
 
         return _checked(file.read(4096).decode(errors="replace"), str(path))
@@ -202,25 +203,27 @@ class TurnedAway(Exception):
 
 def prove(connection: socket.socket, secret: Secret) -> Seal:
     """Prove to the coordinator that this node knows the secret, and check that the coordinator does. Blocks."""
-    connection.settimeout(PROOF_S)
-    theirs = _receive_line(connection)
+    deadline = time.monotonic() + PROOF_S
+    theirs = _receive_line(connection, deadline)
     ours = _challenge()
     challenges = theirs + b"." + ours
     connection.sendall(ours + b" " + _sign(secret.key, NODE_SIDE, challenges) + b"\n")
 
-    proof = _receive_line(connection)
+    proof = _receive_line(connection, deadline)
     if not hmac.compare_digest(proof, _sign(secret.key, COORDINATOR_SIDE, challenges)):
         raise NotProven(WRONG)
 
     return Seal(secret, challenges, NODE_SIDE, COORDINATOR_SIDE)
 
 
-def _receive_line(connection: socket.socket) -> bytes:
+def _receive_line(connection: socket.socket, deadline: float) -> bytes:
     line = b""
     try:
-        # No byte more than the line: what follows is the first message.
+        # No byte more than the line: what follows is the first message. Whoever sends byte by byte gains no time.
+        connection.settimeout(_time_left(deadline))
         while len(line) <= DIGITS and (data := connection.recv(DIGITS + 1 - len(line))):
             line += data
+            connection.settimeout(_time_left(deadline))
     except OSError:
         # It hung up, or has not come to this connection in time.
         raise TurnedAway from None
@@ -231,6 +234,11 @@ def _receive_line(connection: socket.socket) -> bytes:
         raise NotProven(NOISE)
 
     return line[:-1]
+
+
+def _time_left(deadline: float) -> float:
+    # A timeout of 0 would mean a socket that never waits.
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _is_line_of_digits(line: bytes) -> bool:

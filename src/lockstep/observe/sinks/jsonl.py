@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lockstep.errors import UserError
-from lockstep.launch.records import read_bytes
+from lockstep.launch.records import load_json, read_bytes
 
 NONFINITE = "_nonfinite"
 
@@ -155,7 +155,7 @@ def _truncate_partial_line(fd: int) -> None:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = load_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):

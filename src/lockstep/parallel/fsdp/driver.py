@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -27,11 +27,13 @@ from lockstep.parallel.blocks import find_blocks, without_shared
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
+from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta.init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
+from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
@@ -66,7 +68,8 @@ class FSDPDriver(ShardedDriver):
         super().__init__(model, runtime, self._replicas)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
-        self.placement = replace(self.placement, facts=describe_blocks(len(blocks), len(unshared)))
+        self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
+        self.role = replace(self.role, facts=describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
@@ -86,13 +89,13 @@ class FSDPDriver(ShardedDriver):
         # its gradient may come in parts; for a linear hook that is the same.
         named = zip(self.names, self.parameters, strict=True)
         by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
-        for module in self.model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for module in self._sharded_modules():
+            group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 ids = [(p, id(p.sharded_param)) for p in group.fsdp_params]
                 hooked = [(p, by_parameter.pop(number)) for p, number in ids if number in by_parameter]
                 if hooked:
-                    group.post_backward = partial(_call_hooks, hooked, group.post_backward)
+                    group.post_backward = partial(_call_hooks, hooked, group, group.post_backward)
 
         # What FSDP left alone.
         for parameter in self._scalars:
@@ -103,7 +106,7 @@ class FSDPDriver(ShardedDriver):
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
         # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
-        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        modules = self._sharded_modules()
         stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
 
         for module in modules:
@@ -118,6 +121,65 @@ class FSDPDriver(ShardedDriver):
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        super().before_inner_gradient(inner)
+        if self._tp and not self._tp.world.alone:
+            refuse_second_derivative(inner)
+
+        # The second backward needs the weights that the first one used, and asks no hook of FSDP for them.
+        if inner.retains_graph and not self._graph_is_retained:
+            self._graph_is_retained = True
+            for module in self._sharded_modules():
+                module.set_reshard_after_backward(False, recurse=False)
+
+    def leaf_names(self) -> dict[int, str]:
+        names = super().leaf_names()
+        return names | {id(full): names[id(sharded)] for sharded, full in self._gathered() if id(sharded) in names}
+
+    def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        if self._graph_is_retained:
+            self._backward_through_gradients(total, grad_output)
+        else:
+            super()._backward(total, grad_output, None)
+        if self._uniform_use.steps == 1:
+            self._check_reduced()
+        if word is not None:
+            self._reduce(word)
+
+    def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
+        """Backpropagate a loss that contains gradients, with the whole model gathered.
+
+        The parts of one parameter's gradient come in no order that FSDP knows: it would reduce some and drop the rest.
+        So nothing is reduced before the end, when torch's private callback at the end of a backward is called again.
+        """
+        modules = self._sharded_modules()
+        for module in modules:
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.unshard()
+        torch.autograd.backward(total, grad_output)
+
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
+        modules[0]._get_fsdp_state()._root_post_backward_final_callback()
+        self._graph_is_retained = False
+
+    def _check_reduced(self) -> None:
+        """Check that FSDP has reduced every gradient: it learns of a backward from the outputs that it can see."""
+        names = self.leaf_names()
+        left = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
+        if left:
+            raise hidden_output(f"the gradient of {left[0]!r} was not reduced")
+
+    def _gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the shard and the gathered parameter of all that were gathered so far."""
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in self._sharded_modules()]
+        parameters = [p for group in groups if group is not None for p in group.fsdp_params]
+        return [(p.sharded_param, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_gradients(self) -> None:
         self._uniform_use.compare(END)
@@ -139,9 +201,21 @@ def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
     )
 
 
-def _call_hooks(hooked: list[tuple[Any, ParameterHooks]], reduce: Callable[..., None], *unused: Any) -> None:
+def hidden_output(found: str) -> UserError:
+    """Return the error for outputs on which FSDP could not set its hooks."""
+    return UserError(
+        "FSDP was not told of the backward of a block, or of the model: forward returns its tensors inside an object "
+        "that torch does not look into",
+        found,
+        "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or type strategy=ddp",
+    )
+
+
+def _call_hooks(
+    hooked: list[tuple[Any, ParameterHooks]], group: Any, reduce: Callable[..., None], *unused: Any
+) -> None:
     """Let the user's hooks change the full gradients of a group of parameters, then reduce them."""
-    for sharded, hooks in hooked:
+    for sharded, hooks in hooked if group.reduce_grads else ():
         # torch makes the full parameter with the first gather.
         full = getattr(sharded, "_unsharded_param", None)
         if full is not None and full.grad is not None:

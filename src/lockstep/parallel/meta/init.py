@@ -175,7 +175,8 @@ class _Filling:
             )
 
         self._freed.add(recipe.peak)
-        self.digest = zlib.crc32(made.contiguous().view(-1).view(torch.uint8).numpy(), self.digest)
+        numbers = made.contiguous().view(-1).view(torch.uint8).numpy()
+        self.digest = zlib.crc32(numbers, self.digest)  # pyrefly: ignore[bad-argument-type]
         if isinstance(empty, nn.Parameter):
             made = nn.Parameter(made, empty.requires_grad)
             made.__dict__.update(empty.__dict__)

@@ -78,7 +78,8 @@ class Memories:
 
     def recipe(self, tensor: Tensor) -> Recipe:
         memory = self.of(tensor)
-        assert memory is not None and memory.value is not None
+        assert memory is not None
+        assert memory.value is not None
         return Recipe(memory.value)
 
     def drop_unused(self) -> None:

@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self, storage: torch.UntypedStorage) -> Tensor:
         blank = torch.empty(0, dtype=self.dtype, device=storage.device)

@@ -6,18 +6,20 @@ use (a tied embedding) is held by both; its two gradients are added, so that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
+from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -73,6 +75,7 @@ class PipelineDriver(ShardedDriver):
         stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+        _check_norms(model, by_tensor)
 
         # While every rank still holds every tensor: from here on it keeps only its own.
         _broadcast_one_by_one(model, runtime)
@@ -105,8 +108,8 @@ class PipelineDriver(ShardedDriver):
 
         # A tensor that no stage used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-        self.placement = replace(
-            self.placement,
+        self.role = replace(
+            self.role,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
@@ -134,6 +137,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
+        loss_fn = watched(loss_fn, self.before_inner_gradient)
         micros = list(batches)
 
         # The first stages need the loss scale of fp16 before any loss is known.
@@ -146,6 +150,14 @@ class PipelineDriver(ShardedDriver):
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
         return self.reduced()
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        raise UserError(
+            "the loss computes gradients itself, which a pipeline (mesh.pp) cannot do: the rank of the loss holds the "
+            "last stage only",
+            inner.place,
+            "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
+        )
 
     def reduced(self) -> Reduced:
         return replace(super().reduced(), names=self.names)  # norms are those of all stages
@@ -160,7 +172,7 @@ class PipelineDriver(ShardedDriver):
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        holders = self.placement.holders.get(name)
+        holders = self.role.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
 
@@ -175,7 +187,7 @@ class PipelineDriver(ShardedDriver):
 
     def _broadcast_buffers(self) -> None:
         rank = self.runtime.world.rank
-        holders = self.placement.holders
+        holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
         self._replicas.broadcast_(buffers)
@@ -252,6 +264,19 @@ class PipelineDriver(ShardedDriver):
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+
+
+def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
+    """Refuse a BatchNorm that two stages use: each would keep running statistics of its own use."""
+    for name, module in model.named_modules():
+        tensors = [f"{name}.{tensor}".lstrip(".") for tensor in ("running_mean", "weight")]
+        stages = sorted({number for tensor in tensors for number in by_tensor.get(tensor, ())})
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and len(stages) > 1:
+            raise UserError(
+                f"{name!r} is a {type(module).__name__} that {len(stages)} stages of the pipeline (mesh.pp) share",
+                f"stages {', '.join(map(str, stages))}: each would keep running statistics of its own use",
+                "give every use a BatchNorm of its own; or type strategy=ddp, or strategy=fsdp",
+            )
 
 
 def _holds(model: nn.Module, layer: str, held: Collection[str]) -> bool:

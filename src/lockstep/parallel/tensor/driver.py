@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
+from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
 from lockstep.runtime.collectives import Collectives
@@ -33,6 +34,10 @@ class TensorDriver(ShardedDriver):
         self._replicas = axes.along("dp")
         super().__init__(model, runtime, self._replicas)
         self._tp = axes.along("tp")
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        super().before_inner_gradient(inner)
+        refuse_second_derivative(inner)
 
     def _reduce_gradients(self) -> None:
         # First within a tp group: only gradients that are laid out alike can be summed over replicas.

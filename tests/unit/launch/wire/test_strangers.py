@@ -15,7 +15,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch.wire import door
 from lockstep.launch.wire.door import Door, NotProven, Secret, find_secret
-from lockstep.launch.wire.protocol import claim, connect
+from lockstep.launch.wire.protocol import claim, reach
 from ports import free_port
 
 OURS, THEIRS = Secret(b"the secret of this job", "a test"), Secret(b"that of another job", "elsewhere")
@@ -127,14 +127,14 @@ def meeting():
 
 
 def test_who_knows_the_secret_comes_in(meeting):
-    connect(meeting.join, None, print, OURS).close()
+    reach(meeting.join, None, OURS).close()
     assert len(meeting.admitted) == 1
     meeting.kinds()
 
 
 def test_who_does_not_says_what_to_do(meeting):
     with pytest.raises(UserError, match=r"the secret here is from elsewhere\n.*LOCKSTEP_SECRET"):
-        connect(meeting.join, None, print, THEIRS)
+        reach(meeting.join, None, THEIRS)
     assert meeting.admitted == []
     meeting.kinds(door.WRONG)
 
@@ -171,8 +171,30 @@ def test_a_rogue_coordinator_is_not_believed(challenge, proof, why):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(UserError, match=why):
-            connect(f"127.0.0.1:{listener.getsockname()[1]}", None, print, OURS)
+            reach(f"127.0.0.1:{listener.getsockname()[1]}", None, OURS)
         thread.join()
+
+
+def test_a_coordinator_that_answers_digit_by_digit_gains_no_time(monkeypatch):
+    monkeypatch.setattr(door, "PROOF_S", 0.3)
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip():
+        while not stop.wait(0.05):
+            theirs.sendall(b"0")
+
+    with ours, theirs:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(door.TurnedAway):
+                door.prove(ours, OURS)
+        finally:
+            stop.set()
+            thread.join()
+        assert time.monotonic() - began < 65 * 0.05
 
 
 # Strangers, one kind after the other; the time is the test's

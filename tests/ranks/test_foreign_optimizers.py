@@ -1,0 +1,254 @@
+"""Optimizers that do not know DTensors: those that need whole parameters, and those that treat all elements alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.optim.optimizers import ON_DTENSORS, Optimizers
+from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, CannotTry, kind_of
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
+
+STEPS, BATCH, SAMPLES = 3, 8, 20
+VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS, "lr.schedule": "constant"}
+
+
+# ---- optimizers as people write them ----
+
+
+class Plain(torch.optim.Optimizer):
+    """p -= rate * change(p, gradient)."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05):
+        super().__init__(parameters, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["n"] = group.get("n", 0) + 1
+            for p in [p for p in group["params"] if p.grad is not None]:
+                p.sub_(group["lr"] * self.change(p, p.grad, self.state[p], group))
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Lamb(Plain):
+    """With numbers on the host, as many public ones have: `.item()` of a DTensor's norm is that of a shard."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["m"].mul_(0.9).add_(grad, alpha=0.1)
+        state["v"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+        # Two counters that depend on how often the step is called.
+        change = state["m"] / (1 - 0.9 ** group["n"]) / (state["v"].sqrt() / self.calls + 1e-6)
+        return change * (p.data.norm().item() / change.norm().item())
+
+
+class Lion(Plain):
+    """Elementwise, through an index that DTensors refuse."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        change = (0.9 * state["m"] + 0.1 * grad).sign()
+        change[grad == 0] = 0.0
+        state["m"].lerp_(grad, 0.01)
+        return change
+
+
+class Normalised(Plain):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad / (torch._foreach_norm([grad])[0].add_(1e-8))
+
+
+class Shampoo(Plain):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if grad.dim() != 2:
+            return grad
+        if not state:
+            state["left"] = torch.eye(len(grad), dtype=grad.dtype) * 1e-3
+        state["left"] += grad @ grad.T
+        values, vectors = torch.linalg.eigh(state["left"])
+        return vectors @ torch.diag(values.clamp(min=1e-9) ** -0.5) @ vectors.T @ grad
+
+
+class GlobalNorm(Plain):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        norms = [q.grad.norm() for group in self.param_groups for q in group["params"]]
+        return grad / torch.stack(norms).norm()
+
+
+# ---- what they are taken for ----
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(4, 6, 3), nn.Linear(6, 4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("kind", [*ON_DTENSORS, torch.optim.Rprop, Lion], ids=lambda kind: kind.__name__)
+def test_what_treats_every_element_alike(kind: Any) -> None:
+    optimizer = kind(small().parameters(), lr=0.0)  # as a warm-up leaves it
+    before = len(optimizer.state)
+    assert kind_of(optimizer) == ELEMENTWISE
+    assert (len(optimizer.state), optimizer.param_groups[0]["lr"]) == (before, 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb, Normalised, Shampoo], ids=lambda kind: kind.__name__)
+def test_what_needs_whole_parameters(kind: Any) -> None:
+    optimizer = kind(small().parameters(), lr=0.1)
+    assert kind_of(optimizer) == PER_PARAMETER
+    assert not optimizer.state
+    assert getattr(optimizer, "calls", 0) == 0
+
+
+def test_muon_needs_whole_matrices() -> None:
+    assert kind_of(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
+
+
+def test_what_couples_parameters_is_neither() -> None:
+    with pytest.raises(CannotTry, match="depends on the others"):
+        kind_of(GlobalNorm(small().parameters()))
+
+
+# ---- as in plain PyTorch ----
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).squeeze(-1)
+
+
+class Foreign(Task):
+    """Every block under another optimizer, or all of them under one."""
+
+    def __init__(self, kind: Any = None):
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return Blocks().double()
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def optimizer(self, model: Any) -> Any:
+        if self.kind:
+            return self.kind(model.parameters())
+        one, *blocks = model.blocks
+        muon = [one.up.weight, one.down.weight]
+        rest = [one.up.bias, one.down.bias, *model.out.parameters()]
+        kinds = [torch.optim.Adafactor, Lamb, Lion, Normalised, Shampoo]
+        others = [kind(block.parameters(), lr=0.02) for kind, block in zip(kinds, blocks, strict=True)]
+        return [torch.optim.Muon(muon, lr=0.02), torch.optim.Rprop(rest), *others]
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return Rows([torch.randn(SAMPLES, 6, generator=g).double(), torch.randn(SAMPLES, generator=g).double()])
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(((model(x) - y) ** 2).sum(), len(x))
+
+
+def whole_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
+    """A job: the weights before the first step and after the last, as plain tensors."""
+    from lockstep.engine import loop
+    from lockstep.runtime.layout import full_tensor
+
+    with open_watched(world, store, VALUES | values) as builder:
+        loop.fit(Foreign(), builder)
+        trace = trace_of(builder)
+        states = (trace.initial, trace.steps[-1].weights)
+        return [{name: full_tensor(tensor) for name, tensor in state.items()} for state in states]
+
+
+def by_hand(initial: dict[str, Tensor], resumed_after: int = 0) -> dict[str, Tensor]:
+    task = Foreign()
+    model = task.model()
+    model.load_state_dict(initial)
+    optimizers = task.optimizer(model)
+    data = task.data()
+    for number, ids in enumerate(windows(SAMPLES, BATCH, "short", STEPS)):
+        loss = task.loss(model, task.collate([data[i] for i in ids]))
+        model.zero_grad()
+        (loss.total / loss.weight).backward()
+        for optimizer in optimizers:
+            if number == resumed_after:
+                optimizer.calls = 0  # torch does not save what is neither state nor a setting of a group
+            optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).norm() / tensor.norm())
+        assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("fsdp", 3), ("fsdp-grads", 2), ("hsdp", 4), ("tp", 2)])
+def test_whole_parameters_give_the_numbers_of_plain_pytorch(pool: Pool, strategy: str, world: int) -> None:
+    initial, found = pool.run(whole_weights, {"strategy": strategy}, world=world)[0]
+    assert_same(found, by_hand(initial))
+
+
+def test_their_state_is_saved_in_shards_and_read_on_another_number_of_ranks(pool: Pool, tmp_path: Any) -> None:
+    values = {"run_dir": str(tmp_path / "run"), "strategy": "fsdp", "steps": STEPS, "checkpoint.every": 1}
+    initial, _ = pool.run(whole_weights, values | {"steps": 2}, world=2)[0]
+    _, found = pool.run(whole_weights, values | {"strategy": "fsdp-grads", "resume": "auto"}, world=3)[0]
+    assert_same(found, by_hand(initial, resumed_after=2))
+
+
+# ---- refused ----
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp"])
+def test_an_optimizer_that_couples_parameters_is_refused(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Foreign(GlobalNorm), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "GlobalNorm cannot be used here", "depends on the others", "strategy=ddp")
+
+
+def hooked(world: Any, store: Any) -> None:
+    def optimizer(parameters: Any) -> Any:
+        made = Normalised(parameters)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    fit(world, store, Foreign(optimizer), VALUES | {"strategy": "fsdp"})
+
+
+def test_a_hook_on_the_step_of_whole_parameters_is_refused(pool: Pool) -> None:
+    assert_user_errors(pool.errors(hooked, world=2), "Normalised cannot be used here", "a hook on its step")
+
+
+def test_nothing_is_tried_where_parameters_are_whole() -> None:
+    class Picky(Plain):
+        def change(self, p: Tensor, *rest: Any) -> Tensor:
+            raise UserError("it was called", "", "")
+
+    model = nn.Linear(2, 2)
+    assert Optimizers(Picky(model.parameters()), model).facts == {}

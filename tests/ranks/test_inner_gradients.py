@@ -1,0 +1,232 @@
+"""Losses that compute gradients themselves: penalties on gradients, and backward() where it does not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad as borrowed_grad  # as many scripts import it
+
+from lockstep.parallel import inner_gradients
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
+
+STEPS, BATCH, SAMPLES = 3, 8, 20
+VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS, "lr.schedule": "constant"}
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Half() for _ in range(2)])
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).squeeze(-1)
+
+
+class Trained(Task):
+    def __init__(self, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]):
+        self.terms = loss
+
+    def model(self) -> nn.Module:
+        return Critic().double()
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def data(self) -> Any:
+        g = torch.Generator().manual_seed(0)
+        return Rows([torch.randn(SAMPLES, 6, generator=g).double(), torch.randn(SAMPLES, generator=g).double()])
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(self.terms(model, *batch), len(batch[0]))
+
+
+def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """WGAN-GP: the critic is called before and after the gradient that is penalised."""
+    between = x.flip(1).requires_grad_()
+    scores = model(between)
+    (slope,) = borrowed_grad(scores, between, torch.ones_like(scores), create_graph=True)
+    return (model(x) * y).sum() + 10 * ((slope.norm(dim=1) - 1) ** 2).sum()
+
+
+def penalty_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """No gradient reaches the model's output, and so no hook of FSDP."""
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return ((slope.norm(dim=1) - y) ** 2).sum()
+
+
+def adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The same graph twice, and a gradient that stays in the input."""
+    x.requires_grad_()
+    clean = ((model(x) - y) ** 2).sum()
+    clean.backward(inputs=[x], retain_graph=True)
+    assert x.grad is not None
+    return clean + ((model((x + 0.1 * x.grad.sign()).detach()) - y) ** 2).sum()
+
+
+def of_parameters(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    total = ((model(x) - y) ** 2).sum()
+    slopes = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
+    return total + 0.0 * sum(slope.sum() for slope in slopes)
+
+
+def own_backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    total = ((model(x) - y) ** 2).sum()
+    total.backward(retain_graph=True)  # the line to name
+    return total
+
+
+def of_something_else(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """An inner optimization that does not touch the model."""
+    shift = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    (shift - 0.3).square().sum().backward()
+    assert shift.grad is not None
+    return ((model(x - shift.grad) - y) ** 2).sum()
+
+
+def by_hand(task: Trained, initial: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Plain PyTorch, with the whole batch at once."""
+    model = task.model()
+    model.load_state_dict(initial)
+    optimizer = task.optimizer(model)
+    data = task.data()
+    for ids in windows(SAMPLES, BATCH, "short", STEPS):
+        loss = task.loss(model, task.collate([data[i] for i in ids]))
+        optimizer.zero_grad()
+        (loss.total / loss.weight).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def whole_weights(world: Any, store: Any, task: Task, values: dict[str, Any]) -> Any:
+    """A job: the weights before the first step and after the last, as plain tensors."""
+    from lockstep.engine import loop
+    from lockstep.runtime.layout import full_tensor
+
+    with open_watched(world, store, VALUES | values) as builder:
+        loop.fit(task, builder)
+        trace = trace_of(builder)
+        states = (trace.initial, trace.steps[-1].weights)
+        return [{name: full_tensor(tensor) for name, tensor in state.items()} for state in states]
+
+
+def assert_as_by_hand(pool: Pool, task: Trained, values: dict[str, Any], world: int) -> None:
+    initial, found = pool.run(whole_weights, task, values, world=world)[0]
+    for name, expected in by_hand(task, initial).items():
+        error = float((found[name] - expected).norm() / expected.norm())
+        assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"strategy": "ddp"}, 2),
+    ({"strategy": "zero1"}, 2),
+    ({"strategy": "fsdp"}, 3),
+    ({"strategy": "fsdp-grads"}, 2),
+    ({"strategy": "hsdp", "fsdp.replicas": 2}, 4),
+    ({"strategy": "fsdp", "exact": True}, 2),
+    ({"strategy": "fsdp", "remat": "full"}, 2),
+]
+
+
+@pytest.mark.parametrize(("values", "world"), LAYOUTS, ids=lambda value: str(value))
+def test_a_gradient_penalty_is_that_of_plain_pytorch(pool: Pool, values: dict[str, Any], world: int) -> None:
+    assert_as_by_hand(pool, Trained(penalised), values, world)
+
+
+@pytest.mark.parametrize("loss", [adversarial, of_something_else, of_parameters], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp-grads"])
+def test_other_gradients_inside_a_loss(pool: Pool, loss: Any, strategy: str) -> None:
+    assert_as_by_hand(pool, Trained(loss), {"strategy": strategy}, 2)
+
+
+def test_a_loss_of_gradients_only(pool: Pool) -> None:
+    """Its gradients reach no hook of FSDP, which would drop them."""
+    assert_as_by_hand(pool, Trained(penalty_alone), {"strategy": "fsdp"}, 2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "tp"])
+def test_gradients_of_sharded_parameters_are_refused(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Trained(of_parameters), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "the gradient of 'blocks.0.up.weight', which is sharded", "strategy=zero1")
+    assert_user_errors(errors, "slopes = torch.autograd.grad(total")
+
+
+def test_tensor_parallelism_refuses_what_it_would_get_wrong(pool: Pool) -> None:
+    errors = pool.errors(fit, Trained(penalised), VALUES | {"strategy": "tp"}, world=2)
+    assert_user_errors(errors, "cannot differentiate again", "test_inner_gradients.py", "borrowed_grad(")
+
+
+def test_a_pipeline_refuses_gradients_inside_a_loss(pool: Pool) -> None:
+    errors = pool.errors(fit, Trained(penalised), VALUES | {"strategy": "pp"}, world=2)
+    # The other rank waits for the last stage, and loses it.
+    assert_user_errors([error for error in errors if "borrowed_grad(" in str(error)][:1], "a pipeline (mesh.pp)")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
+def test_backward_inside_a_loss_is_named_with_its_line(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Trained(own_backward), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "the loss calls backward() itself", "test_inner_gradients.py")
+    assert_user_errors(errors, "total.backward(retain_graph=True)  # the line to name")
+
+
+def test_backward_in_a_loop_of_ones_own_is_named_with_its_line(pool: Pool) -> None:
+    errors = pool.errors(own_loop_with_backward, world=2)
+    assert_user_errors(errors, "calls backward() itself", "loss.backward()  # in the loop", "step.backward(")
+
+
+def own_loop_with_backward(world: Any, store: Any) -> None:
+    from lockstep.engine.own_loop import OwnRun
+
+    with open_watched(world, store, VALUES | {"strategy": "fsdp"}) as builder:
+        task, own = Trained(penalised), OwnRun(builder)
+        plain = task.model()
+        model, _ = own.setup(plain, task.optimizer(plain))
+        try:
+            for step in own.steps(task.data(), task.collate):
+                for x, y in step:
+                    loss = ((model(x) - y) ** 2).sum()
+                    loss.backward()  # in the loop
+                    step.backward(loss, len(x))
+                step.apply()
+        except BaseException as error:
+            builder.fail(error)
+            assert torch.autograd._engine_run_backward is inner_gradients._ENGINE  # pyrefly: ignore[missing-attribute]
+            raise
+
+
+def test_torch_is_left_as_it_was() -> None:
+    engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+    calls: list[inner_gradients.InnerGradient] = []
+
+    def loss(model: Any, data: Any) -> Any:
+        x = torch.ones(2, requires_grad=True)
+        x.sum().backward()
+        raise RuntimeError(str(borrowed_grad(x.prod(), x)[0].tolist()))
+
+    with pytest.raises(RuntimeError, match=r"\[1.0, 1.0\]"):
+        inner_gradients.watched(loss, calls.append)(None, None)
+    assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]
+    assert [call.accumulates for call in calls] == [True, False]
+    assert "x.sum().backward()" in calls[0].place
