@@ -375,6 +375,8 @@ def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tens
         run = OwnRun(builder)
         with run.init_module():
             model = of_transformers("Bert")
+            teacher = made(Small).requires_grad_(False)
+        assert torch.equal(run.setup(teacher).embed.weight.cpu(), made(Small).embed.weight)  # pyrefly: ignore
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         run.setup(model, optimizer)
         driver = builder.driver

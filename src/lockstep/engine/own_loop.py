@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
-from lockstep.parallel.meta.init import model_made_as_asked
+from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime.seeds import derive, seed_torch
@@ -83,6 +83,10 @@ class OwnRun:
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
+            for part in models:
+                check_made_as_asked(part, self._builder.config, trained=False)
+                if any(p.is_meta for p in part.parameters()):
+                    fill(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 

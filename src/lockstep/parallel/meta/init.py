@@ -54,8 +54,11 @@ def _check_strategy(config: RunConfig) -> None:
     )
 
 
-def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
-    """Check that the model matches `init`: users who write their own loop construct it themselves."""
+def check_made_as_asked(model: nn.Module, config: RunConfig, trained: bool = True) -> None:
+    """Check that the model matches `init`: users who write their own loop construct it themselves.
+
+    One that is not trained is held in full by every rank, and may have its weights already.
+    """
     kind = type(model).__name__
     if config.init != "meta":
         if any(p.is_meta for p in model.parameters()):
@@ -74,13 +77,13 @@ def check_made_as_asked(model: nn.Module, config: RunConfig) -> None:
                 "",
                 "give the module its size, or type init=host",
             )
-        if not p.is_meta:
+        if not p.is_meta and trained:
             raise UserError(
                 f"init=meta cannot be used: {kind} already has weights",
                 f"{name!r} is on {p.device}",
                 "make it in `with run.init_module():`, or type init=host",
             )
-        if not memories.is_empty(p):
+        if p.is_meta and not memories.is_empty(p):
             raise other_weights(
                 f"{name!r} of {kind} was made on the meta device, where nobody sees what its constructor does",
                 "make it in `with run.init_module():` instead of `with torch.device('meta'):`",
