@@ -15,7 +15,7 @@ from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.meta_init import make_model
+from lockstep.parallel.meta.init import model_made_as_asked
 from lockstep.task import MicroBatch, Task
 
 
@@ -29,7 +29,9 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     """
     data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
     scheduler = _own_method(task, "scheduler") or (lambda _: None)
-    setup = builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data, scheduler)
+    with model_made_as_asked(builder.config):
+        model = task.model()
+    setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
     before_batch = _own_method(task, "before_batch")
     after_step = _own_method(task, "after_step")
     if before_batch:
