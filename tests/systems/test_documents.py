@@ -257,6 +257,24 @@ def test_the_model_is_under_ddp_and_wrap_model_can_be_called(pool: Pool) -> None
             assert torch.allclose(found["weights"], weights(alone.model), atol=1e-6)
 
 
+def test_alone_the_distributed_trainer_is_the_plain_one(tmp_path):
+    """A script that goes from AMPTrainer to DistributedAMPTrainer changes the name, and on one process no bit."""
+    ends = []
+    for kind in (AMPTrainer, DistributedAMPTrainer):
+        model = net()
+        trainer = kind(model, AMPConfig(dtype="bfloat16", gradient_accumulation_steps=2, device="cpu"))
+        for seed in range(4):
+            trainer.training_step(numbers(8, seed=seed))
+        trainer.save_checkpoint(tmp_path / kind.__name__)
+        trainer.training_step(numbers(8))
+        trainer.training_step(numbers(8, seed=5))
+        assert trainer.load_checkpoint(tmp_path / "AMPTrainer") == 2
+        ends.append((trainer.steps, trainer.train_epoch([numbers(4), numbers(4, seed=1)]), weights(model)))
+    assert ends[0][:2] == ends[1][:2]
+    assert torch.equal(ends[0][2], ends[1][2])
+    assert issubclass(DistributedAMPTrainer, AMPTrainer)
+
+
 def test_on_one_process_wrap_model_is_the_model():
     model, other = net(), nn.Linear(2, 1)
     trainer = DistributedAMPTrainer(model, FP32)

@@ -91,7 +91,7 @@ def check_processes(distributed: bool, takes_any: bool) -> None:
     check_announced()
     if distributed:
         raise UserError(
-            "--distributed was given, but WORLD_SIZE is not set: no launcher started ranks",
+            "WORLD_SIZE not set: --distributed was given, but no launcher has started ranks",
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK by hand; or leave --distributed out",
         )
