@@ -424,6 +424,18 @@ def test_nodes_may_have_different_numbers_of_processes(tmp_path):
         config.validate()
 
 
+def test_two_torchruns_on_one_machine_have_met_at_localhost(monkeypatch):
+    """Two agents on one machine are two nodes to torchrun: what they have met at is no mistake."""
+    env = environment(1, 0, 2, 1, 3, 2) | {"MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(ConfigError, match="master_addr=127"):
+        DistributedConfig.from_env(env).validate()
+    for name, value in (env | {"TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, value)
+    assert DistributedConfig.from_env().validate()
+    with pytest.raises(ConfigError, match="master_addr=localhost"):
+        DistributedConfig(3, 1, master_addr="localhost", num_nodes=3, node_rank=1).validate()
+
+
 def test_ranks_that_were_started_by_hand_have_a_configuration():
     """`WORLD_SIZE=4 RANK=1 LOCAL_RANK=1 python train.py`; our own launcher gives the size of a node as well."""
     config = DistributedConfig.from_env({"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"})

@@ -247,7 +247,9 @@ class DistributedConfig:
         if not self.master_addr.strip():
             yield UserError("master_addr is empty", "", "give the address of node 0, or leave master_addr out")
 
-        if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
+        # Agents of torchrun that have met there are on one machine.
+        met = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") == self.master_addr
+        if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1") and not met:
             yield UserError(
                 f"master_addr={self.master_addr} cannot be used with num_nodes={self.num_nodes}",
                 "on every node it is the address of that node itself",
