@@ -187,6 +187,7 @@ _REFUSALS = {
     "stored in half precision": "half-precision",
     "still running after": "hang",
     "a loss that leaves gradients behind": "left-gradient",
+    "the loss calls backward() itself": "left-gradient",
     "a forward that changes the model": "changed-in-forward",
     "random numbers of its own": "randomness",
 }

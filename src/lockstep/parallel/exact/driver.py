@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -204,6 +205,17 @@ class OrderedFSDPDriver(FSDPDriver):
         for module, reduction in zip(sharded, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)
 
+    @contextmanager
+    def many_forwards(self) -> Iterator[str | None]:
+        for reduction in self._reductions:
+            reduction.in_a_step = False
+        try:
+            with super().many_forwards() as warning:
+                yield warning
+        finally:
+            for reduction in self._reductions:
+                reduction.in_a_step = True
+
     def begin(self) -> None:
         super().begin()
         self._round = -1
@@ -317,12 +329,17 @@ class _OrderedReduceScatter(ReduceScatter):
         # About the next backward: the number of its round, the micro-batches of the step, whether it is the last.
         self.expected: tuple[int, int, bool] | None = None
 
+        # Outside a step there are no rounds: one backward on each rank is all there is.
+        self.in_a_step = True
+
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        if not self.in_a_step:
+            self.expected = 0, group.size(), True
         if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",

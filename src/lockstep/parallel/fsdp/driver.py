@@ -122,6 +122,10 @@ class FSDPDriver(ShardedDriver):
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
 
+            # A backward that failed leaves gradients, to which the first step would add.
+            for _, full in self._gathered():
+                full.grad = None
+
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
         if self._tp and not self._tp.world.alone:
