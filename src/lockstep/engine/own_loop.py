@@ -157,11 +157,19 @@ class OwnRun:
         dataset: Any,
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
+        *,
+        moves_rate: bool = True,
     ) -> dict[str, float]:
-        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
+        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size.
+
+        ReduceLROnPlateau follows the first evaluation of a step, unless that has `moves_rate=False`.
+        """
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
-        evaluation = (self._run or self._builder).evaluate(dataset, loss, collate)
+        if self._run:
+            evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
+        else:
+            evaluation = self._builder.evaluate(dataset, loss, collate)
         return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
