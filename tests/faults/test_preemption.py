@@ -93,8 +93,76 @@ def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     assert "stopped at once" in stopped.output
 
 
-def test_a_single_process_saves_and_stops_too(tmp_path: Path) -> None:
-    started = Started(tmp_path, *TINY, nproc=1, faults=LINGER)
+@pytest.mark.parametrize("nproc", [1, None])
+def test_a_single_process_saves_and_stops_too(tmp_path: Path, nproc: int | None) -> None:
+    started = Started(tmp_path, *TINY, nproc=nproc, faults=LINGER)
     started.wait_until(lambda: metrics_lines(started.run) >= 1)
     started.send(signal.SIGTERM)
     assert started.end().code == 75
+
+
+STUCK = """
+import pathlib, time
+import torch
+from torch import nn
+import lockstep
+
+class Stuck(lockstep.Task):
+    defaults = {"steps": 4, "global_batch": 4, "device": "cpu"}
+
+    def __init__(self, where: str = "batch"):
+        self.where = where
+
+    def wait(self):
+        pathlib.Path("waiting").touch()
+        time.sleep(3600)
+
+    def model(self):
+        if self.where == "model":
+            self.wait()
+        return nn.Linear(1, 1)
+
+    def data(self):
+        return Samples(self)
+
+    def loss(self, model, batch):
+        if self.where == "step":
+            self.wait()
+        return lockstep.Loss(model(batch).square().sum(), len(batch))
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, task):
+        self.task = task
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.task.where == "batch":
+            self.task.wait()
+        return torch.ones(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, ("task.where=model",)),
+        (signal.SIGUSR1, ("task.where=batch",)),
+        (signal.SIGINT, ("task.where=batch", "data.workers=2")),
+        (signal.SIGTERM, ("task.where=batch", "data.workers=2", "checks.loss=off", "checks.first_batch=false")),
+    ],
+)
+def test_a_process_without_a_launcher_does_not_wait_for_its_first_step(
+    tmp_path: Path, number: signal.Signals, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    started = Started(tmp_path, *words, target="stuck.py:Stuck", nproc=None)
+    started.wait_until((tmp_path / "waiting").exists)
+    loaders = psutil.Process(started.process.pid).children(recursive=True)
+    started.send(number)
+    stopped = started.end(seconds=60.0)
+    assert stopped.code == (130 if number == signal.SIGINT else 75), stopped.output
+    assert f"{number.name} came before the first step" in stopped.output
+    assert not psutil.wait_procs(loaders, timeout=60.0)[1]

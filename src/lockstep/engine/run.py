@@ -358,6 +358,7 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
+            self.runtime.notice.waits = True  # from here on a signal lets the step end, and saves
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
             yield micro

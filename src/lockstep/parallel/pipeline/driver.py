@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
+from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.parallel.mesh import Axes
@@ -224,9 +224,14 @@ class PipelineDriver(ShardedDriver):
 
         # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        marks = torch.tensor([*self._flow.marks(), *used, *self._foreign.used()], dtype=torch.float64)
+        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        if refused:
+            self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
+        # Without a gradient from the loss, the last stage sends zeros to the others.
+        if not (reached and any(used_anywhere[: len(used)])):
+            raise no_gradient()
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
@@ -239,6 +244,12 @@ class PipelineDriver(ShardedDriver):
             squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
 
         self._squared_norms = self.runtime.collectives.sum_(squared)
+
+    def _raise_refusal(self) -> NoReturn:
+        """Raise the error of the loss on all ranks: only that of the last stage calls it."""
+        own = self._flow.refused
+        found = self.runtime.collectives.gather_json(list(own.args) if own else None)
+        raise own or UserError(*next(filter(None, found)))
 
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
