@@ -18,9 +18,11 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --editable .
 	@touch $@
 
-# What a developer needs on top: pytest, ruff, pyrefly and the packages that some tests try.
+# What a developer needs on top: pytest, ruff, pyrefly and the packages that some tests try. A torchvision that was built
+# for another torch fails when it is imported, and takes transformers down with it: then only tests/zoo sees it.
 $(READY_DEV): $(READY)
 	$(PIP) --editable '.[dev]'
+	@$(BIN)/python -c 'import torchvision' 2> /dev/null || { $(PIP) --no-deps --upgrade --target $(VENV)/apart torchvision && $(BIN)/python -m pip uninstall --quiet --yes torchvision; }
 	@touch $@
 
 demo: $(READY)

@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,8 @@ from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_n
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
-    hold_as_launcher,
     latest,
     latest_step,
-    lock,
-    prepare,
     refuse_another_run,
     run_of,
     stored,
@@ -406,19 +403,9 @@ def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> JobEnd:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
-    # The folder must be ours before a process is started.
-    prepare(run_dir)
-    (run_dir / "resize").unlink(missing_ok=True)  # left over from an earlier job
-
-    # This raises if another job trains there: a second launcher must not write into its record.
-    held = lock(run_dir)
-    if held is not None:
-        held.close()
-
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    with hold_as_launcher(run_dir) or nullcontext():
-        ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
 
     culprit = ending.failure
     if culprit is None:

@@ -93,7 +93,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--nproc", metavar="N|auto|1..8", help="processes on this machine, supervised (default: this one alone)"
     )
     parser.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
-    parser.add_argument("--join", metavar="HOST:PORT", help="rendezvous of the machines: the address of one of them")
+    parser.add_argument(
+        "--join", metavar="HOST:PORT,...", help="rendezvous of the machines: the address of one of them, or of several"
+    )
     parser.add_argument("--resume", metavar="auto|PATH|never", help="resume from a checkpoint (default never)")
 
 

@@ -20,12 +20,13 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
-from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
+from lockstep.engine.checks import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SpoiledStep
 from lockstep.engine.start_check import check as start_check
+from lockstep.engine.start_check.data import take_first_batches
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder

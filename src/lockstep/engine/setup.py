@@ -32,6 +32,7 @@ from lockstep.engine.checks import (
     TrainableGuard,
     check_enough_micro_batches,
     check_even_work,
+    check_instance_norms,
     check_plain,
     check_replicas,
     check_same_config,
@@ -130,6 +131,8 @@ class RunBuilder:
         else:
             check_storage(model)
         check_supported(model)
+        if not self.runtime.world.alone:
+            check_instance_norms(model)
 
         # Frozen parameters are never broadcast: they must be equal already.
         check_replicas(model, self.runtime, only_frozen=True)

@@ -59,7 +59,7 @@ class Job:
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
-    join: str | None = None  # HOST:PORT where the nodes meet
+    join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
@@ -70,6 +70,15 @@ class Job:
     @property
     def resume_command(self) -> str:
         return self.spec.get("again") or "run the same command again with --resume auto"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the nodes may meet, the best address first. Raises UserError for one that is none."""
+        addresses = [address.strip() for address in (self.join or "").split(",")]
+        for address in addresses:
+            parse_address(address)
+
+        return addresses
 
     @property
     def secret_path(self) -> Path:
@@ -224,14 +233,14 @@ def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> C
     return count
 
 
-def parse_join(asked: str) -> tuple[str, int]:
+def parse_address(asked: str) -> tuple[str, int]:
     host, colon, port = asked.rpartition(":")
     numeric = port.isascii() and port.isdigit()
     if not (colon and host and numeric and 0 < int(port) < 65536):
         raise UserError(
             f"--join {asked} is not an address",
             "the form is HOST:PORT",
-            "type --join and one node's address, as in 10.0.0.1:29400",
+            "type --join and one node's address, as in 10.0.0.1:29400, or several with commas between them",
         )
 
     host = host.strip("[]")

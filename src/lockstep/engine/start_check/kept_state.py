@@ -20,6 +20,8 @@ from lockstep.engine.checks import checksums
 MOST = 4  # times the bytes of the parameters; an attribute with more is a dataset, and is not noted
 AT_LEAST = 2**20  # bytes that an attribute may always have
 
+LONGEST = 10_000  # elements of a list or dictionary; one with more is a dataset, too
+
 # The attributes that every module has.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -58,6 +60,7 @@ class KeptState:
         ]
         self._attributes = [_note(attributes, model, most) for _, attributes in self._owners]
         self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
+        self._changed: dict[str, tuple[dict[str, Any], str, Any]] = {}  # see `settled`
 
     def changes(self) -> Changes:
         """Compare with the state before."""
@@ -79,7 +82,17 @@ class KeptState:
                 value = attributes.get(name)
                 if old is not _NOT_NOTED and not _same(value, old):
                     self._sort(f"{owner}.{name}", value, found)
+                    self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
         return found
+
+    def settled(self, name: str) -> bool:
+        """Return whether an attribute that `changes` named did not change again, and is no copy of a weight.
+
+        It is then a table that the first forward makes, or the last output, whose shape is that of a weight by chance.
+        """
+        attributes, key, after = self._changed[name]
+        value = attributes.get(key)
+        return _same(value, after) and not any(checksums([t])[0] in self._checksums for t in _tensors(value))
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold the same object."""
@@ -144,7 +157,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (t for t in value.state_dict().values() if isinstance(t, Tensor))
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple) and len(value) <= LONGEST:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _tensors(inner)
 
@@ -166,9 +179,9 @@ def _copied(value: Any) -> Any:
             return value.get_state(legacy=False)
         case random.Random():
             return value.getstate()
-        case dict():
+        case dict() if len(value) <= LONGEST:
             return {key: _copied(inner) for key, inner in value.items()}
-        case list() | tuple():
+        case list() | tuple() if len(value) <= LONGEST:
             return [_copied(inner) for inner in value]
         case _:
             return _NOT_NOTED

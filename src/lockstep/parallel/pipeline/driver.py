@@ -6,13 +6,14 @@ use (a tied embedding) is held by both; its two gradients are added, so that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
@@ -74,6 +75,7 @@ class PipelineDriver(ShardedDriver):
         stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+        _check_norms(model, by_tensor)
 
         # While every rank still holds every tensor: from here on it keeps only its own.
         _broadcast_one_by_one(model, runtime)
@@ -273,6 +275,19 @@ class PipelineDriver(ShardedDriver):
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+
+
+def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
+    """Refuse a BatchNorm that two stages use: each would keep running statistics of its own use."""
+    for name, module in model.named_modules():
+        tensors = [f"{name}.{tensor}".lstrip(".") for tensor in ("running_mean", "weight")]
+        stages = sorted({number for tensor in tensors for number in by_tensor.get(tensor, ())})
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and len(stages) > 1:
+            raise UserError(
+                f"{name!r} is a {type(module).__name__} that {len(stages)} stages of the pipeline (mesh.pp) share",
+                f"stages {', '.join(map(str, stages))}: each would keep running statistics of its own use",
+                "give every use a BatchNorm of its own; or type strategy=ddp, or strategy=fsdp",
+            )
 
 
 def _holds(model: nn.Module, layer: str, held: Collection[str]) -> bool:
