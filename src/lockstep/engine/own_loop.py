@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
+from lockstep.runtime import heartbeat
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -185,22 +187,24 @@ class OwnRun:
         # The control word of the next step carries it to the other ranks.
         self._run.stepper.context.requests.stop = True
 
-    def close(self) -> None:
-        """Save the weights and write the report, if there was a loop."""
+    def close(self, left_by: str = "") -> None:
+        """Save the weights and write the report, if there was a loop. `left_by`: what ended the loop, if known."""
         # A script that only set up a model has nothing to save.
         run = self._run
         if run is None:
             return
 
         # After a `break` on this rank only, the others would wait for it for ever. They are asked over the store, which
-        # works while they wait in a collective.
+        # works while they wait in a collective; heartbeats show sooner that they do.
         step = run.stepper.counters.step
-        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
+        waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
+        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
             raise UserError(
                 f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
                 "of the others did",
-                "",
-                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
+                left_by,
+                "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
+                "`if run.agree(...): break`",
             )
 
         rate = run.stepper.learning_rate

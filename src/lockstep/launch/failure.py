@@ -133,10 +133,19 @@ def stamp(error: BaseException) -> None:
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
-def note_end(folder: Path, rank: int) -> None:
-    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code."""
+def note_end(folder: Path, rank: int, place: str = "") -> None:
+    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code.
+
+    `place`: where the program called sys.exit(), if it did.
+    """
     with contextlib.suppress(OSError):  # the folder goes with the launcher
-        _end_note(folder, rank).touch()
+        _end_note(folder, rank).write_text(place)
+
+
+def place_of(error: BaseException) -> str:
+    """Return FILE:LINE of the line that raised an error; "" if nothing knows it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _end_note(folder: Path, rank: int) -> Path:
@@ -165,6 +174,7 @@ class RankExit:
 
     code: int
     failure: Failure | None = None
+    place: str = ""  # of the sys.exit(0) that ended it, if one did
 
     @property
     def clean(self) -> bool:
@@ -202,12 +212,11 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
     return min(failures)[-1] if failures else None
 
 
-def left_early(rank: int, host: str, complaint: Failure) -> Failure:
+def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
     """Return the failure of a rank that ended as if all were done, while others still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    return Failure(
-        rank, host, complaint.time, Kind.EXIT, f"{found} (sys.exit on one rank, or a loop that is shorter there)"
-    )
+    why = f"sys.exit at {place}" if place else "sys.exit on one rank, or a loop that is shorter there"
+    return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
 
 
 @dataclass
@@ -225,8 +234,9 @@ class LocalRank:
 
 def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
-    if code == PREEMPTED or (code == 0 and _end_note(rank.folder, rank.number).exists()):
-        return RankExit(code)
+    end_note = _end_note(rank.folder, rank.number)
+    if code == PREEMPTED or (code == 0 and end_note.exists()):
+        return RankExit(code, place=records.read(end_note))
 
     log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
 
+BARRIER_LOOK = timedelta(seconds=1)  # how often a barrier looks whether it is hopeless
 _DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
 
 
@@ -52,8 +54,8 @@ class Runtime:
         self.threads.suit([p.numel() for p in model.parameters() if p.dim() > 1], samples)
         torch.set_num_threads(self.threads.count)
 
-    def store_barrier(self, name: str, timeout: timedelta) -> bool:
-        """Wait for all ranks through the store; return False on timeout.
+    def store_barrier(self, name: str, timeout: timedelta, hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for all ranks through the store; return False on timeout, or once `hopeless()` says that not all come.
 
         It works while other ranks wait in a collective. A name can be used again, even by a later run in the same
         process group.
@@ -65,12 +67,15 @@ class Runtime:
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
-        try:
-            store.wait([f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
-        except dist.DistStoreError:
-            return False
-
-        return True
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                store.wait([f"{name}/{visit}/{rank}" for rank in range(self.world.size)], min(timeout, BARRIER_LOOK))
+            except dist.DistStoreError:
+                if hopeless() or time.monotonic() > deadline:
+                    return False
+            else:
+                return True
 
 
 @contextmanager
