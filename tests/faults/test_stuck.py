@@ -89,11 +89,11 @@ def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> N
     started.wait_until(lambda: len(rank.children()) == 2)
     loaders = rank.children()
 
-    # Stopped first, so that none lives a moment longer than another.
+    # Stopped first, so that none of them acts when another is gone.
     for process in (launcher, *starters):
         process.suspend()
     try:
-        for process in (launcher, *starters):
+        for process in (*starters, launcher):
             process.kill()
         assert not psutil.wait_procs([rank, *loaders], timeout=30.0)[1]
     finally:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from lockstep.errors import Preempted, SmallerMicroBatch, UserError
+from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records
 from lockstep.launch.hangs import stacks
 from lockstep.runtime import heartbeat
@@ -91,7 +91,7 @@ class Failure:
     @property
     def headline(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.kind in (Kind.NODE, Kind.ZYGOTE):
+        if self.kind in (Kind.NODE, Kind.ZYGOTE, OutOfStep.__name__):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -107,10 +107,11 @@ class Failure:
         if self.for_user:
             return f"lockstep: {self.message}"
 
-        # A smaller micro-batch is a request, not an error of the program: no traceback.
-        request = self.kind == SMALLER
-        detail = [] if request else stacks.fold(self.traceback)
-        last_lines = [] if request else self.log.rstrip().splitlines()
+        # A smaller micro-batch is a request, not an error of the program; and where a rank noticed that another one is
+        # in a collective of its own says nothing.
+        no_place = self.kind in (SMALLER, OutOfStep.__name__)
+        detail = [] if no_place else stacks.fold(self.traceback)
+        last_lines = [] if no_place else self.log.rstrip().splitlines()
 
         # A crash has a stack, and what native code wrote before it. An exception's traceback is in the log as well.
         if detail and last_lines and self.kind.startswith("SIG"):
@@ -153,8 +154,10 @@ def _end_note(folder: Path, rank: int) -> Path:
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
+    # A rank that noticed that it is in another collective than others knows which of them is at fault.
+    at_fault = error.ranks if isinstance(error, OutOfStep) else []
     failure = Failure(
-        rank=rank,
+        rank=min(at_fault, default=rank),
         host=socket.gethostname(),
         time=getattr(error, "lockstep_time", time.time()),
         kind=type(error).__name__,

@@ -77,6 +77,27 @@ class Runtime:
             else:
                 return True
 
+    def who_says(self, name: str, seconds: float) -> list[int]:
+        """Say something under this name in the store, and return the ranks that say it within this time.
+
+        It works while other ranks wait in a collective. All ranks are returned where the store does not answer.
+        """
+        everybody = list(range(self.world.size))
+        if self.world.alone:
+            return everybody
+
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + seconds
+        try:
+            store.set(f"{name}/{self.world.rank}", "here")
+            while True:
+                heard = [rank for rank in everybody if store.check([f"{name}/{rank}"])]
+                if heard == everybody or time.monotonic() > deadline:
+                    return heard
+                time.sleep(0.05)
+        except RuntimeError:  # its host is gone
+            return everybody
+
 
 @contextmanager
 def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
