@@ -142,7 +142,11 @@ class PipelineDriver(ShardedDriver):
 
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
-            loss = self._flow.forward(loss_fn, micros[0].data)
+            loss = None
+            try:
+                loss = self._flow.forward(loss_fn, micros[0].data)
+            except UserError as error:
+                self._flow.refused = error  # all ranks raise it, at the end of the step
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._flow.run(micros, loss_fn, control)
