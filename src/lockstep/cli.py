@@ -145,9 +145,9 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
+    resume_command = api.make_resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
     arguments = options.script_arguments
-    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join, arguments)
+    return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from launchers import alive, events, pid_of, until
 
 from faults import intruder
@@ -33,6 +34,7 @@ def whole_attempt(run_dir: Path, world: int) -> int:
     return until(found) - 1
 
 
+@pytest.mark.long
 def test_a_survivor_takes_over_and_the_others_join_it(nodes, tmp_path):
     first, second, third = nodes(3, ENOUGH, (1, 3))
     attempt = whole_attempt(tmp_path, 3)
@@ -56,6 +58,7 @@ def test_a_survivor_takes_over_and_the_others_join_it(nodes, tmp_path):
     assert not list(tmp_path.glob(".coordinator*"))
 
 
+@pytest.mark.long
 def test_too_few_survivors_wait_for_the_lost_machine(nodes, tmp_path):
     first, second = nodes(2, ENOUGH)
     whole_attempt(tmp_path, 2)
@@ -88,6 +91,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
     assert "127.0.0.2 (127.0.0.2:" in first.said
 
 
+@pytest.mark.long
 def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
     """The coordinator lives, as the run folder shows: it is not replaced, and the node comes back."""
     (first,) = nodes(1, ENOUGH, (1, 2))

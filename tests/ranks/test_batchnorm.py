@@ -178,7 +178,7 @@ def statistics(world: World, store: Any, values: dict[str, Any]) -> dict[str, Te
         loop.fit(Layers(), builder)
         assert builder.run is not None
         driver = builder.run.driver
-        held = driver.placement.holders
+        held = driver.role.holders
         return {n: b.clone() for n, b in driver.model.named_buffers() if n not in held or world.rank in held[n]}
 
 

@@ -35,7 +35,7 @@ class StreamSource:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
                 f"{micro_batch} on {ranks} ranks",
-                "the samples of a stream cannot be dealt again for a window that does not divide evenly",
+                "the samples of a stream cannot be assigned again for a window that does not divide evenly",
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 

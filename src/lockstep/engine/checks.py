@@ -23,7 +23,7 @@ from lockstep.data.streams import StreamSource
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.driver import Placement
+from lockstep.parallel.driver import RankRole
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
@@ -92,9 +92,9 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
         )
 
 
-def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> None:
+def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
     """Check that each rank runs the same part of every global batch, in order: the task keeps something for it."""
-    if not placement.runs_whole_model:
+    if not role.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",

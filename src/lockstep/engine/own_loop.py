@@ -11,6 +11,7 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,7 @@ from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
+from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
@@ -47,6 +49,12 @@ class OwnRun:
         self._builder = builder
         self._run: Run | None = None
         self._in_loop = False
+
+    @contextmanager
+    def init_module(self) -> Iterator[None]:
+        """Make models as `init` says: `with run.init_module(): model = Net()`. With init=host this does nothing."""
+        with model_made_as_asked(self._builder.config):
+            yield
 
     def setup(self, model: nn.Module, *others: Any) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
@@ -77,12 +85,16 @@ class OwnRun:
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
+            for part in models:
+                check_made_as_asked(part, self._builder.config, trained=False)
+                if any(p.is_meta for p in part.parameters()):
+                    fill(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        if not setup.driver.placement.runs_whole_model:
+        if not setup.driver.role.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "

@@ -120,7 +120,7 @@ class Run:
             # Ranks and loader processes compare digests of their first batches. Later ones follow from the same
             # arithmetic.
             if check_first:
-                batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
+                batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
@@ -415,7 +415,7 @@ class Run:
         self.recorder.start_clock()
 
     def _check_replicas(self) -> None:
-        if self.driver.placement.replicated:
+        if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:

@@ -55,7 +55,7 @@ class Count:
 class Job:
     """A job, as the command on one node describes it."""
 
-    spec: dict[str, Any]  # passed to every rank, as plain JSON; its key "again" is the command that resumes the job
+    spec: dict[str, Any]  # passed to every rank, as plain JSON; "resume_command" is what to type to resume the job
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def resume_command(self) -> str:
-        return self.spec.get("again") or "run the same command again with --resume auto"
+        return self.spec.get("resume_command") or "run the same command again with --resume auto"
 
     @property
     def addresses(self) -> list[str]:
@@ -93,7 +93,7 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
         # Nodes may find Python's modules in different folders, and one node names the run for all.
-        shared = {key: value for key, value in self.spec.items() if key not in ("path", "again")}
+        shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 

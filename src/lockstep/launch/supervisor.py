@@ -451,7 +451,7 @@ def adopt(job: Job, welcome: Welcome) -> Job:
     """Return the job with the coordinator's choice of the run folder."""
     # What the coordinator decided replaces what this node's launcher decided.
     layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-    spec = {**job.spec, "layers": layers + welcome.decided, "again": welcome.again}
+    spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
 
     return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
 

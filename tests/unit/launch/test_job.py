@@ -68,7 +68,7 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
         layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": spec.pop("run_dir", "runs/a")})]
         return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Count(1, 1))
 
-    assert job().identity == job(path=["/b"], run_dir="runs/b", again="other").identity
+    assert job().identity == job(path=["/b"], run_dir="runs/b", resume_command="other").identity
     assert job().identity != job(target="y").identity
     assert job().identity != job(layers=[("command line", {"steps": 4})]).identity
     assert job(run_dir="runs/b").decided == [["launcher", {"run_dir": "runs/b"}]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import api
-from lockstep.api import resume_command
+from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
@@ -39,7 +39,7 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_what_to_type_to_resume(words, resume, again):
-    assert resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
+    assert make_resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
 
 
 HOLDER = """

@@ -47,7 +47,7 @@ class Stage:
     commands: list = field(default_factory=list)
 
     def __post_init__(self):
-        job = Job({"again": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
+        job = Job({"resume_command": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
         self.machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
         self.join(0)
 

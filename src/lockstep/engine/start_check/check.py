@@ -134,7 +134,7 @@ def _note(run: Run, reason: str) -> None:
 
 def _can_call(run: Run, task: Any) -> bool:
     """Return whether the loss may be called here; if not, say why not."""
-    if not run.driver.placement.runs_whole_model:
+    if not run.driver.role.runs_whole_model:
         _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
         return False
     prepares = getattr(task, "before_batch", None)
@@ -213,7 +213,7 @@ def _again(
     run: Run, probe: Probe, make_batch: Callable[[], Any], first: Measured, tolerance: Tolerance
 ) -> tuple[Measured, Cause | None]:
     """Repeat a call, telling the loss that it is alone: name one that follows the number of ranks."""
-    if run.runtime.world.alone or not run.driver.placement.replicated:
+    if run.runtime.world.alone or not run.driver.role.replicated:
         return probe.measure(make_batch, gradients=False), None
 
     # A loss that gathers from the other ranks may fail when it is told that there are none. All are told so together.

@@ -43,7 +43,7 @@ class Probe:
     def __post_init__(self) -> None:
         self.names, self.parameters = trainable(self.run.driver.model)
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
-        self._sharded = not self.run.driver.placement.replicated
+        self._sharded = not self.run.driver.role.replicated
 
     def measure(self, make_batch: Callable[[], Any], gradients: bool = True) -> Measured:
         """Return the loss of a batch, with the random numbers of the first micro-batch."""

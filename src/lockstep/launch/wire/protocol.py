@@ -117,7 +117,7 @@ class Welcome(Message):
 
     run_dir: str
     decided: list
-    again: str  # what to type to resume the job
+    resume_command: str  # what to type to resume the job
     number: int  # of the node that is welcome
     term: int  # of the coordinator
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver, check_reached
 from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver, no_gradient
@@ -125,7 +125,7 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         ranks, me = self.runtime.world.size, self.runtime.world.rank
-        shares = [deal(self._total, rank, ranks) for rank in range(ranks)]
+        shares = [rank_range(self._total, rank, ranks) for rank in range(ranks)]
         subtrees = [roots_of(micros.start, micros.stop) for micros in shares]  # of every rank, in order
         first = sum(len(of_rank) for of_rank in subtrees[:me])
 
@@ -194,7 +194,7 @@ class OrderedFSDPDriver(FSDPDriver):
     shard adds them in order along a tree of shards.
     """
 
-    placement = replace(ShardedDriver.placement, interleaved=True)
+    role = replace(ShardedDriver.role, interleaved=True)
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)

@@ -108,8 +108,8 @@ class PipelineDriver(ShardedDriver):
 
         # A tensor that no stage used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-        self.placement = replace(
-            self.placement,
+        self.role = replace(
+            self.role,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
@@ -176,7 +176,7 @@ class PipelineDriver(ShardedDriver):
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        holders = self.placement.holders.get(name)
+        holders = self.role.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
 
@@ -191,7 +191,7 @@ class PipelineDriver(ShardedDriver):
 
     def _broadcast_buffers(self) -> None:
         rank = self.runtime.world.rank
-        holders = self.placement.holders
+        holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
         self._replicas.broadcast_(buffers)

@@ -287,7 +287,7 @@ def test_orders_may_come_together_with_the_welcome(line, member):
 
 def test_a_node_adopts_what_the_coordinator_decided():
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
-    job = Job({"layers": layers, "path": [], "again": "with runs/a"}, Path("runs/a"), Count(1, 1))
+    job = Job({"layers": layers, "path": [], "resume_command": "with runs/a"}, Path("runs/a"), Count(1, 1))
     adopted = adopt(job, WELCOME)
     assert adopted.run_dir == Path("runs/b")
     assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
