@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 import lockstep
@@ -280,7 +281,27 @@ class NestedBatches(Sound):
         return super().loss(model, batch.pop("pair"))  # a batch may be used up
 
 
-UNUSUAL = [Normed, Averaged, NestedBatches, MadeInForward, PerSampleNorm]
+class Recomputed(Task):
+    """Weights that hooks compute before every forward; converted later than these were made, which leaves them out.
+
+    Both have the values of a parameter: a norm over one number is that number, and nothing is pruned.
+    """
+
+    defaults = {"global_batch": 8, "steps": 1}
+
+    def model(self) -> nn.Module:
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            normed = nn.utils.weight_norm(nn.Linear(1, 8))
+        return nn.Sequential(normed, nn.Tanh(), prune.identity(nn.Linear(8, 1), "weight")).double()
+
+    def data(self) -> Any:
+        return TensorDataset(torch.randn(16, 1, generator=torch.Generator().manual_seed(0)).double())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+UNUSUAL = [Normed, Averaged, NestedBatches, MadeInForward, PerSampleNorm, Recomputed]
 
 
 @pytest.mark.parametrize("task", UNUSUAL, ids=lambda task: task.__name__)

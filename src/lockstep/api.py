@@ -336,8 +336,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         except SystemExit as error:
             if error.code:
                 raise
-            regular_exit = error  # sys.exit() inside the loop is a regular end
-        own.close()
+            regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
+        own.close(f"sys.exit() at {failure.place_of(regular_exit)}" if regular_exit else "")
 
     if regular_exit is not None:
         raise regular_exit

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from lockstep.parallel.inner_gradients import start_watching, stop_watching, unw
 from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
+from lockstep.runtime import heartbeat
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -169,11 +171,19 @@ class OwnRun:
         dataset: Any,
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
+        *,
+        moves_rate: bool = True,
     ) -> dict[str, float]:
-        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
+        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size.
+
+        ReduceLROnPlateau follows the first evaluation of a step, unless that has `moves_rate=False`.
+        """
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
-        evaluation = (self._run or self._builder).evaluate(dataset, loss, collate)
+        if self._run:
+            evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
+        else:
+            evaluation = self._builder.evaluate(dataset, loss, collate)
         return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
@@ -189,22 +199,24 @@ class OwnRun:
         # The control word of the next step carries it to the other ranks.
         self._run.stepper.context.requests.stop = True
 
-    def close(self) -> None:
-        """Save the weights and write the report, if there was a loop."""
+    def close(self, left_by: str = "") -> None:
+        """Save the weights and write the report, if there was a loop. `left_by`: what ended the loop, if known."""
         # A script that only set up a model has nothing to save.
         run = self._run
         if run is None:
             return
 
         # After a `break` on this rank only, the others would wait for it for ever. They are asked over the store, which
-        # works while they wait in a collective.
+        # works while they wait in a collective; heartbeats show sooner that they do.
         step = run.stepper.counters.step
-        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
+        waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
+        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
             raise UserError(
                 f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
                 "of the others did",
-                "",
-                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
+                left_by,
+                "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
+                "`if run.agree(...): break`",
             )
 
         rate = run.stepper.learning_rate

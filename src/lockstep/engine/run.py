@@ -89,6 +89,7 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
+    _said_what_moves_the_rate: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
 
     @property
@@ -215,9 +216,11 @@ class Run:
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
+        moves_rate: bool = True,
     ) -> Evaluation:
         """Evaluate the model on `data`, every sample once, and log the result.
 
+        `moves_rate`: a scheduler that follows evaluations follows this one.
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
         evaluation = self.model_setup.evaluator.evaluate(
@@ -231,8 +234,20 @@ class Run:
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
-        self.stepper.learning_rate.observe(evaluation.loss)
+        if moves_rate and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
+            self._say_what_moves_the_rate(evaluation.step)
         return evaluation
+
+    def _say_what_moves_the_rate(self, step: int) -> None:
+        if self._said_what_moves_the_rate:
+            return
+
+        self._said_what_moves_the_rate = True
+        reason = (
+            f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
+            f"step {step}: pass moves_rate=False for every dataset but the one that it should follow"
+        )
+        self.recorder.event("warning", reason=reason)
 
     @property
     def evaluation_is_current(self) -> bool:
@@ -344,6 +359,7 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
+            self.runtime.notice.waits = True  # from here on a signal lets the step end, and saves
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
             yield micro

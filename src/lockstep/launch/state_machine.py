@@ -294,7 +294,8 @@ class JobStateMachine:
         # Complaints about a lost rank, and no rank that failed: it is one that ended before the others.
         if failure is not None and failure.is_complaint and ended:
             node, _ = self.attempt.slots[ended[0]]
-            return left_early(ended[0], self.cluster.nodes[node].host, failure)
+            place = self.attempt.exits[ended[0]].place
+            return left_early(ended[0], self.cluster.nodes[node].host, failure, place)
 
         return failure
 

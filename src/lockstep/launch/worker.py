@@ -43,7 +43,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
-            failure.note_end(folder, rank)
+            failure.note_end(folder, rank, failure.place_of(error))
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)

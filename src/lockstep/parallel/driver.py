@@ -212,6 +212,8 @@ class BaseDriver(Driver):
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
+        if not parameters and self.role.runs_whole_model:
+            raise no_gradient()
 
         # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
         if len(parameters) < len(names):
@@ -280,6 +282,16 @@ class SingleDriver(BaseDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         self._word = self.codec.pack(word, times=1.0)
+
+
+def no_gradient() -> UserError:
+    """Return the error for a step that would train nothing."""
+    return UserError(
+        "no parameter of the model gets a gradient: the loss does not depend on any of them",
+        "",
+        "look for torch.no_grad() or inference_mode() around model(...) in the loss, for .detach(), .item() or numpy "
+        "on the way from its output to the loss, and for a loss that does not use the output",
+    )
 
 
 class RanksDiffer(Exception):

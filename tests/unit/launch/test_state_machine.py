@@ -61,11 +61,11 @@ class Stage:
         self.commands = self.machine.take()
         return self.commands
 
-    def exit(self, rank: int, code: int, **failure) -> None:
+    def exit(self, rank: int, code: int, place: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed)), self.now)
+        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed, place)), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -745,6 +745,13 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
+
+
+def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
+    stage.exit(1, 0, place="task.py:12")
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick()
+    assert "(sys.exit at task.py:12)" in stage.said
 
 
 def test_strange_records_of_collectives_do_no_harm(stage):

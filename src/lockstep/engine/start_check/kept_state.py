@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lockstep.engine.checks import checksums
 
@@ -59,6 +62,7 @@ class KeptState:
             *([("self", vars(task))] if hasattr(task, "__dict__") else []),
         ]
         self._attributes = [_note(attributes, model, most) for _, attributes in self._owners]
+        self._recomputed = set(_recomputed(model))
         self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
         self._changed: dict[str, tuple[dict[str, Any], str, Any]] = {}  # see `settled`
 
@@ -80,7 +84,7 @@ class KeptState:
             for name in sorted({*noted, *_own_names(attributes)}):
                 old = noted[name][1] if name in noted else None
                 value = attributes.get(name)
-                if old is not _NOT_NOTED and not _same(value, old):
+                if old is not _NOT_NOTED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
                     self._sort(f"{owner}.{name}", value, found)
                     self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
         return found
@@ -127,6 +131,22 @@ class KeptState:
             found.averages.append(name)
         else:
             found.others.append(name)
+
+
+def _recomputed(model: nn.Module) -> Iterator[str]:
+    """Yield the names of plain tensors that torch's own hooks compute from parameters before every forward.
+
+    The first forward changes them if the model was converted after the hook was made: they are not converted with it.
+    """
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            key = None
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                key = hook.name
+            elif isinstance(hook, prune.BasePruningMethod):
+                key = hook._tensor_name
+            if key is not None:
+                yield f"model.{path}.{key}" if path else f"model.{key}"
 
 
 # ---- values ----

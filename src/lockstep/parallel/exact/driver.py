@@ -18,7 +18,7 @@ from lockstep.config import DDPConfig, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver, check_reached
-from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver, no_gradient
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
@@ -93,7 +93,8 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
 
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
-            check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
+            missed = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+            check_reached(missed, len(self.names))
             self._push_gradients()
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
@@ -262,6 +263,8 @@ class OrderedFSDPDriver(FSDPDriver):
             self._reduce_scalars()
 
         grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not grads:
+            raise no_gradient()
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # the sum of these numbers is exact in any order
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])

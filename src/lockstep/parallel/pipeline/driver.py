@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
+from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.parallel.mesh import Axes
@@ -142,7 +142,11 @@ class PipelineDriver(ShardedDriver):
 
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
-            loss = self._flow.forward(loss_fn, micros[0].data)
+            loss = None
+            try:
+                loss = self._flow.forward(loss_fn, micros[0].data)
+            except UserError as error:
+                self._flow.refused = error  # all ranks raise it, at the end of the step
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._flow.run(micros, loss_fn, control)
@@ -226,9 +230,14 @@ class PipelineDriver(ShardedDriver):
 
         # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        marks = torch.tensor([*self._flow.marks(), *used, *self._foreign.used()], dtype=torch.float64)
+        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        if refused:
+            self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
+        # Without a gradient from the loss, the last stage sends zeros to the others.
+        if not (reached and any(used_anywhere[: len(used)])):
+            raise no_gradient()
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
@@ -241,6 +250,12 @@ class PipelineDriver(ShardedDriver):
             squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
 
         self._squared_norms = self.runtime.collectives.sum_(squared)
+
+    def _raise_refusal(self) -> NoReturn:
+        """Raise the error of the loss on all ranks: only that of the last stage calls it."""
+        own = self._flow.refused
+        found = self.runtime.collectives.gather_json(list(own.args) if own else None)
+        raise own or UserError(*next(filter(None, found)))
 
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
