@@ -300,8 +300,6 @@ def measure(loss: Loss, weights: list[nn.Parameter]) -> Loss:
 
 
 class Unmoved(torch.optim.SGD):
-    works_on_shards = True  # so that nobody tries it before
-
     def step(self, closure: Any = None) -> None:
         # The trial at the start steps made-up parameters, in float64.
         made_up = all(p.dtype == torch.float64 for group in self.param_groups for p in group["params"])
