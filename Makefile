@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
-LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/faults tests/golden tests/test_docs.py tests/test_verify.py
+LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/faults tests/golden tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo pictures quick test test-long zoo lint format clean
@@ -18,9 +18,11 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --editable .
 	@touch $@
 
-# What a developer needs on top: pytest, ruff, pyrefly and the packages that some tests try.
+# What a developer needs on top: pytest, ruff, pyrefly and the packages that some tests try. A torchvision that was built
+# for another torch fails when it is imported, and takes transformers down with it: then only tests/zoo sees it.
 $(READY_DEV): $(READY)
 	$(PIP) --editable '.[dev]'
+	@$(BIN)/python -c 'import torchvision' 2> /dev/null || { $(PIP) --no-deps --upgrade --target $(VENV)/apart torchvision && $(BIN)/python -m pip uninstall --quiet --yes torchvision; }
 	@touch $@
 
 demo: $(READY)

@@ -6,7 +6,7 @@
 A micro-batch takes `--seconds` of the first rank and `--slower` times as long of the second, by sleeping: on a machine
 with few cores real work would slow both. Two runs, with and without, live in the same processes and take turns of 10
 steps, so noise hits them alike. `ideal` is the ratio for ranks that do nothing but sleep, as 12 micro-batches can be
-dealt.
+assigned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from turns import by_lockstep, median_ratio, settings, take_turns
 
 from lockstep import Loss, Task
 from lockstep.config import Resolved, resolve
-from lockstep.data.shard import deal_counts
+from lockstep.data.shard import rank_counts
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -84,13 +84,15 @@ def main() -> None:
         on_ranks(2, __file__, "--worker", str(out), *same)
         even, auto = json.loads(out.read_text())
         events = read_jsonl(Path(folder) / "runs" / "auto" / "events.jsonl")
-    for event in (event for event in events if event["event"] == "deal"):
+    for event in (event for event in events if event["event"] == "balance"):
         print(event["reason"])
-    dealt = deal_counts(MICRO_BATCHES, (1.0, 1.0 / options.slower))
-    ideal = max(dealt[0], dealt[1] * options.slower) / (MICRO_BATCHES / 2 * options.slower)
+    assigned = rank_counts(MICRO_BATCHES, (1.0, 1.0 / options.slower))
+    ideal = max(assigned[0], assigned[1] * options.slower) / (MICRO_BATCHES / 2 * options.slower)
     ratio = median_ratio(auto, even)
     print(f"even {1000 * statistics.median(even):.1f} ms/step, auto {1000 * statistics.median(auto):.1f} ms/step")
-    print(f"ratio {ratio:.3f} (median of {options.repeats} turns), ideal {ideal:.3f} with {dealt[0]} + {dealt[1]}")
+    print(
+        f"ratio {ratio:.3f} (median of {options.repeats} turns), ideal {ideal:.3f} with {assigned[0]} + {assigned[1]}"
+    )
 
 
 if __name__ == "__main__":

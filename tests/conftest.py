@@ -20,6 +20,7 @@ UNIT = HERE / "unit"
 LONGEST = (
     "test_docs.py",
     "test_api.py",
+    "faults/test_takeover.py",
     "faults/test_preemption.py",
     "test_verify.py",
     "faults/test_first_screen.py",

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from lockstep.launch.zygote import die_with_parent
+from lockstep.runtime.parent_death import die_with_parent
 
 ZYGOTES = 2  # more than one, so that ranks differ in what differs between processes: the order of a set, say
 LIMIT = timedelta(seconds=120)  # for one job, on a busy machine

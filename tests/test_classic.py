@@ -322,7 +322,7 @@ def test_ranks_that_were_announced_are_never_ignored(monkeypatch):
     with pytest.raises(UserError, match="rank 0 of 2"):
         DistributedAMPTrainer(net(), FP32, rank=1, world_size=4)
     with pytest.raises(UserError, match="add --distributed"):
-        check_processes(distributed=False, elastic_gpu=False)
+        check_processes(distributed=False, takes_any=False)
     assert DistributedAMPTrainer.is_distributed()
 
 

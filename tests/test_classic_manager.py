@@ -242,6 +242,6 @@ def test_ranks_started_by_hand_train_together(tmp_path):
 def test_distributed_without_ranks_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE is not set"):
-        check_processes(distributed=True, elastic_gpu=False)
-    check_processes(distributed=False, elastic_gpu=True)
+    with pytest.raises(UserError, match="WORLD_SIZE not set"):
+        check_processes(distributed=True, takes_any=False)
+    check_processes(distributed=False, takes_any=True)

@@ -101,11 +101,17 @@ class Strange(nn.Module):
 
 
 class Bare(nn.Module):
-    """A weight that only its constructor sets."""
+    """A weight and no parts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
+
+
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
 
 
 class Scaled(Net):
@@ -412,8 +418,13 @@ MODEL = {
     "meta with a mesh": Row(
         {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
     ),
-    "meta without reset": Row(
-        {"init": "meta", "strategy": "fsdp"}, "reset_parameters()", "Bare has none", "sets weight", Asked(Bare)
+    "meta, with weights that nobody sets": Row(
+        {"init": "meta", "strategy": "fsdp"},
+        "cannot make 'weight'",
+        "whatever was in memory",
+        "set all of them",
+        Asked(Unset),
+        mends=False,
     ),
     "a scalar to cut": Row(
         {"strategy": "fsdp", "mesh.pp": 2},
@@ -508,9 +519,9 @@ BATCH = {
     "one speed for four ranks": Row(
         {"load_balance": [1.0]}, "load_balance=[1.0] has 1 number for 4 ranks", "", "load_balance=auto"
     ),
-    "nothing to deal": Row(
+    "nothing to assign": Row(
         {"load_balance": "auto"},
-        "cannot deal 4 micro-batches to 4 ranks",
+        "cannot assign 4 micro-batches to 4 ranks",
         "one for each, and none to move",
         "type micro_batch=1",
     ),
@@ -541,7 +552,7 @@ DATA = {
     "an uneven stream": Row(
         {"global_batch": 18, "micro_batch": 2},
         "on 4 ranks",
-        "cannot be dealt",
+        "cannot be assigned",
         "multiple of 4",
         Asked(samples=Stream()),
     ),
@@ -617,7 +628,7 @@ OWN_LOOPS = {
         {"init": "meta", "strategy": "fsdp"},
         "init=meta cannot be used: Net already has weights",
         "",
-        "torch.device('meta')",
+        "with run.init_module():",
     ),
     "a loader": DATA["a loader"],
     "speeds of a stream": DATA["speeds of a stream"],

@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +27,8 @@ from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_n
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
-    hold_as_launcher,
     latest,
     latest_step,
-    lock,
-    prepare,
     refuse_another_run,
     run_of,
     stored,
@@ -91,7 +88,7 @@ class RunResult:
 def train(
     target: str,
     layers: list[Layer],
-    again: ResumeCommand,
+    resume_command: ResumeCommand,
     nproc: str | int | None = None,
     nnodes: str | None = None,
     join: str | None = None,
@@ -116,7 +113,7 @@ def train(
     # restarts that one rank.
     if nproc is None and nnodes is None:
         wait_asleep()
-        with _resume_hint(again):
+        with _resume_hint(resume_command):
             run_target(target, layers, arguments)
         return 0
 
@@ -132,7 +129,7 @@ def train(
     run_dir = _agree_on_run_dir(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "again": again(run_dir)}
+    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
     return _launch(spec, run_dir, processes, nodes, join).code
 
 
@@ -214,7 +211,7 @@ def fit(
     config: Any = None,
     *,
     nproc: str | int | None = None,
-    again: ResumeCommand | None = None,
+    resume_command: ResumeCommand | None = None,
     **values: Any,
 ) -> RunResult:
     """Train `task`. `config` is a mapping, a RunConfig or a file; `values` override it (`fit(task, steps=100)`).
@@ -222,8 +219,8 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with its own command line passes `again`: `again(run_dir)`
-    returns what to type to resume a run.
+    torchrun's) it trains in this process. A script with its own command line passes `resume_command`, a function of
+    the run folder that returns what to type to resume that run.
     """
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -239,16 +236,16 @@ def fit(
     name = type(task).__name__.lower()
 
     if nproc is None or World.launched():
-        with _resume_hint(again):
+        with _resume_hint(resume_command):
             return _fit_here(task, resolved, name)
 
     run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
-    command = again(run_dir) if again else f'run_dir="{run_dir}", resume="auto"'
+    command = resume_command(run_dir) if resume_command else f'run_dir="{run_dir}", resume="auto"'
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
-        ending = _launch({"task": path, "layers": layers, "again": command}, run_dir, count)
+        ending = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
     _raise_unless_done(ending, run_dir, count)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -339,8 +336,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         except SystemExit as error:
             if error.code:
                 raise
-            regular_exit = error  # sys.exit() inside the loop is a regular end
-        own.close()
+            regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
+        own.close(f"sys.exit() at {failure.place_of(regular_exit)}" if regular_exit else "")
 
     if regular_exit is not None:
         raise regular_exit
@@ -406,19 +403,9 @@ def _launch(
     spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
 ) -> JobEnd:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
-    # The folder must be ours before a process is started.
-    prepare(run_dir)
-    (run_dir / "resize").unlink(missing_ok=True)  # left over from an earlier job
-
-    # This raises if another job trains there: a second launcher must not write into its record.
-    held = lock(run_dir)
-    if held is not None:
-        held.close()
-
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    with hold_as_launcher(run_dir) or nullcontext():
-        ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
 
     culprit = ending.failure
     if culprit is None:
@@ -466,10 +453,10 @@ def _last(layers: list[Layer], key: str) -> Any:
 # ---- what to type to resume ----
 
 
-def resume_command(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> ResumeCommand:
+def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume: Sequence[str]) -> ResumeCommand:
     """Return a function that takes a run folder and returns the typed command, with that folder and `resume` added."""
 
-    def again(run_dir: Path) -> str:
+    def command_for(run_dir: Path) -> str:
         # What follows -- belongs to the script.
         end = arguments.index("--") if "--" in arguments else len(arguments)
         words = list(arguments[:end])
@@ -481,15 +468,15 @@ def resume_command(command: Sequence[str], arguments: Sequence[str], resume: Seq
             words.append(f"run_dir={run_dir}")
         return shlex.join([*command, *words, *resume, *arguments[end:]])
 
-    return again
+    return command_for
 
 
 @contextmanager
-def _resume_hint(again: ResumeCommand | None) -> Iterator[None]:
+def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
     """Print how to resume if the body is preempted. (With a launcher, the launcher prints it.)"""
     try:
         yield
     except Preempted as error:
-        if error.checkpoint and again and World.from_env().rank == 0:
-            print(f"lockstep: to resume: {again(run_of(Path(error.checkpoint)))}", file=sys.stderr)
+        if error.checkpoint and resume_command and World.from_env().rank == 0:
+            print(f"lockstep: to resume: {resume_command(run_of(Path(error.checkpoint)))}", file=sys.stderr)
         raise

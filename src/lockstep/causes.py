@@ -58,7 +58,7 @@ _TABLE = {
     "randomness": (
         "random numbers of its own: dropout, noise or masks that follow the rank or what the process drew before",
         "draw from torch's default generator in model code (it is seeded per step and micro-batch), never from numpy, "
-        "random or a generator seeded by the rank",
+        "random or a generator seeded by the rank, and leave torch.manual_seed out",
     ),
     "augmentation": (
         "augmentation that follows the rank, the process or the clock: the same sample looks different elsewhere",
@@ -187,6 +187,7 @@ _REFUSALS = {
     "stored in half precision": "half-precision",
     "still running after": "hang",
     "a loss that leaves gradients behind": "left-gradient",
+    "the loss calls backward() itself": "left-gradient",
     "a forward that changes the model": "changed-in-forward",
     "random numbers of its own": "randomness",
 }

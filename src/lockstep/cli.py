@@ -93,7 +93,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--nproc", metavar="N|auto|1..8", help="processes on this machine, supervised (default: this one alone)"
     )
     parser.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
-    parser.add_argument("--join", metavar="HOST:PORT", help="rendezvous of the machines: the address of one of them")
+    parser.add_argument(
+        "--join", metavar="HOST:PORT,...", help="rendezvous of the machines: the address of one of them, or of several"
+    )
     parser.add_argument("--resume", metavar="auto|PATH|never", help="resume from a checkpoint (default never)")
 
 
@@ -143,9 +145,9 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
-    again = api.resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
+    resume_command = api.make_resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
     arguments = options.script_arguments
-    return api.train(options.target, layers, again, options.nproc, options.nnodes, options.join, arguments)
+    return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
 
 
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ ordinary exceptions; they keep their traceback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from unicodedata import category
 
@@ -59,6 +59,14 @@ class ConfigError(UserError):
 
 class RanksFailed(UserError):
     """Ranks that `lockstep.fit` started failed. Their launcher already showed the reason."""
+
+
+class OutOfStep(RuntimeError):
+    """The ranks are not in the same collective. Those that notice it are seldom those at fault, which `ranks` names."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = list(ranks)
 
 
 class SmallerMicroBatch(Exception):

@@ -1,11 +1,18 @@
-"""What the tests of this folder compare with."""
+"""What the tests of this folder compare with, and nodes of one job: launchers on 127.0.0.1, 127.0.0.2, ..."""
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from launchers import Launcher, until
 
 from faults.runs import TINY, train
 from faults.torture import digests
+from ports import free_port
+
+# A rank that notes where it runs and trains until it is told to stop.
+STAY = "me.note(os.environ['GROUP_RANK'] + os.environ['LOCAL_RANK']); me.train(600)"
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +21,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ended = train(tmp_path_factory.mktemp("undisturbed"), *TINY)
     assert ended.code == 0, ended.output
     return digests(ended.run)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    meeting = f"127.0.0.1:{free_port()}"
+    started = []
+
+    def start(count: int, code: str = STAY, nnodes=(2, 2), host: str = "", join: str = meeting) -> list[Launcher]:
+        """The first one coordinates."""
+        for _ in range(count):
+            name = host or f"127.0.0.{len(started) + 1}"
+            started.append(
+                Launcher(tmp_path, code, f"node-{len(started)}", nproc=(1, 1), nnodes=nnodes, join=join, host=name)
+            )
+            if len(started) == 1:
+                until(lambda: _listens(meeting))
+        return started[-count:]
+
+    yield start
+    for launcher in started:
+        launcher.end()
+
+
+def _listens(join: str) -> bool:
+    host, _, port = join.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0

@@ -69,7 +69,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     try:
         ending = supervise(
             Job(
-                {"code": described["code"], "run_dir": described["run_dir"], "again": "type it again"},
+                {"code": described["code"], "run_dir": described["run_dir"], "resume_command": "type it again"},
                 Path(described["run_dir"]),
                 nproc,
                 nnodes,

@@ -36,13 +36,14 @@ class Started:
     """One `lockstep train`, with what it prints in a file."""
 
     def __init__(
-        self, folder: Path, *words: str, target: str = "char_lm", faults: tuple[Fault, ...] = (), nproc: int = 2
+        self, folder: Path, *words: str, target: str = "char_lm", faults: tuple[Fault, ...] = (), nproc: int | None = 2
     ):
+        """Without `nproc` there is no launcher: the process that is started trains."""
         self.run, self._output = folder / "run", folder / f"output-{time.monotonic_ns()}"
         marks = folder / f"marks-{time.monotonic_ns()}"
         marks.mkdir(parents=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | faults_environment(marks, *faults)
-        command = ["train", target, "--nproc", str(nproc), f"run_dir={self.run}", *words]
+        command = ["train", target, *(["--nproc", str(nproc)] if nproc else []), f"run_dir={self.run}", *words]
         with self._output.open("wb") as output:
             self.process = preloaded.start(
                 *command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder

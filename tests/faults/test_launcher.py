@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
 
     def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
         count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
-        spec = {"code": code, "run_dir": str(tmp_path), "again": "type it again"}
+        spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
         return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))
 
     return run

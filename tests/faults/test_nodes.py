@@ -5,38 +5,9 @@ import signal
 import socket
 
 import pytest
-from launchers import Launcher, alive, events, pid_of, until
+from launchers import alive, events, pid_of, until
 
 from ports import free_port
-
-STAY = "me.note(os.environ['GROUP_RANK'] + os.environ['LOCAL_RANK']); me.train(600)"
-
-
-@pytest.fixture
-def nodes(tmp_path):
-    join = f"127.0.0.1:{free_port()}"
-    started = []
-
-    def start(count: int, code: str = STAY, nnodes: tuple[int, int] = (2, 2), run_dir=tmp_path) -> list[Launcher]:
-        """The first one coordinates."""
-        for _ in range(count):
-            host = f"127.0.0.{len(started) + 1}"
-            started.append(
-                Launcher(run_dir, code, f"node-{len(started)}", nproc=(1, 1), nnodes=nnodes, join=join, host=host)
-            )
-            if len(started) == 1:
-                until(lambda: _listens(join))
-        return started[-count:]
-
-    yield start
-    for launcher in started:
-        launcher.end()
-
-
-def _listens(join: str) -> bool:
-    host, _, port = join.partition(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
 
 
 def test_nodes_form_one_world(nodes, tmp_path):
@@ -94,22 +65,15 @@ def test_a_job_may_continue_with_fewer_nodes_and_welcome_new_ones(nodes, tmp_pat
     assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
 
 
-def test_a_lost_coordinator_is_said_plainly(nodes, tmp_path):
-    first, second = nodes(2)
-    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
-    first.signal(signal.SIGKILL)
-    assert second.wait() == 1
-    assert "the coordinating node (127.0.0.1:" in second.said
-    assert "To resume, on every node: type it again" in second.said
-    until(lambda: not any(alive(pid) for pid in ranks))
-
-
 def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     (first,) = nodes(1)
     (stranger,) = nodes(1, "me.note('another')")
     assert stranger.wait() == 2
     assert "code: \"me.note('another')\" here" in stranger.said
     assert "do:    run the same command on every node" in stranger.said
+    (elsewhere,) = nodes(1, "me.note('another')", join=f"127.0.0.9:{free_port()}")  # another meeting, the same folder
+    assert elsewhere.wait() == 2
+    assert "the commands of two nodes differ" in elsewhere.said
     (second,) = nodes(1)
     pid_of(tmp_path, 0, 1)
     (surplus,) = nodes(1)

@@ -93,8 +93,9 @@ def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     assert "stopped at once" in stopped.output
 
 
-def test_a_single_process_saves_and_stops_too(tmp_path: Path) -> None:
-    started = Started(tmp_path, *TINY, nproc=1, faults=LINGER)
+@pytest.mark.parametrize("nproc", [1, None])
+def test_a_single_process_saves_and_stops_too(tmp_path: Path, nproc: int | None) -> None:
+    started = Started(tmp_path, *TINY, nproc=nproc, faults=LINGER)
     started.wait_until(lambda: metrics_lines(started.run) >= 1)
     started.send(signal.SIGTERM)
     assert started.end().code == 75

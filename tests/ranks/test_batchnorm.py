@@ -178,7 +178,7 @@ def statistics(world: World, store: Any, values: dict[str, Any]) -> dict[str, Te
         loop.fit(Layers(), builder)
         assert builder.run is not None
         driver = builder.run.driver
-        held = driver.placement.holders
+        held = driver.role.holders
         return {n: b.clone() for n, b in driver.model.named_buffers() if n not in held or world.rank in held[n]}
 
 
@@ -309,6 +309,25 @@ class Small(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+class SharedNorm(Layers):
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(4)
+        return nn.Sequential(nn.Linear(5, 4), norm, nn.Linear(4, 4), nn.Linear(4, 4), norm, nn.Linear(4, 1)).double()
+
+
+class InstanceStatistics(Layers):
+    def model(self) -> nn.Module:
+        norm = nn.InstanceNorm1d(4, track_running_stats=True)
+        return nn.Sequential(nn.Linear(5, 4), nn.Unflatten(1, (4, 1)), norm, nn.Flatten(), nn.Linear(4, 1)).double()
+
+
+def test_statistics_that_cannot_be_combined_are_refused(pool: Pool) -> None:
+    errors = pool.errors(fit, SharedNorm(), VALUES | {"mesh.pp": 2}, world=2)
+    assert_user_errors(errors, "'1' is a BatchNorm1d that 2 stages", "a BatchNorm of its own")
+    errors = pool.errors(fit, InstanceStatistics(), VALUES, world=2)
+    assert_user_errors(errors, "'2' (InstanceNorm1d) has track_running_stats=True", "leave")
 
 
 def test_sync_batchnorm_does_not_replace_a_forward_that_does_more(pool: Pool) -> None:

@@ -115,7 +115,7 @@ def test_bytes_follow_the_formula(pool: Pool, name: str, ranks: int) -> None:
     for part, size in expected(name, ranks).items():
         found = [rank[part] for rank in every_rank]
         assert sum(found) / ranks == pytest.approx(size, abs=SLACK), part
-        # zero1 deals whole parameters, so its ranks hold about the same number.
+        # zero1 assigns whole parameters, so its ranks hold about the same number.
         uneven = 2 * WIDTH * ROW if name == "zero1" else 0
         assert max(found) <= size + SLACK + uneven, part
 

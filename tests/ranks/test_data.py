@@ -370,7 +370,7 @@ def rows_of(world: World, store: Any, values: dict[str, Any]) -> list[list[float
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_stream_that_shuffles_itself_is_dealt_once(pool: Pool, size: int, workers: int) -> None:
+def test_a_stream_that_shuffles_itself_is_assigned_once(pool: Pool, size: int, workers: int) -> None:
     """Two epochs: every sample once in each, in another order, with other random numbers."""
     values = {"global_batch": 12, "micro_batch": 2, "steps": 4, "data.workers": workers}
     rows = [row for rank in pool.run(rows_of, values, world=size) for row in rank]
@@ -398,6 +398,6 @@ def test_a_stream_that_can_be_read_only_once(pool: Pool) -> None:
     assert_user_errors(pool.errors(collect, OnceOnly(10), values, world=2), "got no sample of the stream in epoch 1")
 
 
-def test_a_stream_cannot_be_dealt_unevenly(pool: Pool) -> None:
+def test_a_stream_cannot_be_assigned_unevenly(pool: Pool) -> None:
     errors = pool.errors(collect, Stream(30), {"global_batch": 7, "micro_batch": 1, "steps": 2}, world=2)
     assert_user_errors(errors, "global_batch=7", "multiple of 2 ranks")

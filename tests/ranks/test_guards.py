@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine.outcome import MANY_EMPTY
 from lockstep.engine.own_loop import OwnRun
-from lockstep.errors import UserError
+from lockstep.errors import OutOfStep, UserError
 from lockstep.observe.sinks import read_jsonl
+from lockstep.runtime.control_word import LENGTH
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -661,3 +662,18 @@ WORDS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("task", "values", "words"), WORDS, ids=lambda value: type(value).__name__)
 def test_a_mistake_is_answered_in_words(pool: Pool, task: Any, values: dict[str, Any], words: tuple[str, ...]) -> None:
     assert_user_errors(pool.errors(explained_fit, task, values, world=2), *words)
+
+
+class OneSided(Regression):
+    """Rank 1 calls a collective of its own, of the size of a bucket with gradients and the control word."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 1 and dist.get_rank() == 1:
+            dist.all_reduce(torch.zeros(sum(p.numel() for p in model.parameters()) + LENGTH))
+
+
+def test_a_collective_on_one_rank_is_blamed_on_that_rank(pool: Pool) -> None:
+    noticed, _ = pool.errors(fit, OneSided(), {"global_batch": 8, "micro_batch": 4, "steps": 4}, world=2)
+    assert isinstance(noticed, OutOfStep)
+    assert noticed.ranks == [1]
+    assert "rank 1 was in a collective that rank 0 never called" in str(noticed)

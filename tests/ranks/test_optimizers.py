@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from lockstep.engine.checks import check_even_work
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
+from lockstep.runtime.heartbeat import FOLDER
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import Regression, WatchedRun, assert_user_errors, fit, open_watched
@@ -144,13 +148,19 @@ def test_an_evaluation_leaves_every_module_in_its_mode(pool: Pool) -> None:
     del hidden  # after the end the model is shown, in eval mode
 
 
-def leaves_alone(world: Any, store: Any) -> None:
+def leaves_alone(world: Any, store: Any, launchers_folder: Path | None = None) -> None:
     from datetime import timedelta
 
     from lockstep.engine import own_loop as module
 
-    module.BREAK_TIMEOUT = timedelta(seconds=2)
-    with open_watched(world, store, VALUES) as builder:
+    # With a launcher, its heartbeats must end the wait.
+    limit = timedelta(hours=1) if launchers_folder else timedelta(seconds=2)
+    environment = {FOLDER: str(launchers_folder)} if launchers_folder else {}
+    with (
+        mock.patch.object(module, "BREAK_TIMEOUT", limit),
+        mock.patch.dict(os.environ, environment),
+        open_watched(world, store, VALUES) as builder,
+    ):
         own = module.OwnRun(builder)
         task = Regression()
         model = task.model()
@@ -162,12 +172,17 @@ def leaves_alone(world: Any, store: Any) -> None:
             step.apply()
             if world.rank == 0 and step.index == 2:
                 break
-        own.close()
+        own.close("sys.exit() at script.py:7")
 
 
 def test_a_rank_that_leaves_the_loop_alone_says_so(pool: Pool) -> None:
     errors = pool.errors(leaves_alone, world=2)
     assert_user_errors(errors[:1], "rank 0 of 2 left `for step in run.steps(...)` at step 3", "run.stop()")
+
+
+def test_a_launchers_heartbeats_show_at_once_that_the_others_wait(pool: Pool, tmp_path: Path) -> None:
+    errors = pool.errors(leaves_alone, tmp_path, world=2)
+    assert_user_errors(errors[:1], "rank 0 of 2 left `for step", "sys.exit() at script.py:7")
 
 
 def ends_early(world: Any, store: Any, way: str) -> dict[str, Any]:

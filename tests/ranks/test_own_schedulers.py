@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +43,10 @@ class WarmUp(lr_scheduler.LRScheduler):
             self.after.step()
 
 
-def cosine(optimizer: Any) -> Any:
+def cosine(optimizer: Any, steps: int = STEPS) -> Any:
     from transformers import get_cosine_schedule_with_warmup
 
-    return get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=3, num_training_steps=STEPS)
+    return get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=3, num_training_steps=steps)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -216,6 +217,84 @@ def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Pa
     assert_user_errors(errors, "the state of StepLR", "here it is OneCycleLR")
 
 
+class OtherRates(Regression):
+    """The same, made with half the rates."""
+
+    def optimizer(self, model: Any) -> Any:
+        made = super().optimizer(model)
+        for group in made.param_groups:
+            group["lr"] /= 2
+        return made
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Regression, str]] = {
+    "another step size": (
+        SCHEDULERS["step of 3"],
+        Regression(lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5)),
+        "StepLR: step_size 3 -> 2",
+    ),
+    "other rates": (
+        SCHEDULERS["step of 3"],
+        OtherRates(SCHEDULERS["step of 3"]),
+        "StepLR: base_lrs [0.02, 0.01] -> [0.01, 0.005]",
+    ),
+    "a longer cosine, inside": (
+        SCHEDULERS["warm-up"],
+        Regression(lambda optimizer: WarmUp(optimizer, 4, lr_scheduler.CosineAnnealingLR(optimizer, 9))),
+        "WarmUp: after.T_max 3 -> 9",
+    ),
+    "another peak": (
+        SCHEDULERS["one cycle"],
+        Regression(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.08, total_steps=STEPS + 3)),
+        "OneCycleLR: total_steps 8 -> 10",
+    ),
+    "transformers, longer": (cosine, Regression(lambda optimizer: cosine(optimizer, 12)), "num_training_steps 7 -> 12"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_was_changed_in_code_is_followed_as_if_it_had_always_been_so(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    began_with, changed, words = CHANGES[kind]
+    values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
+    pool.run(fit_with, Regression(began_with), values | {"steps": 5}, world=1)
+    traces = pool.run(fit_with, changed, values, world=2)
+    expected = [rates for rates, _ in plain_pytorch(changed)][5:]
+    for trace in traces:
+        assert [note.optimizer_lrs for note in trace.steps] == [pytest.approx(rates, rel=1e-14) for rates in expected]
+
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any(words in str(event) for event in events), events
+
+
+def plateau(factor: float) -> Callable[[Any], Any]:
+    # No loss is better than the first by that much.
+    return lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=factor, patience=0, threshold=0.99)
+
+
+def test_a_plateau_with_other_settings_is_refused(pool: Pool, tmp_path: Path) -> None:
+    values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto", "evaluate.every": 2, "evaluate.batch": 8}
+    pool.run(fit_with, Regression(plateau(0.5), evaluated=True), values | {"steps": 4}, world=1)
+    errors = pool.errors(fit_with, Regression(plateau(0.1), evaluated=True), values, world=2)
+    assert_user_errors(errors, "ReduceLROnPlateau: factor 0.5 -> 0.1", "the run began with")
+    errors = pool.errors(fit_with, OtherRates(plateau(0.5), evaluated=True), values, world=1)
+    assert_user_errors(errors, "ReduceLROnPlateau: lr [0.02, 0.01] -> [0.01, 0.005]")
+
+
+def test_a_rewind_goes_back_in_a_changed_schedule(pool: Pool, tmp_path: Path) -> None:
+    """The checkpoint that it goes back to has the settings of before the change."""
+    seventh = windows(56, BATCH, "drop", STEPS)[5]
+    values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto", "nonfinite.policy": "rewind"}
+    pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), values | {"steps": 4}, world=1)
+    changed = Regression(lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5), spoiled=seventh[0])
+    (trace,) = pool.run(fit_with, changed, values, world=1)
+    rates = [note.optimizer_lrs[0] / 0.02 for note in trace.steps if note.result.applied]
+    assert rates[0] == 0.25
+    assert 0.25 in rates[1:]
+    assert rates[-1] == 0.125
+
+
 def test_a_function_of_the_step_is_a_share_of_the_peak(pool: Pool) -> None:
     task = Regression(lambda optimizer: lambda step: 1 / (1 + step))
     for job in JOBS.values():
@@ -225,16 +304,49 @@ def test_a_function_of_the_step_is_a_share_of_the_peak(pool: Pool) -> None:
 
 
 def test_a_plateau_follows_the_evaluations(pool: Pool) -> None:
-    def plateau(optimizer: Any) -> Any:
-        # No loss is better than the first by that much.
-        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
-
-    task = Regression(plateau, evaluated=True)
+    task = Regression(plateau(0.5), evaluated=True)
     traces = pool.run(fit_with, task, VALUES | {"evaluate.every": 2, "evaluate.batch": 8}, world=2)
     for trace in traces:
         assert [note.optimizer_lrs[0] / 0.02 for note in trace.steps] == [1, 1, 1, 1, 0.5, 0.5, 0.25]
 
     assert_user_errors(pool.errors(fit_with, task, VALUES, world=2), "ReduceLROnPlateau", "type evaluate.every=100")
+
+
+def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, values: dict[str, Any]) -> list[float]:
+    """Evaluate two datasets after every step; return the rates, as shares of the first."""
+    with open_watched(world, store, values) as builder:
+        own = OwnRun(builder)
+        task = Regression(plateau(0.5))
+        model = task.model()
+        made = task.optimizer(model)
+        model, optimizer, _ = own.setup(model, made, task.scheduler(made))
+        rates = []
+        easy = TensorDataset(torch.zeros(8, 3).double(), torch.zeros(8).double())
+        for number, step in enumerate(own.steps(task.data(), task.collate)):
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight)
+            step.apply()
+            rates.append(optimizer.param_groups[0]["lr"] / 0.02)
+            # Its loss is infinite in all but the first evaluation, so the rate falls if it is followed.
+            odd = TensorDataset(*(torch.full_like(part, torch.inf if number else 0.0) for part in easy.tensors))
+            own.evaluate(odd, task.loss, moves_rate=first_moves)
+            falling = Loss(torch.tensor(8.0 / 1000**number), 1)
+            own.evaluate(easy, lambda *_, loss=falling: loss)
+        own.close()
+        return rates
+
+
+def test_a_plateau_moves_once_in_a_step(pool: Pool, tmp_path: Path) -> None:
+    values = VALUES | {"steps": 4, "evaluate.batch": 8, "run_dir": str(tmp_path / "run")}
+    assert pool.run(loop_that_evaluates_twice, True, values, world=1)[0] == [1, 1, 0.5, 0.25]
+    warnings = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "moves_rate" in line]
+    assert len(warnings) == 1
+    assert "a second time at step 1" in warnings[0]
+
+    values["run_dir"] = str(tmp_path / "named")
+    assert pool.run(loop_that_evaluates_twice, False, values, world=1)[0] == [1, 1, 1, 1]
+    assert "moves_rate" not in (tmp_path / "named" / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

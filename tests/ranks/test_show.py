@@ -69,7 +69,7 @@ def written(
             run = builder.run
             assert run is not None
             before = len(gathered)
-            if run.driver.placement.collective_forwards:
+            if run.driver.role.collective_forwards:
                 for _ in range(2):  # as before it
                     run.driver.model(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
             events = read_jsonl(run.folder.path / "events.jsonl")

@@ -69,7 +69,7 @@ def turned_round(rank: int, marks: int) -> float:
 
 
 @pytest.mark.parametrize(("job", "workers"), [("fit", 0), ("fit", 2), ("own loop", 0)])
-def test_the_deal_follows_the_speed_and_the_numbers_do_not(pool: Pool, job: str, workers: int) -> None:
+def test_the_assignment_follows_the_speed_and_the_numbers_do_not(pool: Pool, job: str, workers: int) -> None:
     task = weighted_regression(LENGTH, seed=3)
     traces = pool.run(timed, job, task, VALUES | {"data.workers": workers}, third_as_fast, world=2)
     assert work(traces, 0) == (4, 4)
@@ -77,25 +77,25 @@ def test_the_deal_follows_the_speed_and_the_numbers_do_not(pool: Pool, job: str,
     counts = [work(traces, step) for step in range(30) if step % 4 != 3]  # of whole windows
     assert sorted(set(counts)) == [(4, 4), (6, 2)]
     changed = counts.index((6, 2))
-    assert set(counts[changed:]) == {(6, 2)}, "ranks changed their deal at different steps"
+    assert set(counts[changed:]) == {(6, 2)}, "ranks changed their assignment at different steps"
     assert changed > 6 if workers else changed == 6, "it is known after step 7; workers have read ahead by then"
     assert_exact(task, traces, windows(LENGTH, BATCH, "short", 30))
     assert [ids(traces, step) for step in range(30)] == windows(LENGTH, BATCH, "short", 30)
 
 
-def test_a_deal_is_taken_back_when_the_other_rank_gets_slow(pool: Pool, tmp_path: Path) -> None:
+def test_an_assignment_is_taken_back_when_the_other_rank_gets_slow(pool: Pool, tmp_path: Path) -> None:
     """With workers that are ahead: those of the rank with less to do by more steps."""
     task = weighted_regression(LENGTH, seed=4)
     values = VALUES | {"run_dir": str(tmp_path / "run"), "data.workers": 2}
     traces = pool.run(timed, "fit", task, values, turned_round, world=2)
     assert [work(traces, step) for step in (6, 14, 29)] == [(4, 4), (6, 2), (2, 6)]
     assert_exact(task, traces, windows(LENGTH, BATCH, "short", 30))
-    deals = [line for line in read_jsonl(tmp_path / "run" / "events.jsonl") if line["event"] == "deal"]
-    assert [line["step"] for line in deals] == [8, 20]
-    assert deals[0]["reason"] == (
+    balanced = [line for line in read_jsonl(tmp_path / "run" / "events.jsonl") if line["event"] == "balance"]
+    assert [line["step"] for line in balanced] == [8, 20]
+    assert balanced[0]["reason"] == (
         "rank 1 is 3.0x slower than rank 0: micro-batches 6 + 2 instead of 4 + 4, step 1.2 s -> 0.6 s expected"
     )
-    assert "rank 0 is 3.0x slower than rank 1: micro-batches 2 + 6 instead of 6 + 2" in deals[1]["reason"]
+    assert "rank 0 is 3.0x slower than rank 1: micro-batches 2 + 6 instead of 6 + 2" in balanced[1]["reason"]
 
 
 def a_little_slower(rank: int, marks: int) -> float:
@@ -124,8 +124,8 @@ def test_a_resumed_run_measures_again_on_another_number_of_ranks(pool: Pool, tmp
     assert work(first, 14) == (6, 2)
     assert work(second, 1) == (2, 3, 3)
     assert work(second, 9) == (4, 1, 3), "measured again"
-    dealt = [ids(first, step) for step in range(15)] + [ids(second, step) for step in range(15)]
-    assert dealt == windows(LENGTH, BATCH, "short", 30)
+    assigned = [ids(first, step) for step in range(15)] + [ids(second, step) for step in range(15)]
+    assert assigned == windows(LENGTH, BATCH, "short", 30)
     for trace in second:
         torch.testing.assert_close(flat(trace.steps[-1].weights), flat(whole.steps[-1].weights), rtol=1e-5, atol=1e-7)
 

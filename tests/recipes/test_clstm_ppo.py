@@ -88,7 +88,7 @@ def test_parameters_are_the_same_bits_on_both_ranks_after_every_update(two):
 
 def test_an_epoch_visits_every_environment_once(one):
     assert sorted(env for step in ids([one])[:2] for env in step) == list(range(16))
-    assert ids([one])[:2] != ids([one])[2:4]  # another deal
+    assert ids([one])[:2] != ids([one])[2:4]  # another assignment
 
 
 def test_it_resumes_with_another_number_of_ranks_in_the_middle_of_a_rollout(pool, one):

@@ -183,6 +183,26 @@ def test_rows_of_any_number_can_be_looked_up_and_updated():
     assert embedding.table[:, 0].tolist() == [0.0, -0.5, -1.0, -0.5, -0.5, -1.0]
 
 
+def test_what_travels_is_the_rows_of_a_step(monkeypatch):
+    """Three rows of a table of 20,000: slots, ids and gradients of these, whatever the size of the table."""
+    sent = []
+
+    def gather(tensors, size):
+        sent.append([tuple(tensor.shape) for tensor in tensors])
+        return [torch.cat([tensor] * size) for tensor in tensors]
+
+    monkeypatch.setattr("lockstep.recipes.hrm.optimizers.gather_rows", gather)
+    embedding = SparseEmbedding(20_000, 3)
+    optimizer = CastedSparseEmbeddingSignSGD_Distributed(embedding.buffers(), lr=0.5, weight_decay=0.0, world_size=2)
+    ids = torch.tensor([7, 19_999, 7])
+    rows = embedding(ids)
+    rows.backward(torch.ones(3, 3))
+    optimizer.note(0, ids, rows)
+    optimizer.step()
+    assert sent == [[(3,), (3,), (3, 3)]]
+    assert embedding.table.nonzero()[:, 0].unique().tolist() == [7, 19_999]
+
+
 # ---- the commands -------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import time
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,28 @@ def test_srun_gives_the_rank_that_the_environment_leaves_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="RANK is not set"):
         DDPManager().initialize()
+
+
+def test_a_rank_of_a_machine_has_no_configuration(monkeypatch):
+    """Some clouds set RANK and WORLD_SIZE for each machine: `from_env` took them for one machine's ranks."""
+    for env in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}):
+        with pytest.raises(UserError, match="LOCAL_RANK not set"):
+            DistributedConfig.from_env(env)
+    assert DistributedConfig.from_env({"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+
+
+def test_latentwire_takes_ranks_without_a_flag(monkeypatch):
+    """`WORLD_SIZE=4 RANK=0 LOCAL_RANK=0 python latentwire/train.py ...`: document 001 has no --distributed."""
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    trained = []
+    monkeypatch.setattr("lockstep.api.train", lambda *words: trained.append(words[0]) or 0)
+    script = Path(__file__).parent.parent.parent / "systems" / "latent_wire" / "latentwire" / "train.py"
+    monkeypatch.setattr("sys.argv", [str(script), "preset=tiny"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    assert left.value.code == 0
+    assert trained == ["latent_wire"]
 
 
 def test_arguments_must_agree_with_what_is_announced(monkeypatch):
@@ -234,6 +257,24 @@ def test_the_model_is_under_ddp_and_wrap_model_can_be_called(pool: Pool) -> None
             assert torch.allclose(found["weights"], weights(alone.model), atol=1e-6)
 
 
+def test_alone_the_distributed_trainer_is_the_plain_one(tmp_path):
+    """A script that goes from AMPTrainer to DistributedAMPTrainer changes the name, and on one process no bit."""
+    ends = []
+    for kind in (AMPTrainer, DistributedAMPTrainer):
+        model = net()
+        trainer = kind(model, AMPConfig(dtype="bfloat16", gradient_accumulation_steps=2, device="cpu"))
+        for seed in range(4):
+            trainer.training_step(numbers(8, seed=seed))
+        trainer.save_checkpoint(tmp_path / kind.__name__)
+        trainer.training_step(numbers(8))
+        trainer.training_step(numbers(8, seed=5))
+        assert trainer.load_checkpoint(tmp_path / "AMPTrainer") == 2
+        ends.append((trainer.steps, trainer.train_epoch([numbers(4), numbers(4, seed=1)]), weights(model)))
+    assert ends[0][:2] == ends[1][:2]
+    assert torch.equal(ends[0][2], ends[1][2])
+    assert issubclass(DistributedAMPTrainer, AMPTrainer)
+
+
 def test_on_one_process_wrap_model_is_the_model():
     model, other = net(), nn.Linear(2, 1)
     trainer = DistributedAMPTrainer(model, FP32)
@@ -257,8 +298,56 @@ def rank_that_waits(world: World, store: Any, port: int) -> str:
 
 def test_a_rank_waits_no_longer_than_its_limit(pool: Pool) -> None:
     assert "imed out" in pool.run(rank_that_waits, free_port(), world=2)[0]
-    with pytest.raises(UserError, match="timeout_mins=0 is no time limit"):
-        DistributedAMPTrainer(net(), FP32, timeout_mins=0)
+    for wrong in (0, -1, float("nan"), float("inf"), "30", None):
+        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is no time limit"):
+            DistributedAMPTrainer(net(), FP32, timeout_mins=wrong)
+        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is no time limit"):
+            DDPManager().initialize(timeout_mins=wrong)
+
+
+# ---- DDPManager ---------------------------------------------------------------------------------------------
+
+
+def test_a_backend_that_does_not_exist_is_not_replaced_by_another():
+    with pytest.raises(UserError, match="backend=ncl"):
+        DDPManager().initialize(backend="ncl")
+
+
+def joined_by_the_script(world: World, store: Any) -> dict[str, Any]:
+    """A script that has called `init_process_group` itself, with RANK and WORLD_SIZE, but without LOCAL_RANK."""
+    among(world, store)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
+    found: dict[str, Any] = {}
+    try:
+        manager = DDPManager()
+        found["joined"] = manager.initialize(), manager.rank, manager.world_size
+        mine = torch.tensor([float(world.rank)])
+        found["mean"] = [manager.all_reduce(mine.clone(), op).item() for op in ("mean", dist.ReduceOp.AVG)]
+        with pytest.raises(UserError, match="int64 has no mean"):
+            manager.all_reduce(torch.tensor([world.rank]))
+        found["sum"] = manager.all_reduce(torch.tensor([world.rank]), "sum").item()
+
+        # What the trainer refuses, validate() refuses.
+        other = DistributedConfig(world_size=4, rank=3, num_gpus_per_node=4)
+        for refuse in (other.validate, lambda: DistributedAMPTrainer(net(), FP32, distributed=other)):
+            with pytest.raises(UserError, match=f"started as rank {world.rank} of 2"):
+                refuse()
+        found["valid"] = DistributedConfig(world_size=2, rank=world.rank, num_gpus_per_node=2).validate()
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return found
+
+
+def test_a_process_group_that_the_script_has_joined_is_believed(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(joined_by_the_script, world=2)):
+        assert found == {"joined": (True, rank, 2), "mean": [0.5, 0.5], "sum": 1, "valid": True}
+
+
+def test_a_mean_of_whole_numbers_is_refused_on_one_process_too():
+    with pytest.raises(UserError, match="int64 has no mean"):
+        DDPManager().all_reduce(torch.tensor([1]))
 
 
 # ---- DistributedConfig --------------------------------------------------------------------------------------
@@ -335,6 +424,18 @@ def test_nodes_may_have_different_numbers_of_processes(tmp_path):
         config.validate()
 
 
+def test_two_torchruns_on_one_machine_have_met_at_localhost(monkeypatch):
+    """Two agents on one machine are two nodes to torchrun: what they have met at is no mistake."""
+    env = environment(1, 0, 2, 1, 3, 2) | {"MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(ConfigError, match="master_addr=127"):
+        DistributedConfig.from_env(env).validate()
+    for name, value in (env | {"TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, value)
+    assert DistributedConfig.from_env().validate()
+    with pytest.raises(ConfigError, match="master_addr=localhost"):
+        DistributedConfig(3, 1, master_addr="localhost", num_nodes=3, node_rank=1).validate()
+
+
 def test_ranks_that_were_started_by_hand_have_a_configuration():
     """`WORLD_SIZE=4 RANK=1 LOCAL_RANK=1 python train.py`; our own launcher gives the size of a node as well."""
     config = DistributedConfig.from_env({"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"})
@@ -366,6 +467,25 @@ def test_a_function_is_launched_on_several_processes(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1.0 0", "1": "1.0 1"}
     assert dict(os.environ) == before
     assert lockstep.classic.launch_distributed_training(lambda rank, size: (rank, size), 1) == (0, 1)
+
+
+def test_a_function_that_cannot_be_sent_to_other_processes_is_named():
+    with pytest.raises(UserError, match="cannot be handed to other processes"):
+        lockstep.classic.launch_distributed_training(lambda rank, size: None, 2)
+
+
+def test_the_files_of_the_documents_have_their_names():
+    """`src/gpu_optimizations.py` beside the scripts of document 002, and `latentwire/train.py` of document 001."""
+    systems = Path(__file__).parent.parent.parent / "systems"
+    gpus = runpy.run_path(str(systems / "clstm_ppo" / "src" / "gpu_optimizations.py"))
+    names = (
+        "launch_distributed_training", "get_gpu_info", "print_gpu_info", "estimate_training_speedup",
+        "print_training_speedup_estimates",
+    )  # fmt: skip
+    assert all(gpus[name] is getattr(lockstep.classic, name) for name in names)
+    train = runpy.run_path(str(systems / "latent_wire" / "latentwire" / "train.py"))
+    for name in ("DDPManager", "ElasticGPUConfig", "log_gpu_memory"):
+        assert train[name] is getattr(lockstep.classic, name)
 
 
 def test_the_functions_of_the_document_need_no_arguments(monkeypatch, capsys):

@@ -147,7 +147,9 @@ READERS, SPLIT = ["--elastic_reader_gb", "25", "25"], ["cuda:+0", "cuda:1"]
 )
 def test_flags_become_settings(words, expected, monkeypatch):
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append((layers, nproc)) or 0)
+    monkeypatch.setattr(
+        "lockstep.api.train", lambda target, layers, command, nproc: called.append((layers, nproc)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -162,7 +164,9 @@ def test_flags_become_settings(words, expected, monkeypatch):
 def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
     """That launcher would not start them again with a smaller size."""
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append((layers, nproc)) or 0)
+    monkeypatch.setattr(
+        "lockstep.api.train", lambda target, layers, command, nproc: called.append((layers, nproc)) or 0
+    )
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -175,7 +179,7 @@ def test_ranks_of_another_launcher_do_not_try_sizes_out(monkeypatch):
 def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
     """16 samples on three machines of two processes: none of them has a whole number."""
     called = []
-    monkeypatch.setattr("lockstep.api.train", lambda target, layers, again, nproc: called.append(layers) or 0)
+    monkeypatch.setattr("lockstep.api.train", lambda target, layers, command, nproc: called.append(layers) or 0)
     monkeypatch.setattr("lockstep.classic.elastic_gpu_config.detected", lambda: [GPU("any", 79.1)] * 2)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -148,6 +148,5 @@ class Mamba(Borrowed):
 
 TASKS = [GPT2, BERT, ViT, T5, Mamba]
 PRELOAD = [
-    "zoo",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "vit", "t5", "mamba")),
+    f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "vit", "t5", "mamba")
 ]  # imported once, before the processes fork

@@ -115,6 +115,27 @@ class HardExamples(Sound):
         return Loss(2 * losses.topk(max(1, len(losses) // 2)).values.sum(), len(losses))
 
 
+class HardestKept(Sound):
+    """OHEM: the harder words, counted by how many are kept; their number is rounded in every micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        losses = token_losses(model(tokens[:, :-1]), tokens, mask)
+        kept = max(1, int(0.7 * len(losses)))
+        return Loss(losses.topk(kept).values.sum(), kept)
+
+
+class BalancedExperts(Sound):
+    """A balance of experts over the micro-batch: a small part of the loss, and a function of the whole batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        made = super().loss(model, batch)
+        shares = model(batch[0][:, :-1]).flatten(0, 1).softmax(1)
+        chosen = F.one_hot(shares.argmax(1), shares.shape[1]).float().mean(0)
+        balance = len(chosen) * (chosen * shares.mean(0)).sum()
+        return Loss(made.total + 0.05 * balance * made.weight, made.weight)
+
+
 class MixUp(Sound):
     """Mixes every sentence with another one of its micro-batch."""
 
@@ -232,6 +253,31 @@ class MasksOfItsOwn(Sound):
         return OwnGenerator()
 
 
+class SeedsInLoss(Sound):
+    """Seeds torch before its dropout, "to be reproducible": all micro-batches drop the same places."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, mask = batch
+        torch.manual_seed(0)
+        losses = token_losses(F.dropout(model(tokens[:, :-1]), 0.3), tokens, mask)
+        return Loss(losses.sum(), len(losses))
+
+
+class CooledDown(Reader):
+    """A temperature that every forward lowers by a little."""
+
+    temperature = 1.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.temperature *= 0.999
+        return super().forward(tokens) / self.temperature
+
+
+class CoolsDown(Sound):
+    def model(self) -> nn.Module:
+        return CooledDown()
+
+
 class CountedWords(Reader):
     """Centres by a running mean that it keeps in a buffer, and trusts every rank to have the same."""
 
@@ -257,6 +303,15 @@ class SpectralNorm(Sound):
     def model(self) -> nn.Module:
         model = Reader()
         nn.utils.parametrizations.spectral_norm(model.hidden)
+        return model
+
+
+class OlderSpectralNorm(Sound):
+    """The same by the older function, which keeps the normalised weight as an attribute."""
+
+    def model(self) -> nn.Module:
+        model = Reader()
+        nn.utils.spectral_norm(model.hidden)
         return model
 
 

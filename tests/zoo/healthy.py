@@ -114,7 +114,7 @@ class Text(IterableDataset):
 
 
 class PlainStream(Sound):
-    """A stream that Lockstep deals to the ranks; with dropout, so that its cut matters."""
+    """A stream that Lockstep assigns to the ranks; with dropout, so that its cut matters."""
 
     def model(self) -> nn.Module:
         return Dropped()

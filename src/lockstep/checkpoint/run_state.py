@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,20 @@ DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
 class Stateful(Protocol):
     """A part of the run that has state.
 
-    It may also have `read(name, reader)`, to read only its shard, and `lasting` and `frozen_advice` of a `Task`.
+    It may also have `read(name, reader)`, to read only its shard, `changes_since` of `NamesChanges`, and `lasting` and
+    `frozen_advice` of a `Task`.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class NamesChanges(Protocol):
+    """A part that can say what the user's code has changed since its state was saved."""
+
+    def changes_since(self, state: dict[str, Any]) -> list[str]: ...
 
 
 class SavedStepper(Stateful, Protocol):
@@ -259,6 +267,8 @@ class RunState:
             current = part.state_dict()
 
             if saved:
+                if isinstance(part, NamesChanges):
+                    changed += part.changes_since(saved)
                 part.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, and keeps none here")

@@ -16,7 +16,7 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import load_state, save_state
 from lockstep.data.loader import to_device
-from lockstep.engine.checks import check_different
+from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.classic.process_group import Membership, check_announced, current_world
+from lockstep.classic.process_group import Membership, check_announced, current_world, time_limit
 from lockstep.data.samplers import make_sampler
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
 from lockstep.runtime.context import choose_device
@@ -40,12 +39,14 @@ class DDPManager:
 
         `nccl` means gloo where ranks share a GPU or have none.
         """
+        limit = time_limit(timeout_mins)
+
         # Train alone only if nothing announces other ranks. A script that has joined by itself knows.
         if not dist.is_initialized():
             check_announced()
         self.world = current_world()
         self.device = choose_device("auto", self.world)
-        self.backend = self._membership.join(self.world, self.device, backend, timedelta(minutes=timeout_mins))
+        self.backend = self._membership.join(self.world, self.device, backend, limit)
         return not self.world.alone
 
     @property
@@ -109,12 +110,18 @@ class DDPManager:
         """Reduce `tensor` over all ranks in place: mean, sum, max or min, or one of torch's ReduceOps."""
         if isinstance(op, str) and op not in (*OPERATIONS, "mean"):
             raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"type mean, {', '.join(OPERATIONS)}")
+        mean = op in ("mean", dist.ReduceOp.AVG)
+        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UserError(
+                f"a tensor of {tensor.dtype} has no mean", "", "pass tensor.float(), or all_reduce(tensor, 'sum')"
+            )
         if self.world.alone:
             return tensor
 
         # Not every backend has a mean: it is the sum, divided.
-        dist.all_reduce(tensor, OPERATIONS.get(op, dist.ReduceOp.SUM) if isinstance(op, str) else op)
-        return tensor.div_(self.world.size) if op == "mean" else tensor
+        reduction = dist.ReduceOp.SUM if mean else OPERATIONS[op] if isinstance(op, str) else op
+        dist.all_reduce(tensor, reduction)
+        return tensor.div_(self.world.size) if mean else tensor
 
     def barrier(self) -> None:
         if not self.world.alone:
@@ -178,7 +185,7 @@ class RankBatches(Sampler[list[int]]):
         for number in range(len(self)):
             # Every rank gets a contiguous range of the global batch; the last one may be smaller.
             start = number * self.batch
-            shard = deal(min(self.batch, self.length - start), self.world.rank, self.world.size)
+            shard = rank_range(min(self.batch, self.length - start), self.world.rank, self.world.size)
             yield self.order.ids(epoch, start + shard.start, start + shard.stop).tolist()
 
 

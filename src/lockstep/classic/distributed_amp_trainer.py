@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.amp_trainer import AMPTrainer, LossFn, make_runtime
 from lockstep.classic.ddp_manager import wrap_in_ddp
 from lockstep.classic.distributed_config import DistributedConfig
-from lockstep.classic.process_group import Membership, check_announced, current_world
+from lockstep.classic.process_group import Membership, check_announced, started_world, time_limit
 from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.wrapper import Wrapper
@@ -66,13 +65,10 @@ class DistributedAMPTrainer(AMPTrainer):
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
             distributed.check_values()
-        if not timeout_mins > 0:
-            raise UserError(f"timeout_mins={timeout_mins} is no time limit", "", "type timeout_mins=30")
-
         self.distributed = distributed
         self.rank = distributed.rank
         self.world_size = distributed.world_size
-        self.time_limit = timedelta(minutes=timeout_mins)
+        self.time_limit = time_limit(timeout_mins)
         self._membership = Membership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
         self.log = RankLog(log_dir, self.rank, self.runtime.device) if log_dir is not None else None
@@ -183,8 +179,8 @@ def _find_world(config: DistributedConfig) -> World:
     # Arguments that name other ranks complete what the environment leaves out.
     if not dist.is_initialized() and config.world_size == 1:
         check_announced()
-    world = current_world()
-    if dist.is_initialized() or World.launched() or not world.alone:
+    world = started_world()
+    if world is not None:
         if problem := config.contradiction(world):
             raise problem
         return world

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.classic.amp_config import AMPConfig
-from lockstep.classic.process_group import check_announced
+from lockstep.classic.process_group import BACKENDS, check_announced, started_world
 from lockstep.config import read_file
 from lockstep.errors import ConfigError, UserError, unknown_name
 from lockstep.runtime.world import World
@@ -162,7 +162,8 @@ class DistributedConfig:
         problems = list(self._wrong_types())
         if not problems:
             problems = [*self._wrong_ranks(), *self._wrong_values(), *self._wrong_options()]
-            if World.launched() and (problem := self.contradiction(World.from_env())):
+            world = started_world()
+            if world is not None and (problem := self.contradiction(world)):
                 problems.append(problem)
         if problems:
             raise ConfigError(problems)
@@ -246,14 +247,16 @@ class DistributedConfig:
         if not self.master_addr.strip():
             yield UserError("master_addr is empty", "", "give the address of node 0, or leave master_addr out")
 
-        if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
+        # Agents of torchrun that have met there are on one machine.
+        met = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") == self.master_addr
+        if self.num_nodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1") and not met:
             yield UserError(
                 f"master_addr={self.master_addr} cannot be used with num_nodes={self.num_nodes}",
                 "on every node it is the address of that node itself",
                 "give the address of node 0",
             )
 
-        for name, known in (("backend", ("nccl", "gloo", "auto")), ("launch_method", LAUNCHERS)):
+        for name, known in (("backend", BACKENDS), ("launch_method", LAUNCHERS)):
             if getattr(self, name) not in known:
                 yield unknown_name(name, getattr(self, name), known)
 

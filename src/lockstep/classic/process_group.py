@@ -13,11 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, unknown_name
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import join
-from lockstep.runtime.environments import slurm
+from lockstep.runtime.environments import slurm, switched_off, torchrun
 from lockstep.runtime.world import World
+
+BACKENDS = ("nccl", "gloo", "auto")
 
 
 class Membership:
@@ -36,6 +38,8 @@ class Membership:
 
         `nccl` becomes gloo where ranks share a GPU or have none.
         """
+        if backend not in BACKENDS:
+            raise unknown_name("backend", backend, BACKENDS)
         if device.type == "cuda":
             # Before anything touches CUDA, or every rank opens a context on GPU 0.
             torch.cuda.set_device(device)
@@ -56,13 +60,35 @@ class Membership:
 
 def current_world() -> World:
     """Return this process's rank and world, from the environment or the process group it is in."""
-    world = World.from_env()
-    if dist.is_initialized() and not World.launched():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if (world.rank, world.size) != (rank, size):
-            # The script joined by itself. Without LOCAL_RANK we take all ranks to be on one machine.
-            return World(rank, size, rank, size)
-    return world
+    full_set = torchrun.is_rank(os.environ) and not switched_off(os.environ)
+    if full_set or not dist.is_initialized():
+        return World.from_env()
+
+    # The script joined by itself. Half a set of variables says less than the group.
+    rank, size = dist.get_rank(), dist.get_world_size()
+    started = None if switched_off(os.environ) else slurm.read(os.environ)
+    if started is not None and (started.rank, started.size) == (rank, size):
+        return started
+
+    # Without LOCAL_RANK we take all ranks to be on one machine.
+    return World(rank, size, rank, size)
+
+
+def started_world() -> World | None:
+    """Return this process's rank and world if it is in a process group, or a launcher made it a rank; else None."""
+    world = current_world()
+    return world if dist.is_initialized() or World.launched() or not world.alone else None
+
+
+def time_limit(minutes: float) -> timedelta:
+    """Return how long a rank waits for the others."""
+    try:
+        limit = timedelta(minutes=minutes)
+    except (TypeError, ValueError, OverflowError):
+        limit = timedelta(0)
+    if limit <= timedelta(0):
+        raise UserError(f"timeout_mins={minutes!r} is no time limit", "", "type timeout_mins=30")
+    return limit
 
 
 def check_announced(env: Mapping[str, str] = os.environ) -> None:
@@ -73,7 +99,11 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
     found = [f"{name}={env[name]}" for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in env]
     missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
     # A WORLD_SIZE of 1 announces nobody.
-    if not found or not missing or found == ["WORLD_SIZE=1"] or env.get("LOCKSTEP_ENVIRONMENT") == "none":
+    if not found or found == ["WORLD_SIZE=1"] or switched_off(env):
+        return
+    if not missing:
+        # Without LOCAL_RANK they may be those of a machine.
+        World.from_env(env)
         return
 
     # Scripts of Slurm often export WORLD_SIZE, and `srun` gives every process its number.

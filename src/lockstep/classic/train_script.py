@@ -28,14 +28,17 @@ RIVALS = {
 }
 
 
-def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0) -> int:
-    """Train `target`, which has `readers` frozen models that may live on other GPUs. Returns the exit code."""
+def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0, ranks_need_flag: bool = True) -> int:
+    """Train `target`, which has `readers` frozen models that may live on other GPUs. Returns the exit code.
+
+    With `ranks_need_flag` the ranks of a launcher are refused unless --distributed or --elastic_gpu was typed.
+    """
     parser = _parser(target, readers)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options, settings = parser.parse_known_args(arguments)
 
     try:
-        check_processes(options.distributed, options.elastic_gpu)
+        check_processes(options.distributed, options.elastic_gpu or not ranks_need_flag)
         for name, value in vars(options).items():
             if name.startswith("elastic_") and value != parser.get_default(name) and not options.elastic_gpu:
                 raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
@@ -74,18 +77,21 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     return parser
 
 
-def check_processes(distributed: bool, elastic_gpu: bool) -> None:
-    """Refuse flags that contradict the environment: ranks that each train alone would all write the result."""
+def check_processes(distributed: bool, takes_any: bool) -> None:
+    """Refuse flags that contradict the environment: ranks that each train alone would all write the result.
+
+    `takes_any`: this process may be alone or a rank, as it comes.
+    """
     if World.launched():
         size = World.from_env().size
-        if size > 1 and not distributed and not elastic_gpu:
+        if size > 1 and not distributed and not takes_any:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
         return
 
     check_announced()
     if distributed:
         raise UserError(
-            "--distributed was given, but WORLD_SIZE is not set: no launcher started ranks",
+            "WORLD_SIZE not set: --distributed was given, but no launcher has started ranks",
             "",
             "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK by hand; or leave --distributed out",
         )
@@ -133,7 +139,7 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
         count, elastic = _elastic(target, options, layers)
         layers.insert(0, elastic)
 
-    return api.train(target, layers, api.resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]), count)
+    return api.train(target, layers, api.make_resume_command(["python", sys.argv[0]], typed, ["--auto_resume"]), count)
 
 
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:

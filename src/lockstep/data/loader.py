@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import multiprocessing
 import operator
 import os
 import signal
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.data.sample_errors import batch_to_send, explain_collate, is_empty, name_samples, unless_refused
 from lockstep.errors import UserError
+from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
@@ -219,8 +221,19 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 def start_worker(files: dict[int, int], worker: int) -> None:
     """Prepare a loader process, which was forked when `files` (see `open_files`) were open."""
+    _die_with_rank()
     outlive_signals()
     reopen(files)
+
+
+def _die_with_rank() -> None:
+    """End with the rank, even in the middle of a sample: if its launcher is killed too, nobody else would see to it."""
+    rank = multiprocessing.parent_process()
+    # A fork server, of which this process may be a child, ends with the rank as well.
+    if rank is not None and rank.pid is not None and multiprocessing.get_start_method() == "fork":
+        die_with_parent(rank.pid)
+    else:
+        signal_on_parents_death(signal.SIGKILL)
 
 
 def open_files() -> dict[int, int]:

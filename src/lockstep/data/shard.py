@@ -1,4 +1,4 @@
-"""How an epoch is dealt: windows (one optimizer step each) -> micro-batches -> ranks. Pure arithmetic.
+"""How an epoch is divided: windows (one optimizer step each) -> micro-batches -> ranks. Pure arithmetic.
 
 Windows and micro-batches do not depend on the number of ranks; ranks own contiguous ranges of micro-batches.
 """
@@ -42,8 +42,8 @@ def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
     return start, min(start + micro, window.stop)
 
 
-def deal(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
-    """Deal `count` items to the ranks and return the contiguous range that belongs to `rank`.
+def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
+    """Divide `count` items among the ranks and return the contiguous range that belongs to `rank`.
 
     Without `speeds` ranges differ by at most one item.
     """
@@ -51,16 +51,16 @@ def deal(count: int, rank: int, size: int, speeds: Sequence[float] | None = None
         return range(count * rank // size, count * (rank + 1) // size)
 
     # Every rank computes all counts: no message is needed.
-    counts = deal_counts(count, tuple(speeds))
+    counts = rank_counts(count, tuple(speeds))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])
 
 
 @lru_cache(maxsize=64)
-def deal_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many of `count` equal items each rank gets, so that the slowest rank finishes as early as possible.
 
-    Items are dealt one after another, each to the rank that would finish it first, ties to the lowest rank.
+    Items are assigned one after another, each to the rank that would finish it first, ties to the lowest rank.
     Every rank gets an item if there are enough: an idle rank runs one all the same, as padding.
     """
     least = int(count >= len(speeds))

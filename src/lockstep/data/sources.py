@@ -25,7 +25,7 @@ from lockstep.data.loader import (
 )
 from lockstep.data.sample_errors import is_empty
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.shard import Window, deal, micro_slice, next_window
+from lockstep.data.shard import Window, micro_slice, next_window, rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
 from lockstep.errors import UserError
@@ -80,7 +80,7 @@ def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
     if config.sharding == "own" and not streams:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
-            "it is for a stream that deals its samples to the ranks by itself",
+            "it is for a stream that assigns its samples to the ranks by itself",
             "return all samples on every rank, and leave data.sharding out",
         )
 
@@ -99,11 +99,11 @@ class MapSource:
         # Positions (start, stop) that are skipped from now on, because they spoiled a step.
         self.passed_over: list[tuple[int, int]] = []
 
-        # Micro-batches up to this position are dealt for good: workers may already be reading them.
-        self.dealt_until = 0
+        # Micro-batches up to this position are assigned for good: workers may already be reading them.
+        self.assigned_until = 0
 
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
-        self._deals: list[tuple[int, tuple[float, ...]]] = []
+        self._assignments: list[tuple[int, tuple[float, ...]]] = []
 
         # Batches that are read, or sent to the device, before their turn; and the position of the next one.
         self._ahead: Iterator[Any] | None = None
@@ -194,13 +194,13 @@ class MapSource:
         """Never train on these positions again: they spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
-    def deal_by(self, speeds: Sequence[float], position: int = 0) -> None:
-        """Deal micro-batches to the ranks by their `speeds` from `position` on.
+    def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
+        """Assign micro-batches to the ranks by their `speeds` from `position` on.
 
         All ranks must call it, before any of them has read that far.
         """
-        assert position >= self.dealt_until
-        self._deals.append((position, tuple(speeds)))
+        assert position >= self.assigned_until
+        self._assignments.append((position, tuple(speeds)))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -221,7 +221,7 @@ class MapSource:
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
         self._ahead = None
-        self.dealt_until = self.position
+        self.assigned_until = self.position
 
     # ---- which samples ----
 
@@ -249,14 +249,14 @@ class MapSource:
         """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
         count = self._count(window)
         rank, size = self.data_world.rank, self.data_world.size
-        self.dealt_until = max(self.dealt_until, self._after(window))
+        self.assigned_until = max(self.assigned_until, self._after(window))
 
         if self.options.interleaved:
             own = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
-            speeds = next((speeds for first, speeds in reversed(self._deals) if first <= begin), None)
-            own = deal(count, rank, size, speeds)
+            speeds = next((speeds for first, speeds in reversed(self._assignments) if first <= begin), None)
+            own = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         wanted = -(-count // size) if self.options.collective_forwards else 1

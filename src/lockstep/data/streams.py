@@ -35,7 +35,7 @@ class StreamSource:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
                 f"{micro_batch} on {ranks} ranks",
-                "the samples of a stream cannot be dealt again for a window that does not divide evenly",
+                "the samples of a stream cannot be assigned again for a window that does not divide evenly",
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
@@ -44,12 +44,22 @@ class StreamSource:
         self._next: Any = None  # the batch that was read one ahead
         self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
+        self._first: StepBatches | None = None  # what was looked at before its turn
 
         # The first sample of the whole stream, which all ranks must find there; None if it is not known.
         self.beginning: Any = None
 
+    def first_micro_batch(self) -> MicroBatch:
+        """Return the first micro-batch of the next step, which `take` will return as well."""
+        self._first = self._first or self.take()
+        return next(iter(self._first))
+
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+
         micros = [] if self._ended else self._pull()
 
         # A rank whose shard ends before those of others repeats its last micro-batch with weight 0.
@@ -82,7 +92,7 @@ class StreamSource:
 
     def close(self) -> None:
         self._batches = None  # which ends the worker processes
-        self._next = None
+        self._next = self._first = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch}  # the position in it is not known: it is repeated

@@ -6,30 +6,29 @@ Where a check compares ranks it is collective, and raises the same error on ever
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint.state_tree import digest
 from lockstep.config import RunConfig, flatten
-from lockstep.data.sources import MapSource
 from lockstep.data.streams import StreamSource
-from lockstep.errors import UserError, plural, some_names
+from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.driver import Placement
+from lockstep.parallel.driver import RankRole
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
-from lockstep.task import BatchSource, MicroBatch, StepBatches
+from lockstep.task import BatchSource
 
 # Wrappers that a model must not come in, and what to type instead.
 WRAPPERS: dict[type, str] = {
@@ -93,9 +92,9 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
         )
 
 
-def check_before_batch(config: RunConfig, placement: Placement, alone: bool) -> None:
+def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
     """Check that each rank runs the same part of every global batch, in order: the task keeps something for it."""
-    if not placement.runs_whole_model:
+    if not role.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
@@ -168,6 +167,22 @@ def check_supported(model: nn.Module) -> None:
                 f"complex trainable parameters are not supported, and {name!r} is complex",
                 "",
                 "store it as real numbers (torch.view_as_real)",
+            )
+
+
+def check_instance_norms(model: nn.Module) -> None:
+    """Refuse InstanceNorm with running statistics on several ranks: it does not count updates, as BatchNorm does.
+
+    Without the count, those of the ranks cannot be combined into what one process would have.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _InstanceNorm) and module.running_mean is not None:
+            raise UserError(
+                f"{name!r} ({type(module).__name__}) has track_running_stats=True, which cannot be trained on "
+                "several ranks",
+                "each rank would have the statistics of its own micro-batches",
+                "leave track_running_stats=True out: evaluation then uses the statistics of each sample, as training "
+                "does",
             )
 
 
@@ -401,111 +416,3 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     if len({one.device for one in sums}) == 1:
         return torch.stack(sums).tolist()
     return [int(one) for one in sums]
-
-
-# ---- the data ----
-
-
-def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
-    """Take the batches of the first step and check that the ranks read different samples. Collective.
-
-    Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
-    `data_rank` must read the same ones.
-    """
-    batches: StepBatches | None = None
-    problem: UserError | None = None
-    own_digest: str | None = None
-    beginning: str | None = None
-    try:
-        batches = source.take()
-        # Read all of them now: an error while reading is gathered too and raised on every rank.
-        batches.micro_batches = micro_batches = list(batches)
-        own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
-        if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
-            _check_loaders(source, micro_batches[0], own_digest)
-        if isinstance(source, StreamSource) and source.beginning is not None:
-            beginning = digest(source.beginning)
-    except UserError as error:
-        problem = error
-
-    gathered = runtime.collectives.gather_json([data_rank, own_digest, beginning, problem and list(problem.args)])
-    # A rank that failed raises its own error, the others a copy of the first one.
-    for rank, (*_, error_args) in enumerate(gathered):
-        if error_args:
-            raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
-
-    assert batches is not None
-    _check_one_stream([one[2] for one in gathered])
-
-    digests: dict[int, str | None] = {}  # by data rank
-    for rank, (group, value, *_) in enumerate(gathered):
-        if digests.setdefault(group, value) != value:
-            raise UserError(
-                f"rank {rank} read another first batch than the first rank of its group",
-                "ranks that share a layer, or are stages of one pipeline, must read the same samples",
-                "let Lockstep shard the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
-                "samples that draw random numbers",
-            )
-
-    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
-    if len(digests) > 1 and (
-        not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
-    ):
-        check_different(
-            list(digests.values()),
-            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
-            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
-        )
-    return batches
-
-
-def _check_one_stream(beginnings: Sequence[str | None]) -> None:
-    """Check that all ranks read the same stream, of which each keeps every k-th sample."""
-    for rank, beginning in enumerate(beginnings):
-        if beginning != beginnings[0]:
-            raise UserError(
-                f"the stream of rank {rank} begins with another sample than that of rank 0",
-                "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: of a stream "
-                "that splits itself by rank, or has an order of its own on every rank, samples would be lost",
-                "type data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
-                "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, type "
-                "checks.first_batch=false",
-            )
-
-
-def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
-    """Check that a loader process has read what is read without it: data.workers must not change the training."""
-    try:
-        again = source.read_again(micro)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            "this rank cannot read the samples that a loader process has read",
-            f"{type(error).__name__}: {error}",
-            "let the dataset be read without a loader process too (get_worker_info() is None there); or type "
-            "checks.first_batch=false",
-        ) from error
-    if digest(again) == read_by_loader:
-        return
-    if isinstance(source, StreamSource):
-        raise UserError(
-            f"the {source.options.config.workers} loader processes do not read the same stream",
-            "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
-            "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
-        )
-    raise UserError(
-        "a loader process reads other samples than this rank does",
-        f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
-        "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
-        "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
-        "If they may differ, type checks.first_batch=false",
-    )
-
-
-def check_different(digests: Sequence[str | None], fix: str) -> None:
-    """Check that no two ranks have the same first batch. None: that rank has no batch."""
-    seen: dict[str, int] = {}
-    for rank, value in enumerate(digests):
-        if value is not None and seen.setdefault(value, rank) != rank:
-            raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)

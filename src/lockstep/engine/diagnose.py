@@ -66,7 +66,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
 
         # torch raises this where a plain tensor meets a parameter that is sharded.
         driver = builder.driver
-        if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.placement.replicated:
+        if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.role.replicated:
             raise _explain_sharded_parameters(error, builder) from error
 
         # torch's compiled backward frees what a second one would need.
@@ -85,7 +85,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
                 "leave sparse=True out of F.embedding and F.embedding_bag: the gradient is then dense",
             ) from error
 
-        if "out of bounds for storage of size 0" in str(error) and driver and not driver.placement.replicated:
+        if "out of bounds for storage of size 0" in str(error) and driver and not driver.role.replicated:
             raise hidden_output(str(error).splitlines()[0]) from error
 
         if _is_about_input(str(error), builder):
@@ -109,7 +109,7 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 def _is_about_input(text: str, builder: RunBuilder) -> bool:
     """Return whether torch complains of a block that changes an input with a node around it in place."""
     # With both nodes, a block's only input is a plain view of what FSDP's has returned.
-    sharded = builder.driver is not None and not builder.driver.placement.replicated
+    sharded = builder.driver is not None and not builder.driver.role.replicated
     nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
     return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from lockstep.config import RunConfig
 from lockstep.data.loader import SampleReader, read_all, to_device
 from lockstep.data.sample_errors import is_empty
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.observe.recorder import Recorder
@@ -117,12 +117,12 @@ class Evaluator:
         Where it is (a sharded model), ranks with fewer batches repeat one and drop the result.
         """
         # The batches follow from the length and the batch size alone; only the ranges depend on the rank.
-        placement = self.driver.placement
+        role = self.driver.role
         length = len(reader.dataset)
         count = math.ceil(length / batch)
-        own_batches = deal(count, placement.data_rank, placement.data_size)
+        own_batches = rank_range(count, role.data_rank, role.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
-        most = math.ceil(count / placement.data_size) if placement.collective_forwards else len(ranges)
+        most = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
         repeated = [range(min(batch, length))] * (most - len(ranges))
 
         # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
@@ -132,12 +132,12 @@ class Evaluator:
             self.runtime.heartbeat.beat("evaluate")
 
             # Where a forward is collective, a rank that stopped alone would leave the others waiting.
-            if may_preempt and self.runtime.notice.signal is not None and not placement.collective_forwards:
+            if may_preempt and self.runtime.notice.signal is not None and not role.collective_forwards:
                 return [], 0
 
             # What a collate has emptied counts nothing, but a collective forward must run.
             emptied = is_empty(data)
-            if emptied and not placement.collective_forwards:
+            if emptied and not role.collective_forwards:
                 results.append([])
                 continue
             data = reader.some_batch(batch) if emptied else data
@@ -148,7 +148,7 @@ class Evaluator:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
 
         # Another rank went through the same batches and reports them.
-        if not placement.reports_loss:
+        if not role.reports_loss:
             return [], 0
 
         # Read back only now: one host synchronisation instead of one per batch.

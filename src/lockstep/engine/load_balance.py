@@ -1,8 +1,9 @@
 """Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
 
 This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
-once; so the deal of micro-batches to ranks may change between two steps, if it changes on all ranks at once. Loader
-processes read ahead, so a new deal takes effect at a later position in the data, which all ranks agree on first.
+once; so the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
+Loader processes read ahead, so a new assignment takes effect at a later position in the data, which all ranks agree on
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.shard import deal, deal_counts
+from lockstep.data.shard import rank_counts, rank_range
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.batchnorm.sync import is_synchronised
@@ -28,7 +29,7 @@ WARM_UP = 3  # steps that are not measured: they compile, allocate, connect
 MEASURED = 5  # steps after them
 PERIOD = 100  # steps from one measurement to the next
 MIN_GAIN = 0.1  # of a step: less may be noise, and is not worth a change
-SHOWN_RANKS = 16  # in a deal that is printed
+SHOWN_RANKS = 16  # in an assignment that is printed
 
 Speeds = str | Sequence[float]  # `load_balance`
 
@@ -57,22 +58,22 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
         smaller = max(1, plan.global_batch // (4 * plan.data_size))
         larger_batch = f"type global_batch={4 * plan.data_size} or more, and micro_batch=1"
         raise UserError(
-            f"load_balance cannot deal {plan.micro_batches} micro-batches to {plan.data_size} ranks",
+            f"load_balance cannot assign {plan.micro_batches} micro-batches to {plan.data_size} ranks",
             "one for each, and none to move",
             f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
 
-    # With `auto` the first steps are dealt evenly, as the plan says.
+    # With `auto` the first steps are assigned evenly, as the plan says.
     if isinstance(speeds, str):
         return plan
-    most = max(deal_counts(plan.micro_batches, tuple(speeds)))
-    return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "dealt by load_balance"})
+    most = max(rank_counts(plan.micro_batches, tuple(speeds)))
+    return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "assigned by load_balance"})
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     if isinstance(speeds, str):
-        return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are dealt by them"
-    return f"micro-batches {_show(deal_counts(plan.micro_batches, tuple(speeds)))} by load_balance"
+        return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are assigned by them"
+    return f"micro-batches {_show(rank_counts(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
 def open_load_balancer(
@@ -99,19 +100,21 @@ def open_load_balancer(
 
     if isinstance(speeds, str):
         return LoadBalancer(plan, source, runtime, log_event)
-    source.deal_by(speeds)
+    source.assign_by(speeds)
     return None
 
 
 class LoadBalancer:
-    """Measures the seconds of a micro-batch on each rank and deals again where that makes steps shorter."""
+    """Measures the seconds of a micro-batch on each rank and assigns again where that makes steps shorter."""
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
         self._source = source
         self._runtime = runtime
         self._log_event = log_event
-        self.dealt = tuple(len(deal(plan.micro_batches, rank, plan.data_size)) for rank in range(plan.data_size))
+        self.assigned = tuple(
+            len(rank_range(plan.micro_batches, rank, plan.data_size)) for rank in range(plan.data_size)
+        )
         self._ended = 0  # steps of this process: the same number on all ranks
         self._marks: list[list[Any]] = [[]]  # moments of every measured step, and of the one that runs
 
@@ -121,45 +124,45 @@ class LoadBalancer:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
-        """End a step and deal again after the last one of a measurement."""
+        """End a step and assign again after the last one of a measurement."""
         # We count the steps of this process, not those of the run: a resumed run measures its own ranks.
         if self._measures:
             self._marks.append([])
         self._ended += 1
         if self._ended % PERIOD == WARM_UP + MEASURED:
-            self._deal_again(step, pace_of(self._marks[:-1]))
+            self._assign_again(step, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property
     def _measures(self) -> bool:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
-    def _deal_again(self, step: int, own: Pace) -> None:
-        """Change the deal if it pays. Collective: all ranks gather the same figures and make the same deal."""
-        # Loader processes have already read batches of the present deal, so ranks also send where it ends for them.
-        gathered = self._runtime.collectives.gather_json([own, self._source.dealt_until])
+    def _assign_again(self, step: int, own: Pace) -> None:
+        """Change the assignment if it pays. Collective: all ranks gather the same figures, and so decide alike."""
+        # Loader processes have already read batches of the present one, so ranks also send where it ends for them.
+        gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
-        better = deal_counts(self._micro_batches, speeds)
+        better = rank_counts(self._micro_batches, speeds)
 
         # A small gain may be noise.
-        now_s = step_seconds(self.dealt, seconds)
+        now_s = step_seconds(self.assigned, seconds)
         then_s = step_seconds(better, seconds)
         if then_s > (1.0 - MIN_GAIN) * now_s:
             return
 
         # No rank's workers have read as far as this position.
-        self._source.deal_by(speeds, max(position for _, position in gathered))
+        self._source.assign_by(speeds, max(position for _, position in gathered))
 
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))
         self._log_event(
-            "deal",
+            "balance",
             step=step,
             reason=f"rank {slow} is {seconds[slow] / seconds[fast]:.1f}x slower than rank {fast}: micro-batches "
-            f"{_show(better)} instead of {_show(self.dealt)}, step {now_s:.2g} s -> {then_s:.2g} s expected",
+            f"{_show(better)} instead of {_show(self.assigned)}, step {now_s:.2g} s -> {then_s:.2g} s expected",
         )
-        self.dealt = better
+        self.assigned = better
 
 
 def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:

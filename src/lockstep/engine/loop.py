@@ -15,7 +15,7 @@ from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.meta_init import make_model
+from lockstep.parallel.meta.init import model_made_as_asked
 from lockstep.task import MicroBatch, Task
 
 
@@ -29,11 +29,13 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     """
     data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
     scheduler = _own_method(task, "scheduler") or (lambda _: None)
-    setup = builder.setup_model(make_model(task.model, builder.config), task.optimizer, task, data, scheduler)
+    with model_made_as_asked(builder.config):
+        model = task.model()
+    setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
     before_batch = _own_method(task, "before_batch")
     after_step = _own_method(task, "after_step")
     if before_batch:
-        check_before_batch(builder.config, setup.driver.placement, builder.runtime.world.alone)
+        check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
 
     if hasattr(task, "state_dict"):
         builder.add_part("task", task)
@@ -111,10 +113,10 @@ def _show(task: Task, run: Run) -> str | None:
     """
     # Where a forward is collective, all ranks must run it; elsewhere rank 0 alone does.
     show = _own_method(task, "show")
-    placement = run.driver.placement
-    if show is None or not (run.runtime.is_main or placement.collective_forwards):
+    role = run.driver.role
+    if show is None or not (run.runtime.is_main or role.collective_forwards):
         return None
-    if not placement.runs_whole_model:
+    if not role.runs_whole_model:
         run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
         return None
 

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
 from lockstep.engine.control import StepControl
-from lockstep.errors import UserError, plural
+from lockstep.errors import OutOfStep, UserError, plural
+from lockstep.launch.hangs.flight_recorder import listed
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
+NOTICE_S = 2.0  # within which all ranks that can notice that they are out of step do so
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
 MIN_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
@@ -116,12 +118,7 @@ class Outcomes:
 
         # An accepted step is applied by now: these two checks do not prevent it, they only end the run.
         if word.step != ranks * step_mark(step):
-            raise RuntimeError(
-                f"the ranks are out of step: their marks of step {step} add up to {word.step}, not to "
-                f"{ranks * step_mark(step)}. Another rank was in a collective that this one never called, and its "
-                "tensor was taken for gradients: look in after_step, hooks, loss and data for a collective "
-                "(all_reduce, barrier) that not every rank calls"
-            )
+            raise self._out_of_step(step, word.step)
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the ranks' loss scales differ: it is {self._scaler.value} on this rank")
 
@@ -157,6 +154,21 @@ class Outcomes:
             self._skip(outcome, result, scale_lowered)
 
         return result
+
+    def _out_of_step(self, step: int, marks: int) -> OutOfStep:
+        """Return the error of ranks in different collectives, and find out which of them are in one of their own."""
+        runtime = self._runtime
+        # Those that took another's tensor for gradients notice it, like this one; the other waits for the gradients.
+        noticed = runtime.who_says(f"out-of-step/{step}", seconds=NOTICE_S)
+        odd = [rank for rank in range(runtime.world.size) if rank not in noticed]
+        who, whom = listed(odd) if odd else "another rank", listed(noticed) if odd else "this one"
+        return OutOfStep(
+            f"the ranks are out of step: {who} {'were' if len(odd) > 1 else 'was'} in a collective that {whom} never "
+            f"called, and the tensor was taken for gradients of step {step} (the marks of the step add up to {marks}, "
+            f"not to {runtime.world.size * step_mark(step)}). Look in after_step, hooks, loss and data for a "
+            "collective (all_reduce, barrier) that not every rank calls",
+            odd,
+        )
 
     def _update_scale(self, outcome: Outcome) -> bool:
         """Adapt the loss scale of fp16. Return whether it was lowered."""

@@ -11,7 +11,9 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,8 +28,10 @@ from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
+from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
+from lockstep.runtime import heartbeat
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -45,6 +49,12 @@ class OwnRun:
         self._builder = builder
         self._run: Run | None = None
         self._in_loop = False
+
+    @contextmanager
+    def init_module(self) -> Iterator[None]:
+        """Make models as `init` says: `with run.init_module(): model = Net()`. With init=host this does nothing."""
+        with model_made_as_asked(self._builder.config):
+            yield
 
     def setup(self, model: nn.Module, *others: Any) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
@@ -75,12 +85,16 @@ class OwnRun:
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
+            for part in models:
+                check_made_as_asked(part, self._builder.config, trained=False)
+                if any(p.is_meta for p in part.parameters()):
+                    fill(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        if not setup.driver.placement.runs_whole_model:
+        if not setup.driver.role.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -157,11 +171,19 @@ class OwnRun:
         dataset: Any,
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
+        *,
+        moves_rate: bool = True,
     ) -> dict[str, float]:
-        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size."""
+        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size.
+
+        ReduceLROnPlateau follows the first evaluation of a step, unless that has `moves_rate=False`.
+        """
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
-        evaluation = (self._run or self._builder).evaluate(dataset, loss, collate)
+        if self._run:
+            evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
+        else:
+            evaluation = self._builder.evaluate(dataset, loss, collate)
         return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
@@ -177,22 +199,24 @@ class OwnRun:
         # The control word of the next step carries it to the other ranks.
         self._run.stepper.context.requests.stop = True
 
-    def close(self) -> None:
-        """Save the weights and write the report, if there was a loop."""
+    def close(self, left_by: str = "") -> None:
+        """Save the weights and write the report, if there was a loop. `left_by`: what ended the loop, if known."""
         # A script that only set up a model has nothing to save.
         run = self._run
         if run is None:
             return
 
         # After a `break` on this rank only, the others would wait for it for ever. They are asked over the store, which
-        # works while they wait in a collective.
+        # works while they wait in a collective; heartbeats show sooner that they do.
         step = run.stepper.counters.step
-        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT):
+        waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
+        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
             raise UserError(
                 f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
                 "of the others did",
-                "",
-                "call run.stop() instead of break: it stops all ranks; or decide with `if run.agree(...): break`",
+                left_by,
+                "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
+                "`if run.agree(...): break`",
             )
 
         rate = run.stepper.learning_rate

@@ -20,12 +20,13 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
-from lockstep.engine.checks import TrainableGuard, check_replicas, take_first_batches
+from lockstep.engine.checks import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SpoiledStep
 from lockstep.engine.start_check import check as start_check
+from lockstep.engine.start_check.data import take_first_batches
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -88,6 +89,7 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
+    _said_what_moves_the_rate: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
 
     @property
@@ -118,7 +120,7 @@ class Run:
             # Ranks and loader processes compare digests of their first batches. Later ones follow from the same
             # arithmetic.
             if check_first:
-                batches = take_first_batches(self.source, self.runtime, self.driver.placement.data_rank)
+                batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
@@ -214,9 +216,11 @@ class Run:
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
+        moves_rate: bool = True,
     ) -> Evaluation:
         """Evaluate the model on `data`, every sample once, and log the result.
 
+        `moves_rate`: a scheduler that follows evaluations follows this one.
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
         evaluation = self.model_setup.evaluator.evaluate(
@@ -230,8 +234,20 @@ class Run:
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
-        self.stepper.learning_rate.observe(evaluation.loss)
+        if moves_rate and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
+            self._say_what_moves_the_rate(evaluation.step)
         return evaluation
+
+    def _say_what_moves_the_rate(self, step: int) -> None:
+        if self._said_what_moves_the_rate:
+            return
+
+        self._said_what_moves_the_rate = True
+        reason = (
+            f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
+            f"step {step}: pass moves_rate=False for every dataset but the one that it should follow"
+        )
+        self.recorder.event("warning", reason=reason)
 
     @property
     def evaluation_is_current(self) -> bool:
@@ -343,6 +359,7 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
+            self.runtime.notice.waits = True  # from here on a signal lets the step end, and saves
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
             yield micro
@@ -398,7 +415,7 @@ class Run:
         self.recorder.start_clock()
 
     def _check_replicas(self) -> None:
-        if self.driver.placement.replicated:
+        if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.engine.banner import describe_resume, describe_run
@@ -32,6 +32,7 @@ from lockstep.engine.checks import (
     TrainableGuard,
     check_enough_micro_batches,
     check_even_work,
+    check_instance_norms,
     check_plain,
     check_replicas,
     check_same_config,
@@ -130,6 +131,8 @@ class RunBuilder:
         else:
             check_storage(model)
         check_supported(model)
+        if not self.runtime.world.alone:
+            check_instance_norms(model)
 
         # Frozen parameters are never broadcast: they must be equal already.
         check_replicas(model, self.runtime, only_frozen=True)
@@ -147,7 +150,7 @@ class RunBuilder:
         own_optimizers = optimizers(self.driver.model)
         rebind(own_optimizers, names_before, dict(model.named_parameters()))
         wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
-        if not self.driver.placement.runs_whole_model:
+        if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
         self._on_failure.callback(wrapped.release)
 
@@ -193,7 +196,7 @@ class RunBuilder:
 
         # Banner lines. The driver and a user-defined source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
-        facts |= driver.placement.facts
+        facts |= driver.role.facts
         facts |= setup.optimizers.facts
         if about_data:
             facts["data"] = about_data
@@ -267,20 +270,20 @@ class RunBuilder:
 
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
-        placement = driver.placement
+        role = driver.role
 
         # Ranks that differ in tp or pp only go through the same samples, so they count as one.
-        data_world = World(placement.data_rank, placement.data_size)
+        data_world = World(role.data_rank, role.data_size)
 
         # A stream has no length. The largest micro-batch that fits is known after a restart only.
         length = len(data) if hasattr(data, "__len__") else None
         fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
 
-        plan = make_plan(config, data_world.size, length, fits, placement.pipeline_depth)
+        plan = make_plan(config, data_world.size, length, fits, role.pipeline_depth)
         plan = plan_by_speed(plan, config.load_balance)
         check_even_work(driver.model, plan, config.tail)
         refuse_single_values(driver.model, plan, config.tail)
-        if not placement.runs_whole_model:
+        if not role.runs_whole_model:
             check_enough_micro_batches(plan)
 
         options = SourceOptions(
@@ -291,8 +294,8 @@ class RunBuilder:
             config.seed,
             data_world,
             self.runtime.device,
-            interleaved=placement.interleaved,
-            collective_forwards=placement.collective_forwards,
+            interleaved=role.interleaved,
+            collective_forwards=role.collective_forwards,
             exact=config.exact,
         )
         source = open_source(data, collate, options)
@@ -346,9 +349,9 @@ class RunBuilder:
             source,
             self.parts,
             keep_frozen=self.config.checkpoint.frozen,
-            holders=setup.driver.placement.holders,
+            holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
-            duplicates=setup.driver.placement.duplicates,
+            duplicates=setup.driver.role.duplicates,
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
 
@@ -450,8 +453,8 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
     if attach is None:
         return None
 
-    placement = driver.placement
-    if not placement.runs_whole_model:
+    role = driver.role
+    if not role.runs_whole_model:
         raise UserError(
             f"{type(source).__name__} calls the model itself, which a pipeline (mesh.pp) cannot serve",
             "each rank holds a part of the model",
@@ -465,10 +468,10 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch,
-            mine=deal(plan.micro_batches, placement.data_rank, placement.data_size),
-            ranks=placement.data_size,
-            collective_forwards=placement.collective_forwards,
+            mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
+            ranks=role.data_size,
+            collective_forwards=role.collective_forwards,
             # Only one of the ranks that go through the same samples counts.
-            add=lambda values: runtime.collectives.sum_(values if placement.reports_loss else values.zero_()),
+            add=lambda values: runtime.collectives.sum_(values if role.reports_loss else values.zero_()),
         )
     )

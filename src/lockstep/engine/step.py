@@ -84,11 +84,11 @@ class Stepper:
             precision,
             self.scaler,
             global_batch,
-            reports_loss=driver.placement.reports_loss,
+            reports_loss=driver.role.reports_loss,
             word_has_loss=self.outcomes.spikes.on,
             mark_time=mark_time,
         )
-        self.update = Update(optimizers, config.clip, driver.placement.replicated, driver.norms, runtime.device)
+        self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
 
         # What a step changes.
         self.counters = Counters()

@@ -13,12 +13,14 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import failure, records
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import Job
+from lockstep.launch.meeting import RECORD
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
 from lockstep.launch.wire.protocol import (
@@ -95,8 +97,14 @@ class Agent:
 
     def __init__(self, job: Job, name: str, secret: Secret | None = None):
         self._job = job
-        self._name = name
-        self._secret = secret  # the job's; None on a single machine
+        self.name = name
+        self.secret = secret  # the job's; None on a single machine
+
+        # How many ranks the node can run, and would run if it joined now: as many as last time.
+        self.count = job.nproc
+
+        # The record of the coordinator's term, on the node that coordinates.
+        self.record: Path | None = None
 
         # The first zygote starts at once: it imports torch while the nodes gather.
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
@@ -178,12 +186,18 @@ class Agent:
             # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
-            current.ranks[rank] = failure.LocalRank(rank, self._name, current.folder, log, began, oom_kills)
+            current.ranks[rank] = failure.LocalRank(rank, self.name, current.folder, log, began, oom_kills)
 
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+
+            # Rank 0 ends if its coordinator is superseded.
+            if rank == 0 and self.record:
+                env[RECORD] = str(self.record)
+
             self._zygote.fork(rank, env, self._job.spec, log, current.alive)
 
         self._started = start.attempt
+        self.count = replace(self._job.nproc, preferred=start.count)
 
     def _meeting(self, start: Start, folder: Path) -> dict[str, str]:
         """Return the variables that tell ranks where they meet."""
@@ -194,10 +208,10 @@ class Agent:
             return {STORE_FILE: str(folder / "store"), **gloo}
 
         # In a file, not in a variable: programs may record their environment.
-        assert self._secret is not None
+        assert self.secret is not None
         key_file = folder / "store.key"
         key_file.touch(mode=0o600)
-        key_file.write_bytes(store_secret(self._secret, start.store).key)
+        key_file.write_bytes(store_secret(self.secret, start.store).key)
         return {STORE_KEY_FILE: str(key_file)}
 
     def _prepare(self, count: int) -> None:
@@ -243,6 +257,20 @@ class Agent:
             current.ranks.clear()
 
         current.kill()
+
+    def stop(self) -> None:
+        """Kill the ranks, if there are any, and wait until they are gone. Nobody is told about it."""
+        if self._current is not None:
+            self._kill(self._current)
+
+        # A zygote that does not report their end is killed, and they with it, before this limit.
+        deadline = time.monotonic() + 2 * RANKS_KILL_S
+        while self._current is not None and time.monotonic() < deadline:
+            self.poll()
+            records.wait_readable(self.sockets(), 0.05)
+
+        self._close_attempt()
+        self._events.clear()
 
     # ---- what happens on the node ----
 
@@ -296,7 +324,7 @@ class Agent:
 
         attempt = self._current.number if self._current else -1
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
-        text = f"the process {self._zygote.pid} that starts the ranks on {self._name} {why}"
+        text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"
         self._events.append(ZygoteLost(attempt, text, self._cannot_import))
 
         if not self._cannot_import:
@@ -308,7 +336,7 @@ class Agent:
             return NodeBeat(attempt=self._started)
 
         # There is no view of a rank that died before its first heartbeat.
-        views = [view_of(number, self._name, pid, current.folder) for number, pid in current.pids.items()]
+        views = [view_of(number, self.name, pid, current.folder) for number, pid in current.pids.items()]
 
         # Rank 0 renames the file into place once it has read the configuration.
         settings = json.loads(records.read(current.folder / "settings.json") or "{}")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from lockstep.errors import Preempted, SmallerMicroBatch, UserError
+from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records
 from lockstep.launch.hangs import stacks
 from lockstep.runtime import heartbeat
@@ -91,7 +91,7 @@ class Failure:
     @property
     def headline(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.kind in (Kind.NODE, Kind.ZYGOTE):
+        if self.kind in (Kind.NODE, Kind.ZYGOTE, OutOfStep.__name__):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -107,10 +107,11 @@ class Failure:
         if self.for_user:
             return f"lockstep: {self.message}"
 
-        # A smaller micro-batch is a request, not an error of the program: no traceback.
-        request = self.kind == SMALLER
-        detail = [] if request else stacks.fold(self.traceback)
-        last_lines = [] if request else self.log.rstrip().splitlines()
+        # A smaller micro-batch is a request, not an error of the program; and where a rank noticed that another one is
+        # in a collective of its own says nothing.
+        no_place = self.kind in (SMALLER, OutOfStep.__name__)
+        detail = [] if no_place else stacks.fold(self.traceback)
+        last_lines = [] if no_place else self.log.rstrip().splitlines()
 
         # A crash has a stack, and what native code wrote before it. An exception's traceback is in the log as well.
         if detail and last_lines and self.kind.startswith("SIG"):
@@ -133,10 +134,19 @@ def stamp(error: BaseException) -> None:
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
-def note_end(folder: Path, rank: int) -> None:
-    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code."""
+def note_end(folder: Path, rank: int, place: str = "") -> None:
+    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code.
+
+    `place`: where the program called sys.exit(), if it did.
+    """
     with contextlib.suppress(OSError):  # the folder goes with the launcher
-        _end_note(folder, rank).touch()
+        _end_note(folder, rank).write_text(place)
+
+
+def place_of(error: BaseException) -> str:
+    """Return FILE:LINE of the line that raised an error; "" if nothing knows it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _end_note(folder: Path, rank: int) -> Path:
@@ -144,8 +154,10 @@ def _end_note(folder: Path, rank: int) -> Path:
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
+    # A rank that noticed that it is in another collective than others knows which of them is at fault.
+    at_fault = error.ranks if isinstance(error, OutOfStep) else []
     failure = Failure(
-        rank=rank,
+        rank=min(at_fault, default=rank),
         host=socket.gethostname(),
         time=getattr(error, "lockstep_time", time.time()),
         kind=type(error).__name__,
@@ -165,6 +177,7 @@ class RankExit:
 
     code: int
     failure: Failure | None = None
+    place: str = ""  # of the sys.exit(0) that ended it, if one did
 
     @property
     def clean(self) -> bool:
@@ -202,12 +215,11 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
     return min(failures)[-1] if failures else None
 
 
-def left_early(rank: int, host: str, complaint: Failure) -> Failure:
+def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
     """Return the failure of a rank that ended as if all were done, while others still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    return Failure(
-        rank, host, complaint.time, Kind.EXIT, f"{found} (sys.exit on one rank, or a loop that is shorter there)"
-    )
+    why = f"sys.exit at {place}" if place else "sys.exit on one rank, or a loop that is shorter there"
+    return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
 
 
 @dataclass
@@ -225,8 +237,9 @@ class LocalRank:
 
 def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
-    if code == PREEMPTED or (code == 0 and _end_note(rank.folder, rank.number).exists()):
-        return RankExit(code)
+    end_note = _end_note(rank.folder, rank.number)
+    if code == PREEMPTED or (code == 0 and end_note.exists()):
+        return RankExit(code, place=records.read(end_note))
 
     log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
     try:

@@ -55,11 +55,11 @@ class Count:
 class Job:
     """A job, as the command on one node describes it."""
 
-    spec: dict[str, Any]  # passed to every rank, as plain JSON; its key "again" is the command that resumes the job
+    spec: dict[str, Any]  # passed to every rank, as plain JSON; "resume_command" is what to type to resume the job
     run_dir: Path
     nproc: Count
     nnodes: Count = Count(1, 1)
-    join: str | None = None  # HOST:PORT where the nodes meet
+    join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
@@ -69,7 +69,16 @@ class Job:
 
     @property
     def resume_command(self) -> str:
-        return self.spec.get("again") or "run the same command again with --resume auto"
+        return self.spec.get("resume_command") or "run the same command again with --resume auto"
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the nodes may meet, the best address first. Raises UserError for one that is none."""
+        addresses = [address.strip() for address in (self.join or "").split(",")]
+        for address in addresses:
+            parse_address(address)
+
+        return addresses
 
     @property
     def secret_path(self) -> Path:
@@ -84,7 +93,7 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
         # Nodes may find Python's modules in different folders, and one node names the run for all.
-        shared = {key: value for key, value in self.spec.items() if key not in ("path", "again")}
+        shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
@@ -224,14 +233,14 @@ def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> C
     return count
 
 
-def parse_join(asked: str) -> tuple[str, int]:
+def parse_address(asked: str) -> tuple[str, int]:
     host, colon, port = asked.rpartition(":")
     numeric = port.isascii() and port.isdigit()
     if not (colon and host and numeric and 0 < int(port) < 65536):
         raise UserError(
             f"--join {asked} is not an address",
             "the form is HOST:PORT",
-            "type --join and one node's address, as in 10.0.0.1:29400",
+            "type --join and one node's address, as in 10.0.0.1:29400, or several with commas between them",
         )
 
     host = host.strip("[]")

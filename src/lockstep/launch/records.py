@@ -104,16 +104,16 @@ def not_too_deep(value: Any) -> Any:
     raise ValueError("nested too deep")
 
 
-def wait_readable(files: Iterable[Any], seconds: float) -> bool:
+def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
     """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
 
-    Unlike `select.select`, it takes file descriptors above 1023.
+    None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
     """
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
 
-    return bool(poll.poll(1000 * seconds))
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 def parse(kind: Any, value: Any) -> Any:

@@ -12,9 +12,10 @@ import os
 import re
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -25,11 +26,15 @@ from lockstep.launch import records
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
 
-# Locked by the launcher of a job for as long as it lives; rank 0 locks another file.
+# Locked by rank 0, and by the launcher of a job for as long as it lives.
+LOCK = ".lock"
 LAUNCHER_LOCK = ".launcher"
 
 # The limit for the bytes of its settings and its plan.
 LARGEST_SETTINGS = 2**26
+
+# How long a launcher waits for the end of another one, which may just have been killed.
+LAUNCHER_WAIT_S = 10.0
 
 # What a run writes to, by folder: patterns of names.
 WRITTEN = {
@@ -175,28 +180,18 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     The lock belongs to this process: it is released however the process ends. Returns None on a file system without
     locks; there only the owner's token guards the checkpoints.
     """
-    file = _open_lock(run / ".lock")
+    file = _open_lock(run / LOCK)
 
-    # A predecessor that was just killed releases its lock within moments: try for a while.
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"run_dir={run} is in use by another run",
-                    f"a process that trains there right now ({_holder(run)})",
-                    "wait for it, stop it, or type another run_dir",
-                ) from None
-
-            time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-
+    match _acquire(file, timeout):
+        case False:
+            raise _in_use(run, f"a process that trains there right now ({_holder(run)})")
+        case None:
             return None
+
+    # A job's next coordinator may have removed the file while we waited for its lock.
+    if not _is_at(file, run / LOCK):
+        file.close()
+        return lock(run, timeout)
 
     # The next process that tries names this one in its message.
     file.truncate(0)
@@ -206,7 +201,7 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     return file
 
 
-def _open_lock(path: Path) -> Any:
+def _open_lock(path: Path) -> IO[str]:
     try:
         # A link, or a pipe, in the place of this file must not be written through.
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -219,8 +214,39 @@ def _open_lock(path: Path) -> Any:
         raise not_writable(path.parent, error) from error
 
 
+def _is_at(file: IO[str], path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+    return False
+
+
+def _acquire(file: IO[str], timeout: float) -> bool | None:
+    """Lock a file. Returns False if another process has it all the time, and None on a file system without locks."""
+    # A predecessor that was just killed releases its lock within moments: try for a while.
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                return False
+
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+
+            return None
+
+
+def _in_use(run: Path, found: str) -> UserError:
+    return UserError(f"run_dir={run} is in use by another run", found, "wait for it, stop it, or type another run_dir")
+
+
 def _holder(run: Path) -> str:
-    host, _, pid = records.read(run / ".lock", most=300).strip().partition(" ")
+    host, _, pid = records.read(run / LOCK, most=300).strip().partition(" ")
     return f"process {pid} on {host}" if pid else "unknown"
 
 
@@ -264,25 +290,44 @@ def latest_step(checkpoints: Path) -> int | None:
     return int(checkpoint.name.removeprefix("step-")) if checkpoint else None
 
 
-def hold_as_launcher(run: Path) -> Any:
-    """Lock the folder as the launcher of its job, for as long as the returned file is open; None if another one has.
+@contextmanager
+def hold(run: Path) -> Iterator[None]:
+    """Hold the folder for one job, as its launcher, which alone starts ranks there.
 
-    Ranks come and go, the launcher stays: its lock says whether anybody would carry out a wish.
+    Ranks come and go, the launcher stays: its lock says whether anybody would carry out a wish. On several machines
+    only the coordinating one holds the folder; the others need no lock to join its job.
     """
-    file = _open_lock(run / LAUNCHER_LOCK)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
+    prepare(run)
 
-    return file
+    # This raises if a rank trains there, perhaps one without a launcher.
+    held = lock(run)
+    if held is not None:
+        held.close()
+
+    with _open_lock(run / LAUNCHER_LOCK) as file:
+        if _acquire(file, LAUNCHER_WAIT_S) is False:
+            raise _in_use(run, "a launcher whose job is there right now")
+        yield
+
+
+def has_launcher(run: Path) -> bool:
+    with _open_lock(run / LAUNCHER_LOCK) as file:
+        return _acquire(file, timeout=0.0) is not True
+
+
+def break_locks(run: Path) -> None:
+    """Make room for a job's next coordinator: its predecessor, perhaps only suspended, may hold the locks for ever.
+
+    Whoever holds a lock of a file that is gone holds nothing; `meeting.Term` says who may train there.
+    """
+    for name in (LOCK, LAUNCHER_LOCK):
+        (run / name).unlink(missing_ok=True)
 
 
 def ask_for_size(run: Path, count: int) -> None:
     """Leave a file in `run` that asks its launcher to continue with `count` processes."""
     asked = f"lockstep resize {run} {count}"
-    if not (run / ".lock").exists():
+    if not (run / LOCK).exists():
         raise UserError(
             f"{asked}: {run} is not the folder of a run", "no file .lock in it", "type lockstep resize RUN N"
         )
@@ -291,9 +336,7 @@ def ask_for_size(run: Path, count: int) -> None:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
     # Not the lock of rank 0: between two attempts there is no rank, and the wish is still good.
-    acquired = hold_as_launcher(run)
-    if acquired is not None:
-        acquired.close()
+    if not has_launcher(run):
         raise UserError(
             f"{asked}: the run is not running",
             "no launcher (lockstep train --nproc) holds its folder",

@@ -13,7 +13,8 @@ checkpoint, unless there is a reason not to.
     RUN, ASK, PREEMPT --failure--> KILL --all ranks are gone--> GATHER (the next attempt) or OVER
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
-(whether a failure is followed by another attempt).
+(whether a failure is followed by another attempt). A node that takes over from a coordinating one that is lost begins
+in GATHER, with what that one had told the others (`Handover`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import Preempted, plural
-from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit, left_early, root_cause
+from lockstep.launch.attempts import Attempt, Restarts, Settings
+from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, left_early, root_cause
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Cluster, Job, Node
@@ -38,6 +39,7 @@ from lockstep.launch.wire.protocol import (
     Command,
     Drop,
     Exited,
+    Handover,
     JobEnd,
     Kill,
     LogEvent,
@@ -75,105 +77,9 @@ START_S = 10.0
 # How long the coordinator waits for the nodes' stacks.
 NODES_STACKS_S = 5.0
 
-# After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
-# `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
-TIMES_IN_A_ROW = 3
-
-
-# ---- whether to restart ----
-
-
-class Settings(Section):
-    """The part of the task's configuration that concerns the launcher. The defaults hold until rank 0 has read it."""
-
-    hang: HangConfig = HangConfig()
-    restart: RestartConfig = RestartConfig()
-
-
-class Restarts:
-    """Counts restarts and decides whether a failure is followed by another one."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-        # The times of the restarts within the last hour.
-        self.recent: list[float] = []
-
-        # The rank slot that failed at each restart, and the newest checkpoint at that time.
-        self._culprits: list[tuple[object, int | None]] = []
-
-    def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
-        """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
-        self.recent = [moment for moment in self.recent if now - moment <= 3600.0]
-
-        # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
-        if failure.kind == SMALLER:
-            return None
-
-        if failure.kind == Kind.HANG and settings.hang.action == "stop":
-            return "hang.action is stop"
-        if failure.likely_to_repeat and not progress:
-            return "no checkpoint has been saved since the last start, so the same error would most likely recur"
-        if settings.restart.per_hour == 0:
-            return "restart.per_hour is 0"
-        if len(self.recent) >= settings.restart.per_hour:
-            return f"{len(self.recent)} restarts within the last hour, which is the limit"
-
-        return None
-
-    def note(self, failure: Failure, slot: object, saved: int | None, now: float) -> bool:
-        """Count a restart. Returns whether its node should run fewer ranks: the slot keeps failing without progress."""
-        self.total += 1
-        if failure.kind == SMALLER:
-            return False
-
-        self.recent.append(now)
-        self._culprits.append((slot, saved))
-
-        # A new checkpoint, or another culprit, breaks the row. A lost node takes its slots with it.
-        in_a_row = self._culprits[-TIMES_IN_A_ROW:] == [(slot, saved)] * TIMES_IN_A_ROW
-        keeps_failing = in_a_row and failure.kind != Kind.NODE
-        if keeps_failing:
-            self._culprits.clear()
-
-        return keeps_failing
-
-
-# ---- the ranks that run now ----
-
-
-class Attempt:
-    """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
-
-    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, watchdog: Watchdog):
-        self.number = number
-
-        # Rank -> its slot: the node, and its number among that node's ranks. A slot stays on the same machine in the
-        # next attempt, while a rank may move.
-        slots = [(node, local) for node, count in ranks.items() for local in range(count)]
-        self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
-
-        # The newest checkpoint's step when the attempt began.
-        self.started_from = started_from
-
-        # The ranks that have ended so far.
-        self.exits: dict[int, RankExit] = {}
-        self.watchdog = watchdog
-
-    @property
-    def running(self) -> set[int]:
-        return self.slots.keys() - self.exits.keys()
-
-    def ranks_on(self, node: int) -> list[int]:
-        return [rank for rank, (where, _) in self.slots.items() if where == node]
-
-    @property
-    def all_clean(self) -> bool:
-        return all(rank_exit.clean for rank_exit in self.exits.values())
-
-    @property
-    def any_preempted(self) -> bool:
-        return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
+# How long a node that takes over waits before it starts ranks: those of its predecessor look once a second whether they
+# still may train, and end if not. The other nodes come to the new coordinator meanwhile.
+FENCE_S = 3.0
 
 
 # ---- the job ----
@@ -196,18 +102,22 @@ class JobStateMachine:
     """The state of a job.
 
     Public methods handle events and queue commands; `take` returns the queue. `committed` returns the newest
-    checkpoint's step, and `now` is always the time of a monotonic clock.
+    checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is what a lost coordinator knew.
     """
 
-    def __init__(self, job: Job, committed: Callable[[], int | None], now: float):
+    def __init__(self, job: Job, committed: Callable[[], int | None], now: float, inherited: Handover | None = None):
+        known = inherited or Handover([])
         self.job = job
         self.committed = committed
         self.cluster = Cluster(job.nnodes, now)
-        self.settings = Settings()
-        self.restarts = Restarts()
+        self.settings = Settings(**known.settings)
+        self.restarts = Restarts.inherited(known, now)
 
-        # A placeholder without ranks, until the first attempt starts.
-        self.attempt = Attempt(-1, {}, None, Watchdog(self.settings.hang))
+        # A placeholder without ranks, until an attempt starts here.
+        self.attempt = Attempt(known.attempt, {}, None, Watchdog(self.settings.hang))
+
+        # No attempt starts, and nothing ends, before this time.
+        self._not_before = now if inherited is None else now + FENCE_S
 
         # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.GATHER
@@ -225,12 +135,9 @@ class JobStateMachine:
 
         # The first signal that asked the job to save and exit, whether Ctrl-C was typed, and when the present ranks
         # were asked to.
-        self._preempt_signal: str | None = None
-        self._interrupted = False
+        self._preempt_signal = known.stop_signal
+        self._interrupted = known.stop_signal == "SIGINT"
         self._asked_to_stop = now
-
-        # (step, phase) -> how many attempts ended there because no rank advanced.
-        self._hang_places: Counter[tuple[int | None, str | None]] = Counter()
 
         # The last attempt before a resize, and its ranks on each node: what to return to if the new size is refused.
         self._before_resize: tuple[int, Counter[int]] | None = None
@@ -242,6 +149,16 @@ class JobStateMachine:
     def take(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
+
+    def handover(self, now: float) -> Handover:
+        """Return what a node needs to know to take over."""
+        return Handover(
+            sorted(self.cluster.nodes),
+            self.attempt.number,
+            settings=self.settings.model_dump(),
+            stop_signal=self._preempt_signal,
+            **self.restarts.for_handover(now),
+        )
 
     def _enter(self, phase: JobPhase, deadline: float = math.inf) -> None:
         self.job_phase = phase
@@ -282,7 +199,7 @@ class JobStateMachine:
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._say(failure.message)
-        if self.cluster.too_few and self.attempt.number >= 0:
+        if self.cluster.too_few and self.attempt.slots:
             self._planned_end = self._planned_end or JobEnd(1, failure)
             if self.job_phase is JobPhase.GATHER:
                 self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.resume_command}")
@@ -290,22 +207,49 @@ class JobStateMachine:
 
         self._continue_if_gone(now)
 
+    def took_over(self, failure: Failure, now: float) -> None:
+        """This node coordinates now, in place of one that is lost. Whether that is a restart is decided as ever."""
+        saved = self.committed()
+        if self.attempt.number < 0:
+            self._report(failure)
+        elif self._preempt_signal:
+            self._report(failure, "the job was asked to stop: not restarted")
+        elif reason := self.restarts.refusal(failure, progress=True, settings=self.settings, now=now):
+            self._planned_end = JobEnd(1, failure)
+            self._report(failure, f"not restarted: {reason}. To resume: {self.job.resume_command}")
+        else:
+            self.restarts.note(failure, None, saved, now)
+            self._report(failure, f"restarting the nodes that are left from {self._source(saved)} ({self._budget})")
+            self._log({"event": "restart", "attempt": self.attempt.number + 1, "step": saved})
+            self._say_who_is_missing()
+
     def _gather(self, now: float) -> None:
         """Wait for nodes; with one node, or with all of them, the next attempt starts at once."""
         self._enter(JobPhase.GATHER, now + GATHER_S)
+        self._say_who_is_missing()
+        self._start_if_ready(now)
+
+    def _say_who_is_missing(self) -> None:
         missing = self.cluster.bounds.least - len(self.cluster.nodes)
         if missing > 0:
             self._say(f"waiting for {plural(missing, 'more node')} at {self.job.join}")
 
-        self._start_if_ready(now)
-
     # ---- an attempt ----
+
+    def _end_or_start(self, now: float) -> None:
+        # Only a node that took over can find here that the job was about to end.
+        if self._planned_end is not None:
+            self._end(self._planned_end)
+        elif self._preempt_signal:
+            self._end_preempted()
+        else:
+            self._start_if_ready(now)
 
     def _start_if_ready(self, now: float) -> None:
         if self.cluster.ready(now):
             self._enter(JobPhase.RUN)
             ranks = dict(sorted(self.cluster.wanted.items()))
-            watchdog = Watchdog(self.settings.hang, self._hang_places)
+            watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
             self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), watchdog)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
             self._not_started = ranks.keys() - {0}  # the coordinating node starts its own at once
@@ -350,7 +294,8 @@ class JobStateMachine:
         # Complaints about a lost rank, and no rank that failed: it is one that ended before the others.
         if failure is not None and failure.is_complaint and ended:
             node, _ = self.attempt.slots[ended[0]]
-            return left_early(ended[0], self.cluster.nodes[node].host, failure)
+            place = self.attempt.exits[ended[0]].place
+            return left_early(ended[0], self.cluster.nodes[node].host, failure, place)
 
         return failure
 
@@ -499,8 +444,8 @@ class JobStateMachine:
 
     def tick(self, now: float) -> None:
         """Start an attempt that is ready and act on the deadline of the present phase."""
-        if self.job_phase is JobPhase.GATHER:
-            self._start_if_ready(now)
+        if self.job_phase is JobPhase.GATHER and now >= self._not_before:
+            self._end_or_start(now)
 
         if now > self._start_by and self.job_phase in ACTIVE:
             for number in sorted(self._not_started & self.cluster.nodes.keys()):
@@ -609,24 +554,30 @@ class JobStateMachine:
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
-        slot = self.attempt.slots.get(failure.rank)
-        if self.restarts.note(failure, slot, saved, now) and slot is not None:
-            self.cluster.shrink(slot[0])
+        place = self.attempt.slots.get(failure.rank)
+        slot = (failure.host, place[1]) if place else None
+        if self.restarts.note(failure, slot, saved, now) and place:
+            self.cluster.shrink(place[0])
 
         ranks = self.cluster.ranks
-        source = "the beginning" if saved is None else f"the checkpoint of step {saved}"
-        budget = f"restart {len(self.restarts.recent)} of {self.settings.restart.per_hour} in an hour"
-        count = "not counted as a restart" if failure.kind == SMALLER else budget
-        again = f"restarting {plural(ranks, 'rank')} from {source} ({count})"
+        count = "not counted as a restart" if failure.kind == SMALLER else self._budget
+        again = f"restarting {plural(ranks, 'rank')} from {self._source(saved)} ({count})"
 
         # What takes long and is no hang would end every attempt at the same step.
-        place = (failure.step, failure.phase)
         if failure.kind == Kind.HANG and self.attempt.watchdog.reached_a_limit:
-            self._hang_places[place] += 1
+            self.restarts.hang_places[failure.step, failure.phase] += 1
             again += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
 
         self._report(failure, again)
         self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
+
+    @property
+    def _budget(self) -> str:
+        return f"restart {len(self.restarts.recent)} of {self.settings.restart.per_hour} in an hour"
+
+    @staticmethod
+    def _source(saved: int | None) -> str:
+        return "the beginning" if saved is None else f"the checkpoint of step {saved}"
 
     def _report(self, failure: Failure, verdict: str = "") -> None:
         lines = [failure.text()]

@@ -1,71 +1,70 @@
 """Run a job to its end, whatever happens to its ranks and nodes on the way.
 
-`supervise` is the entry point. A `Coordinator` runs on the node that can bind the address of `--join`, or on the only
-node: the state machine decides, and the coordinator carries out its commands. On every other node `follow` does what
-the coordinator says. Each node has an `Agent`, which owns its ranks.
+`supervise` is the entry point. On a single machine a `Coordinator` does everything. On several, each launcher is a
+`Member`: one of them coordinates, at first the one that can bind the first address of `--join`, and the others follow.
+If the coordinating one is lost, another takes its place; `meeting.py` says how they agree on which. Each node has an
+`Agent`, which owns its ranks and outlives these changes.
 """
 
 from __future__ import annotations
 
-import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
-from lockstep.errors import Preempted, UserError, printable
-from lockstep.launch import records
+from lockstep.errors import Preempted, UserError
+from lockstep.launch import meeting, records
 from lockstep.launch.agent import Agent
-from lockstep.launch.failure import Failure, Kind
-from lockstep.launch.job import FROM_LAUNCHER, Job, Node, append_event
-from lockstep.launch.run_dir import folder_identity, latest_step
-from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.wire.door import Door, Notice, find_secret
+from lockstep.launch.coordinator import COORDINATOR, TURN_S, Coordinator, say
+from lockstep.launch.failure import PREEMPTED, Failure, Kind
+from lockstep.launch.job import FROM_LAUNCHER, Job, append_event, parse_address
+from lockstep.launch.meeting import Record, Term, Vigil
+from lockstep.launch.run_dir import break_locks, hold, prepare
+from lockstep.launch.wire.door import Door, find_secret
 from lockstep.launch.wire.protocol import (
     BEAT_S,
+    LOST_AFTER_S,
     Announce,
-    Command,
     Connection,
     ConnectionLost,
-    Drop,
-    Exited,
+    Garbled,
+    Handover,
     Hello,
     Hub,
     JobEnd,
-    LogEvent,
     Message,
-    NodeBeat,
-    RanksGone,
+    NoAnswer,
     Refused,
-    Send,
     SignalReceived,
-    Stacks,
-    Start,
-    StartAttempt,
     Welcome,
-    ZygoteLost,
+    address_of,
     claim,
-    connect,
-    difference,
+    listen_at,
+    own_host,
+    reach,
 )
-from lockstep.launch.wire.store_server import StoreServer, store_secret
-from lockstep.runtime.meeting.proof import Secret
 from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
 
-# How long a turn of the loop waits for something to happen.
-TURN_S = 0.05
+# How long a node tries to reach the coordinating one.
+CONNECT_S = 300.0
 
-# The coordinating node's number.
-COORDINATOR = 0
+# The pause between two tries.
+RETRY_S = 0.2
 
-# Upper bound on the rank count that a remote node may announce.
-MAX_RANKS = 4096
+# How long a node that could coordinate a new job waits for a sign of life of the one that coordinates according to the
+# run folder, and for another node to take its place.
+STALE_S = 10.0
+
+# How much longer than the next lower number a node waits before it takes over, so that they do not compete.
+TURN_TO_TAKE_OVER_S = 2.0
+
+# How often a node returns to a coordinator that lives: each return interrupts the training.
+MOST_RETURNS = 3
 
 
 def supervise(job: Job) -> JobEnd:
@@ -79,20 +78,19 @@ def supervise(job: Job) -> JobEnd:
 
     name = job.host or socket.gethostname()
     with collect_signals() as signals:
-        if job.join is None:
-            return Coordinator(job, name, signals, Hub(), "127.0.0.1").run()
+        if job.join is not None:
+            return Member(job, name, signals).run()
 
-        # The node that can bind the address coordinates; the others follow.
-        secret = find_secret(job.secret_path)
-        listener = claim(job.join)
-        if listener is None:
-            return follow(job, job.join, name, signals, secret)
-
-        address, _ = socket.getnameinfo(listener.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
-        return Coordinator(job, name, signals, Hub(Door(listener, secret)), address, secret).run()
+        with hold(job.run_dir), closing(Agent(job, name)) as agent:
+            forget_wishes(job.run_dir)
+            ending = Coordinator(job, agent, signals).run()
+            assert ending is not None, "only a job on several machines can be taken over"
+            return ending
 
 
-# ---- the launcher's terminal ----
+def forget_wishes(run: Path) -> None:
+    """Remove what was asked of an earlier job."""
+    (run / "resize").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -107,328 +105,358 @@ def collect_signals() -> Iterator[list[str]]:
         yield received
 
 
-def say(text: str) -> None:
-    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
-
-    # Ranks and other nodes had a part in the text.
-    print(printable(text), file=sys.stderr, flush=True)
+# ---- one of several nodes ----
 
 
-# ---- the coordinating node ----
+@dataclass
+class Office:
+    """What a node needs to coordinate: the run folder, a place where the others come, its term, and its heritage."""
+
+    folder: ExitStack  # holds the run folder until it is closed
+    listener: socket.socket
+    term: Term
+    inherited: Handover | None = None
+    failure: Failure | None = None  # the loss of its predecessor
 
 
-class Coordinator:
-    """Runs the ranks of its node, talks to the other nodes and carries out the state machine's commands."""
+# What a node does next: it follows a coordinator, coordinates, or ends.
+Next = Connection | Office | JobEnd
 
-    def __init__(self, job: Job, name: str, signals: list[str], hub: Hub, address: str, secret: Secret | None = None):
+
+class Member:
+    """One node of a job on several machines."""
+
+    def __init__(self, job: Job, name: str, signals: list[str]):
+        # Until it is welcome somewhere, a node knows only its own command.
         self._job = job
+        self._name = name
         self._signals = signals
-        self._hub = hub
-        self._address = address  # where the ranks' store is bound
-        self._secret = secret
-        self._store: StoreServer | None = None  # that of the present attempt, on several nodes
-        self._agent = Agent(job, name, secret)
+        self._agent: Agent | None = None
+        self._addresses = job.addresses
 
-        # This node joins its own job like any other.
-        now = time.monotonic()
-        self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now)
-        self._machine.joined(Node(COORDINATOR, name, job.nproc), now)
+        # A folder that was typed is the same on all nodes. Another one is chosen by whoever coordinates.
+        if not job.decided:
+            prepare(job.run_dir)
+        self._secret = find_secret(job.secret_path)
 
-        self._next_beat = now
-        self._ending: JobEnd | None = None  # set by the last command
+        # The coordinator that this node followed last, the number that it had there, what it heard from it last, and
+        # this machine's address on the way to it.
+        self._followed: Record | None = None
+        self._number = COORDINATOR
+        self._heard: Handover | None = None
+        self._own_host = ""
+        self._returns = 0
 
-        # The run folder, until it is known to be gone.
-        self._folder_watched: tuple[int, int] | None = folder_identity(job.run_dir)
+        # Why the last try to reach a coordinator failed.
+        self._why = ""
 
     def run(self) -> JobEnd:
         try:
-            with closing(self._hub), closing(self._agent):
-                while self._ending is None:
-                    self._turn()
+            following = self._arrive()
+            while not isinstance(following, JobEnd):
+                following = self._coordinate(following) if isinstance(following, Office) else self._follow(following)
+
+            return following
         finally:
-            self._close_store()
+            if self._agent is not None:
+                self._agent.close()
 
-        if counts := self._hub.turned_away():
-            append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
+    # ---- finding the coordinator ----
 
-        return self._ending
+    def _arrive(self) -> Next:
+        """Find the node that coordinates, or be the one."""
+        began = time.monotonic()
+        announced = False
+        vigil = Vigil(self._number, [], STALE_S, turn=0.0)
+        while (waited := (now := time.monotonic()) - began) < CONNECT_S:
+            if self._signals:
+                return self._stopped()
 
-    def _turn(self) -> None:
-        """Collect what happened, hand it to the state machine and carry out its commands."""
-        now = time.monotonic()
-        of_store = self._store.files(now) if self._store else []
-        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + of_store, TURN_S)
-        now = time.monotonic()
+            # The node that can bind the first address coordinates a new job. But it may be one that comes back: then
+            # another node has taken over, whose address is in the list or in the run folder.
+            listener = self._claim_first()
+            record = self._record()
+            others = self._addresses[1:] if listener else self._addresses
+            if record and not (listener and record.address == address_of(listener)):
+                others = [*others, record.address]
+            if connection := self._reach(*others):
+                if listener:
+                    listener.close()
+                return connection
 
-        # Events of this node and of the others.
-        while self._signals:
-            self._machine.preempt_requested(self._signals.pop(0), now)
+            # A record whose count stands still was left by a job that is no more.
+            if record:
+                vigil.look(record.term, meeting.count_of(self._job.run_dir, record.term), now)
+            if listener and (record is None or vigil.reason(set(), now)) and (office := self._open_office(listener)):
+                return office
 
-        for message in self._agent.poll():
-            self._handle(COORDINATOR, message, now)
+            if not announced and waited > 1.0:
+                announced = True
+                where = record.address if record else ", ".join(self._addresses)
+                say(f"lockstep: no answer from {where} yet ({self._why}); trying for {CONNECT_S / 60:.0f} minutes")
 
-        for number, message in self._hub.poll(now):
-            self._receive(number, message, now)
+            if listener:
+                listener.close()
+            time.sleep(RETRY_S)
 
-        for notice in self._hub.take_notices():
-            self._tell(notice, f"--join {self._job.join}")
+        raise UserError(
+            f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
+            self._why,
+            f"start the same command on the node that has the address {self._addresses[0]}",
+        )
 
-        if self._store is not None:
-            self._store.poll(now)
-            for notice in self._store.take_notices():
-                self._tell(notice, "the ranks' store")
-
-        if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
-            self._every_second(now)
-
-        # Time passing is an event as well. Then carry out all commands issued in this turn.
-        self._machine.tick(now)
-        for command in self._machine.take():
-            self._carry_out(command)
-
-    def _tell(self, notice: Notice, where: str) -> None:
-        """Say once for each kind of stranger that there was one. They cannot choose a word of it."""
-        source = f" from {notice.address}" if notice.address else ""
-        say(f"lockstep: a stranger{source} at {where} {notice.kind}; others like it are only counted")
-        append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
-
-    def _every_second(self, now: float) -> None:
-        """Exchange heartbeats, check for hangs and look for a request of `lockstep resize`."""
-        self._handle(COORDINATOR, self._agent.node_beat(), now)
-        self._send_to_nodes(NodeBeat())
-        self._machine.check_for_hangs(now)
-        self._watch_folder()
-
-        # `lockstep resize` leaves a file with a number, which is consumed here.
-        request = self._job.run_dir / "resize"
-        if not request.is_file():
-            return
-
-        text = records.read(request, most=100).strip()
-        with suppress(OSError):
-            request.unlink()
-
-        if text.isascii() and text.isdigit():
-            self._machine.resize(int(text), now)
-        else:
-            say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
-
-    def _watch_folder(self) -> None:
-        """Say, once, that the run folder was removed: nothing that is trained from now on can be saved."""
-        if self._folder_watched is None or folder_identity(self._job.run_dir) == self._folder_watched:
-            return
-
-        self._folder_watched = None
-        folder = self._job.run_dir
-        fix = "stop the job, or move the folder back, before more is trained in vain"
-        say(f"lockstep: run_dir={folder} was removed or replaced while the job runs: nothing can be saved there; {fix}")
-
-    def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
-        """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
-        match message:
-            case ConnectionLost():
-                self._machine.gone(number, f"vanished: {message}", now)
-            case Hello():
-                self._greet(number, message, now)
-            case _ if number in self._machine.cluster.nodes:
-                try:
-                    self._handle(number, message, now)
-                except (ValueError, TypeError, KeyError) as error:
-                    self._hub.drop(number)
-                    self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
-            case _:
-                pass  # from a node that was refused, or is lost
-
-    def _greet(self, number: int, hello: Hello, now: float) -> None:
-        join = f"--join {self._job.join}"
-        same = "run the same command on every node"
-        count = hello.count
-
-        if different := difference(hello, self._job.identity):
-            answer = Refused(f"{join}: the commands of two nodes differ", different, same)
-        elif self._machine.cluster.full:
-            answer = Refused(
-                f"{join}: no more nodes can join",
-                f"the job has its {self._job.nnodes.most} nodes already",
-                "start the job with a larger --nnodes",
-            )
-        elif not 1 <= count.least <= count.initial <= count.most <= MAX_RANKS:
-            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.initial}", same)
-        else:
-            answer = Welcome(str(self._job.run_dir), self._job.decided)
-
-        # A refused node prints the reason and ends, which closes the connection.
-        self._hub.send(number, answer)
-        if isinstance(answer, Welcome):
-            self._machine.joined(Node(number, hello.host, count), now)
-
-    def _handle(self, number: int, message: Message, now: float) -> None:
-        match message:
-            case Exited():
-                self._machine.exited(message, now)
-            case RanksGone():
-                self._machine.ranks_gone(number, message.attempt, now)
-            case ZygoteLost():
-                self._machine.zygote_lost(number, message, now)
-            case Stacks():
-                self._machine.stacks(number, message, now)
-            case NodeBeat():
-                self._machine.beat_received(number, message, now)
-            case SignalReceived():
-                self._machine.preempt_requested(message.signal, now)
-            case _:
-                raise ValueError(f"{type(message).__name__} is not for the coordinator")
-
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case StartAttempt():
-                self._start_attempt(command)
-            case Send():
-                self._send(command.node, command.message)
-            case Drop():
-                self._hub.drop(command.node)
-            case LogEvent():
-                append_event(self._job.run_dir, command.event)
-            case Announce():
-                say(command.text)
-                self._send_to_nodes(command)
-            case JobEnd():
-                self._send_to_nodes(command)
-                self._ending = command
-            case _:
-                assert_never(command)
-
-    def _start_attempt(self, command: StartAttempt) -> None:
-        """Start the ranks on all nodes.
-
-        Each attempt has a store of its own, so that no rank finds what an earlier attempt left: on one node a file,
-        on several a server in this process, which listens before any rank starts.
-        """
-        self._close_store()
-        several = len(command.ranks) > 1
-        store = secrets.token_hex(16) if several else ""
-        address = self._address if several else "127.0.0.1"
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-        port = listener.getsockname()[1]
-        if several:
-            assert self._secret is not None
-            self._store = StoreServer(listener, store_secret(self._secret, store), sum(command.ranks.values()))
-        else:
-            # Nobody listens there. A script that makes a process group itself, from MASTER_PORT, finds it free.
-            listener.close()
-
-        # Ranks are numbered node by node.
-        first_rank = 0
-        for group_rank, (number, count) in enumerate(command.ranks.items()):
-            start = Start(
-                attempt=command.attempt,
-                first_rank=first_rank,
-                count=count,
-                world_size=sum(command.ranks.values()),
-                group_rank=group_rank,
-                address=address,
-                port=port,
-                store=store,
-            )
-            self._send(number, start)
-            first_rank += count
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-    def _send(self, number: int, message: Message) -> None:
-        if number == COORDINATOR:
-            self._agent.do(message)
-        else:
-            self._hub.send(number, message)
-
-    def _send_to_nodes(self, message: Message) -> None:
-        """Send a message to all nodes but this one, which the hub does not know."""
-        for number in self._machine.cluster.nodes:
-            self._hub.send(number, message)
-
-
-# ---- every other node ----
-
-
-def follow(job: Job, join: str, name: str, signals: list[str], secret: Secret) -> JobEnd:
-    """Do what the coordinating node says, until it ends the job or is gone."""
-    try:
-        reached = connect(join, job.host, say, secret, signals)
-    except Preempted as stopped:
-        say(f"lockstep: {stopped.signal}: stopped before {join} answered")
-        return JobEnd(int(stopped.code or 0))
-
-    with closing(reached) as connection:
+    def _claim_first(self) -> socket.socket | None:
         try:
-            adopted, orders = _introduce(job, name, connection)
-            with closing(Agent(adopted, name, secret)) as agent:
-                return _obey(agent, connection, signals, orders)
-        except ConnectionLost as lost:
-            text = f"the coordinating node ({join}) is gone: {lost}; the ranks here were stopped"
-            say(f"lockstep: {text}. To resume, on every node: {job.resume_command}")
-            return JobEnd(1, Failure(-1, name, time.time(), Kind.NODE, text))
+            return claim(self._addresses[0])
+        except UserError:
+            # A machine that is lost may have taken its name along.
+            if len(self._addresses) > 1 or self._record():
+                return None
+            raise
+
+    def _record(self) -> Record | None:
+        return meeting.newest(self._job.run_dir)
+
+    def _reach(self, *addresses: str) -> Connection | None:
+        for address in dict.fromkeys(addresses):
+            try:
+                return reach(address, self._job.host, self._secret)
+            except NoAnswer as error:
+                self._why = str(error)
+
+        return None
+
+    def _open_office(self, listener: socket.socket) -> Office | None:
+        """Begin to coordinate a job that no other node coordinates. Returns None if another one was faster."""
+        with ExitStack() as folder:
+            # This raises if another job is there: before its record is removed.
+            folder.enter_context(hold(self._job.run_dir))
+            forget_wishes(self._job.run_dir)
+            term = meeting.begin_term(self._job.run_dir, None, self._name, address_of(listener))
+            return Office(folder.pop_all(), listener, term) if term else None
+
+    def _stopped(self) -> JobEnd:
+        say(f"lockstep: {self._signals[0]}: stopped while no node coordinates; to resume: {self._job.resume_command}")
+        return JobEnd(Preempted.INTERRUPTED if self._signals[0] == "SIGINT" else PREEMPTED)
+
+    # ---- coordinating ----
+
+    def _coordinate(self, office: Office) -> Next:
+        """Coordinate the job until it ends, or until another node turns out to do so."""
+        run_dir, record = self._job.run_dir, office.term.record
+        if self._agent is None:
+            self._agent = Agent(self._job, self._name, self._secret)
+
+        self._agent.record = office.term.path
+        address = own_host(office.listener)
+        hub = Hub(Door(office.listener, self._secret))
+        with office.folder:
+            job = replace(self._job, join=record.address)
+            coordinator = Coordinator(job, self._agent, self._signals, hub, address, office.term, office.inherited)
+            if office.failure:
+                event = {"event": "takeover", "term": record.term, "node": record.host, "address": record.address}
+                append_event(run_dir, {**event, "from": office.failure.host})
+                coordinator.took_over(office.failure)
+
+            if ending := coordinator.run():
+                return ending
+
+        say("lockstep: another node has taken over this job while this one did not answer: the ranks here were stopped")
+        self._followed, self._number, self._heard = record, COORDINATOR, coordinator.handover
+        self._own_host = address
+        return self._look_for_another("it was superseded")
+
+    # ---- following ----
+
+    def _follow(self, connection: Connection) -> Next:
+        """Do what the coordinating node says, until it ends the job or is lost."""
+        with closing(connection):
+            try:
+                orders = self._introduce(connection)
+                assert self._agent is not None
+                return self._obey(self._agent, connection, orders)
+            except ConnectionLost as lost:
+                if self._agent is not None:
+                    self._agent.stop()
+
+                # Whoever changes messages on the way would do it again.
+                if isinstance(lost, Garbled):
+                    return self._alone(str(lost))
+
+                return self._look_for_another(str(lost)) if self._followed else self._arrive()
+
+    def _introduce(self, connection: Connection) -> list[Message]:
+        """Join the job and adopt what its coordinator decided. Returns the first orders."""
+        term = self._followed.term if self._followed else 0
+        count = self._agent.count if self._agent else self._job.nproc
+        connection.send(Hello(self._name, count, self._job.identity, term, self._number))
+
+        # Other messages may come before the two that are the answer.
+        welcome: Welcome | None = None
+        heard: Handover | None = None
+        orders: list[Message] = []
+        while welcome is None or heard is None:
+            for message in received(connection):
+                match message:
+                    case Refused():
+                        raise UserError(message.problem, message.found, message.fix)
+                    case Welcome():
+                        welcome = message
+                    case Handover():
+                        heard = message
+                    case _:
+                        orders.append(message)
+
+        self._adopt(welcome)
+        self._heard = heard
+        self._own_host = connection.own_host
+        return orders
+
+    def _adopt(self, welcome: Welcome) -> None:
+        job = adopt(self._job, welcome)
+        if self._agent is not None and job != self._job:
+            self._agent.close()
+            self._agent = None
+
+        self._job = job
+        self._agent = self._agent or Agent(job, self._name, self._secret)
+        if self._followed and self._followed.term != welcome.term:
+            self._returns = 0
+
+        record = self._record()
+        named = record if record and record.term == welcome.term else None
+        self._followed = named or Record(welcome.term, "the coordinating node", self._addresses[0])
+        self._number = welcome.number
+        meeting.withdraw(job.run_dir, welcome.term, welcome.number)
+
+    def _obey(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
+        next_beat = 0.0
+        while True:
+            # The first orders came with the welcome.
+            for message in orders:
+                match message:
+                    case JobEnd():
+                        return message
+                    case Announce():
+                        say(message.text)
+                    case Handover():
+                        self._heard = message
+                    case _:
+                        agent.do(message)
+
+            # A signal at any node is meant for the whole job.
+            while self._signals:
+                connection.send(SignalReceived(self._signals.pop(0)))
+
+            for event in agent.poll():
+                connection.send(event)
+
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                connection.send(agent.node_beat())
+
+            orders = received(connection, *agent.sockets())
+
+    # ---- after the loss of the coordinator ----
+
+    def _look_for_another(self, why: str) -> Next:
+        """Return to the coordinator, go to its successor, or be the successor, as the run folder says."""
+        assert self._followed is not None
+        assert self._heard is not None
+        followed, run_dir = self._followed, self._job.run_dir
+        where = f"{followed.host} ({followed.address})"
+        say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
+
+        vigil = Vigil(self._number, self._heard.members, LOST_AFTER_S, TURN_TO_TAKE_OVER_S)
+        began = time.monotonic()
+        while (now := time.monotonic()) - began < CONNECT_S:
+            if self._signals:
+                return self._stopped()
+
+            record = self._record()
+            if record is None:
+                return self._alone(why)
+
+            vigil.look(record.term, meeting.count_of(run_dir, record.term), now)
+            if connection := self._return_to(record, vigil.alive):
+                return connection
+
+            # Others in the same situation count those who are.
+            if record.term == followed.term and vigil.alive:
+                if self._returns >= MOST_RETURNS:
+                    return self._alone(why)
+                meeting.report_lost(run_dir, record.term, self._number)
+
+            reason = vigil.reason(meeting.who_lost(run_dir, record.term), time.monotonic())
+            if reason and (office := self._take_over(record, f"{why}; {reason}")):
+                return office
+
+            time.sleep(RETRY_S)
+
+        return self._alone(why)
+
+    def _return_to(self, record: Record, alive: bool) -> Connection | None:
+        """Try to reach the node that coordinates: a successor at once, the one that was lost only if it lives."""
+        assert self._followed is not None
+        is_successor = record.term > self._followed.term
+        connection = self._reach(record.address) if is_successor or alive else None
+        if connection is None:
+            return None
+
+        if is_successor:
+            say(f"lockstep: {record.host} ({record.address}) has taken over: joining it")
+        else:
+            self._returns += 1
+        return connection
+
+    def _take_over(self, record: Record, why: str) -> Office | None:
+        """Begin the next term, in place of the coordinator of `record`. Returns None if another node was faster."""
+        run_dir = self._job.run_dir
+        with ExitStack() as stack:
+            try:
+                listener = stack.enter_context(listen_at(*self._own_address()))
+                term = meeting.begin_term(run_dir, record.term, self._name, address_of(listener))
+            except OSError as error:
+                self._why = error.strerror or str(error)
+                return None
+
+            if term is None:
+                return None
+
+            break_locks(run_dir)
+            stack.enter_context(hold(run_dir))
+            text = f"{self._name} takes over from {record.host} ({record.address}), which is lost: {why}"
+            failure = Failure(-1, record.host, time.time(), Kind.NODE, text)
+            return Office(stack.pop_all(), listener, term, self._heard, failure)
+
+    def _own_address(self) -> tuple[str, int]:
+        """Return where this node listens if it coordinates: its own address in the list, or the first one's port."""
+        _, port = parse_address(self._addresses[0])
+        for address in self._addresses:
+            host, its_port = parse_address(address)
+            with suppress(OSError):
+                if self._own_host in {info[4][0] for info in socket.getaddrinfo(host, None)}:
+                    return self._own_host, its_port
+
+        return self._own_host, port
+
+    def _alone(self, why: str) -> JobEnd:
+        where = f"{self._followed.address}" if self._followed else ", ".join(self._addresses)
+        text = f"the coordinating node ({where}) is gone: {why}; the ranks here were stopped"
+        say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
+        return JobEnd(1, Failure(-1, self._name, time.time(), Kind.NODE, text))
 
 
-def _introduce(job: Job, name: str, connection: Connection) -> tuple[Job, list[Message]]:
-    """Join the job. Returns it with the coordinator's choice of the run folder, and the first orders.
+def adopt(job: Job, welcome: Welcome) -> Job:
+    """Return the job with the coordinator's choice of the run folder."""
+    # What the coordinator decided replaces what this node's launcher decided.
+    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
+    spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
 
-    Orders may arrive together with the welcome.
-    """
-    connection.send(Hello(name, job.nproc, job.identity))
-
-    adopted: Job | None = None
-    orders: list[Message] = []
-    while adopted is None:
-        for message in _received(connection):
-            match message:
-                case Refused():
-                    raise UserError(message.problem, message.found, message.fix)
-                case Welcome():
-                    # What the coordinator decided replaces what this node's launcher decided.
-                    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-                    spec = {**job.spec, "layers": layers + message.decided}
-                    adopted = replace(job, run_dir=Path(message.run_dir), spec=spec)
-                case _:
-                    orders.append(message)
-
-    return adopted, orders
+    return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
 
 
-def _obey(agent: Agent, connection: Connection, signals: list[str], orders: list[Message]) -> JobEnd:
-    next_beat = 0.0
-    while True:
-        # The first orders came with the welcome.
-        for message in orders:
-            match message:
-                case JobEnd():
-                    return message
-                case Announce():
-                    say(message.text)
-                case _:
-                    agent.do(message)
-
-        # A signal at any node is meant for the whole job.
-        while signals:
-            connection.send(SignalReceived(signals.pop(0)))
-
-        for event in agent.poll():
-            connection.send(event)
-
-        if time.monotonic() >= next_beat:
-            next_beat = time.monotonic() + BEAT_S
-            connection.send(agent.node_beat())
-
-        orders = _received(connection, *agent.sockets())
-
-
-def _received(connection: Connection, *others: Any) -> list[Message]:
+def received(connection: Connection, *others: Any) -> list[Message]:
     """Wait a moment for messages, or for something on the `others`."""
     records.wait_readable([connection, *others], TURN_S)
-    return [message for message in connection.receive(time.monotonic()) if not isinstance(message, NodeBeat)]
+    return connection.receive(time.monotonic())

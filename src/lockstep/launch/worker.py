@@ -19,9 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure
+from lockstep.launch import failure, records
 from lockstep.launch.hangs import flight_recorder, stacks
+from lockstep.launch.meeting import RECORD, Watch
 from lockstep.runtime.heartbeat import FOLDER
+
+# How often rank 0 of a job on several machines looks whether its coordinator has been superseded.
+LOOK_S = 1.0
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
@@ -39,7 +43,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
-            failure.note_end(folder, rank)
+            failure.note_end(folder, rank, failure.place_of(error))
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
@@ -63,8 +67,15 @@ def _keep_sockets_in(folder: Path) -> None:
 
 
 def _die_with_launcher(lifeline: int) -> None:
-    # The pipe carries no data: reading ends when the launcher does, whatever killed it.
-    os.read(lifeline, 1)
+    # The pipe carries no data: it can be read when the launcher ends, whatever killed it. The launcher itself may be
+    # suspended, or cut off from the other nodes: rank 0 of several machines looks whether another one took over.
+    watch = Watch(Path(os.environ[RECORD])) if RECORD in os.environ else None
+    while True:
+        if watch and watch.superseded():
+            os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
+            break
+        if records.wait_readable([lifeline], LOOK_S if watch else None):
+            break
 
     # With its loader processes: each rank leads its own process group.
     os.killpg(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,6 @@ runs no torch operation, never touches CUDA and starts no thread: none of these 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import io
@@ -30,13 +29,11 @@ from typing import Any, NoReturn
 from lockstep.launch import records, worker
 from lockstep.launch.failure import PREEMPTED
 from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 
 # How long its imports may take, from a slow shared disk, and how long a fork.
 READY_S = 600.0
 ANSWER_S = 15.0
-
-# From <sys/prctl.h>.
-PR_SET_PDEATHSIG = 1
 
 # A request is JSON text, after a number of this size that says how many bytes follow.
 _LENGTH_BYTES = 4
@@ -167,7 +164,7 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(descriptor))
 
     # If the launcher dies while this process is suspended, it wakes up, finds the socket closed, and cleans up.
-    _signal_on_parents_death(signal.SIGCONT)
+    signal_on_parents_death(signal.SIGCONT)
 
     # Blocked, not ignored: a rank inherits the mask and gets the signals that were sent before it could listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
@@ -287,23 +284,6 @@ def kill_rank(pid: int) -> None:
 
 
 # ---- in a forked rank ----
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel (Linux) kill this process when `parent`, which forked it, dies; a zygote ends with its launcher.
-
-    This ends ranks that the lifeline cannot: suspended ones, and ones that hold the GIL.
-    """
-    _signal_on_parents_death(signal.SIGKILL)
-
-    # It may have died before that.
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _signal_on_parents_death(number: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:

@@ -175,7 +175,7 @@ class Optimizers:
 class ShardedOptimizers(Optimizers):
     """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
 
-    DDP reduces the gradients as always. Parameters are dealt to the ranks by size, each as a whole, and in a
+    DDP reduces the gradients as always. Parameters are assigned to the ranks by size, each as a whole, and in a
     checkpoint each rank saves the state of the parameters that it owns.
     """
 

@@ -1,12 +1,13 @@
 """Learning rates by a scheduler of the user's own: torch's LRScheduler, of which transformers' schedules are examples.
 
 Lockstep steps it, once for every applied step of its optimizer, and saves its state with the run. ReduceLROnPlateau is
-stepped by evaluations instead, with their mean loss.
+stepped by evaluations instead, with the mean loss of the first in each step. What the code of a resumed run has changed
+in a scheduler (another number of steps, another rate) is followed as if it had always been so.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,6 +19,7 @@ from lockstep.config import LrConfig
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
 from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate
+from lockstep.optim.scheduler_state import Beginning, load, state_of
 
 # Settings of the peak, which a function of the step leaves alone: it returns shares of the peak.
 PEAK_KEYS = ("lr.peak", "lr.scaling", "lr.reference_batch")
@@ -71,14 +73,16 @@ class SchedulerRate(GuardedRates):
         self._stepped = [_stepped(scheduler, optimizers) for scheduler in schedulers]
         self.needs_evaluations = any(stepped.by_evaluations for stepped in self._stepped)
         self.evaluations = 0  # that the schedulers learned of
+        self._observed: int | None = None  # the step of the newest of them
 
         # A scheduler has made as many steps as its optimizer, or one less: its next one is made when the next rate is
         # needed. On a GPU it may be one more, if the device skipped the last step.
         self._moves = [0] * len(optimizers)
         self._positions = [0] * len(schedulers)
+        super().__init__(optimizers)
+        self._beginning = Beginning(schedulers, self.groups)
         for scheduler in schedulers:
             vars(scheduler)["step"] = _refuse_direct_step
-        super().__init__(optimizers)
 
     def at(self, step: int) -> Any:
         """Return the rate of the first group as it is now: only the scheduler knows the others."""
@@ -99,13 +103,20 @@ class SchedulerRate(GuardedRates):
         for optimizer in moved:
             self._moves[optimizer] += change
 
-    def observe(self, loss: float) -> None:
+    def observe(self, loss: float, step: int) -> bool:
+        if not self.needs_evaluations:
+            return True
+        if self._observed == step:
+            return False
+
         self.check()
+        self._observed = step
         self.evaluations += 1
         for scheduler, _, by_evaluations in self._stepped:
             if by_evaluations:
                 type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
         self.note()
+        return True
 
     def release(self) -> None:
         for stepped in self._stepped:
@@ -119,16 +130,27 @@ class SchedulerRate(GuardedRates):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "schedulers": [{"kind": type(s.scheduler).__name__, "state": _state(s.scheduler)} for s in self._stepped],
+            "schedulers": [{"kind": type(s.scheduler).__name__, "state": state_of(s.scheduler)} for s in self._stepped],
             "moves": list(self._moves),
             "positions": list(self._positions),
             # Most schedulers compute the next rate from the present one.
             "rates": [float(group["lr"]) for group in self.groups],
+            "beginning": self._beginning.record(),
         }
+
+    def changes_since(self, state: dict[str, Any]) -> list[str]:
+        """Return as text what the schedulers are made with now, and were not when the run of this state began."""
+        if "beginning" not in state or self._kinds() != [saved["kind"] for saved in state["schedulers"]]:
+            return []
+        return [
+            change
+            for number, (scheduler, _, by_evaluations) in enumerate(self._stepped)
+            for change in self._beginning.changes(number, type(scheduler).__name__, state["beginning"], by_evaluations)
+        ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         there = [saved["kind"] for saved in state["schedulers"]]
-        here = [type(stepped.scheduler).__name__ for stepped in self._stepped]
+        here = self._kinds()
         if there != here or len(state["rates"]) != len(self.groups):
             raise UserError(
                 f"the checkpoint holds the state of {', '.join(there)} for {len(state['rates'])} parameter groups; "
@@ -137,47 +159,58 @@ class SchedulerRate(GuardedRates):
                 "make the schedulers that the run began with, or start a new run from the exported weights",
             )
 
-        for stepped, saved in zip(self._stepped, state["schedulers"], strict=True):
-            _load(stepped.scheduler, saved["state"])
-
         self._moves, self._positions = list(state["moves"]), list(state["positions"])
-        for group, rate in zip(self.groups, state["rates"], strict=True):
-            set_rate(group, rate)
+        self._observed = None
+        if changes := self.changes_since(state):
+            self._begin_again(changes, state["beginning"])
+        else:
+            for stepped, saved in zip(self._stepped, state["schedulers"], strict=True):
+                load(stepped.scheduler, saved["state"])
+            for group, rate in zip(self.groups, state["rates"], strict=True):
+                set_rate(group, rate)
         self.note()
 
+    def _kinds(self) -> list[str]:
+        return [type(stepped.scheduler).__name__ for stepped in self._stepped]
 
-def _state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return the state of a scheduler. One that holds another, as a warm-up around it may, holds the other's state."""
-    state = {key: value for key, value in scheduler.state_dict().items() if key != "step"}  # `step` is our refusal
-    return {key: _state(value) if isinstance(value, LRScheduler) else value for key, value in state.items()}
+    def _begin_again(self, changes: list[str], saved: dict[str, Any]) -> None:
+        """Bring schedulers that the user has changed to where they would be now, had they always been so."""
+        schedulers = [stepped.scheduler for stepped in self._stepped]
+        if any(map(_follows_evaluations, schedulers)):
+            raise UserError(
+                f"a scheduler that follows evaluations was changed since the run began: {'; '.join(changes)}",
+                "where it would be now cannot be known: that depends on evaluations that were not made",
+                "make it with the settings that the run began with, or start a new run from the exported weights",
+            )
+
+        for number, state in enumerate(saved["states"]):
+            if self._beginning.starts_at(number) != state.get("last_epoch"):
+                raise UserError(
+                    f"{self._kinds()[number]} was made to start at another step, and with other settings, than when "
+                    f"the run began: {'; '.join(changes)}",
+                    f"last_epoch is {self._beginning.starts_at(number)}, and was {state.get('last_epoch')}",
+                    "leave last_epoch out: Lockstep brings the scheduler to where the run is",
+                )
+
+        self._beginning.restore(schedulers, self.groups)
+        for position in range(max(self._positions)):
+            for number, scheduler in enumerate(schedulers):
+                if position < self._positions[number]:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", UserWarning)  # "before optimizer.step()": those came earlier
+                        type(scheduler).step(scheduler)
 
 
-def _load(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    own = scheduler.state_dict()
-    scheduler.load_state_dict({key: _like(own.get(key), value) for key, value in saved.items()})
-
-
-def _like(own: Any, saved: Any) -> Any:
-    """Return what a checkpoint made plain as what it was: a Counter, as MultiStepLR has one; a scheduler inside."""
-    if isinstance(own, LRScheduler):
-        _load(own, saved)
-        return own
-
-    if isinstance(own, Counter):
-        return Counter(saved)
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {key: _like(own.get(key), value) for key, value in saved.items()}
-
-    # SequentialLR and ChainedScheduler hold a list of states.
-    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [_like(*pair) for pair in zip(own, saved, strict=True)]
-    return saved
+def _follows_evaluations(scheduler: Any) -> bool:
+    """Whether a scheduler, or one that it holds, follows the loss of evaluations."""
+    held = [value for value in vars(scheduler).values() if isinstance(value, LRScheduler)]
+    return isinstance(scheduler, ReduceLROnPlateau) or any(map(_follows_evaluations, held))
 
 
 def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
     raise UserError(
         "scheduler.step() was called, and Lockstep steps this scheduler itself",
-        "once for every applied step of its optimizer; ReduceLROnPlateau after every evaluation",
+        "once for every applied step of its optimizer; ReduceLROnPlateau after the first evaluation of a step",
         "remove the call",
     )
 

@@ -115,8 +115,9 @@ class GuardedRates:
     def count(self, moved: Sequence[int], change: int) -> None:
         """Learn that these optimizers made a step (`change` is 1), or that the device skipped it after all (-1)."""
 
-    def observe(self, loss: float) -> None:
-        """Learn the mean loss of an evaluation."""
+    def observe(self, loss: float, step: int) -> bool:
+        """Learn the mean loss of an evaluation of a step's weights. False: another one of this step came before."""
+        return True
 
     def release(self) -> None:
         """Give the rates back to the user."""

@@ -29,7 +29,7 @@ from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scala
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import adopt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
-from lockstep.parallel.meta_init import check_made_as_asked, fill
+from lockstep.parallel.meta.init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import cast_parameters_, choose
@@ -67,9 +67,8 @@ def apply(
     hooks = take_hooks(model)
 
     # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
-    about_weights: dict[str, str] = {}
     if config.init == "meta" and runtime.world.alone:
-        about_weights = fill(model, (), lambda _: None, config.seed, runtime)
+        fill(model, (), lambda _: None, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
         cast_parameters_(model, config.precision)
@@ -99,12 +98,11 @@ def apply(
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
     driver.statistics.log_event = log_event
-    driver.placement = replace(
-        driver.placement,
+    driver.role = replace(
+        driver.role,
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.data_size,
         reports_loss=mesh.reports_loss,
-        facts={**about_weights, **driver.placement.facts},
     )
     return driver
 

@@ -31,7 +31,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankRole:
     """Where a driver keeps the model, and which share of the data this rank trains on. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
@@ -104,7 +104,7 @@ class Control(Protocol):
 class Driver(Protocol):
     """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
 
-    placement: Placement
+    role: RankRole
     model: nn.Module  # the user's, unwrapped: it owns the names
     module: nn.Module  # what the task calls
     extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
@@ -137,7 +137,7 @@ class BaseDriver(Driver):
     A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
 
-    placement = Placement()
+    role = RankRole()
     extra_state: Mapping[str, Any] = {}
     broadcasts_buffers = False  # before every step
     to_sum = 1.0
@@ -212,6 +212,8 @@ class BaseDriver(Driver):
         """Return the summed gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
+        if not parameters and self.role.runs_whole_model:
+            raise no_gradient()
 
         # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
         if len(parameters) < len(names):
@@ -282,6 +284,16 @@ class SingleDriver(BaseDriver):
         self._word = self.codec.pack(word, times=1.0)
 
 
+def no_gradient() -> UserError:
+    """Return the error for a step that would train nothing."""
+    return UserError(
+        "no parameter of the model gets a gradient: the loss does not depend on any of them",
+        "",
+        "look for torch.no_grad() or inference_mode() around model(...) in the loss, for .detach(), .item() or numpy "
+        "on the way from its output to the loss, and for a loss that does not use the output",
+    )
+
+
 class RanksDiffer(Exception):
     """Ranks that should run the same forwards do not."""
 
@@ -293,7 +305,7 @@ class ShardedDriver(BaseDriver):
     ranks.
     """
 
-    placement = Placement(replicated=False, collective_forwards=True)
+    role = RankRole(replicated=False, collective_forwards=True)
     _hooks: Mapping[str, ParameterHooks] = {}
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:

@@ -18,7 +18,7 @@ EXACT_MICRO_BATCHES = 8
 class Plan:
     """The batch arithmetic of a run."""
 
-    data_size: int  # data-parallel ranks, as in `Placement`
+    data_size: int  # data-parallel ranks, as in `RankRole`
     global_batch: int
     micro_batch: int
     micro_batches: int  # of one full global step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
 
+BARRIER_LOOK = timedelta(seconds=1)  # how often a barrier looks whether it is hopeless
 _DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
 
 
@@ -52,8 +54,8 @@ class Runtime:
         self.threads.suit([p.numel() for p in model.parameters() if p.dim() > 1], samples)
         torch.set_num_threads(self.threads.count)
 
-    def store_barrier(self, name: str, timeout: timedelta) -> bool:
-        """Wait for all ranks through the store; return False on timeout.
+    def store_barrier(self, name: str, timeout: timedelta, hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for all ranks through the store; return False on timeout, or once `hopeless()` says that not all come.
 
         It works while other ranks wait in a collective. A name can be used again, even by a later run in the same
         process group.
@@ -65,7 +67,34 @@ class Runtime:
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
-        return wait_for(store, [f"{name}/{visit}/{rank}" for rank in range(self.world.size)], timeout)
+        deadline = time.monotonic() + timeout.total_seconds()
+        keys = [f"{name}/{visit}/{rank}" for rank in range(self.world.size)]
+        while not wait_for(store, keys, min(timeout, BARRIER_LOOK)):
+            if hopeless() or time.monotonic() > deadline:
+                return False
+
+        return True
+
+    def who_says(self, name: str, seconds: float) -> list[int]:
+        """Say something under this name in the store, and return the ranks that say it within this time.
+
+        It works while other ranks wait in a collective. All ranks are returned where the store does not answer.
+        """
+        everybody = list(range(self.world.size))
+        if self.world.alone:
+            return everybody
+
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + seconds
+        try:
+            store.set(f"{name}/{self.world.rank}", "here")
+            while True:
+                heard = [rank for rank in everybody if store.check([f"{name}/{rank}"])]
+                if heard == everybody or time.monotonic() > deadline:
+                    return heard
+                time.sleep(0.05)
+        except RuntimeError:  # its host is gone
+            return everybody
 
 
 @contextmanager

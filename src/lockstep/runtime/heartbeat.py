@@ -141,6 +141,16 @@ class Heartbeat:
         _HEAD.pack_into(self._memory, 0, self.beats, now, self.step, self._steps, _NUMBER[self.phase])
 
 
+def waits_in_step(step: int, ranks: int) -> bool:
+    """Whether some rank of this machine waits for the others in the exchange of this step. Only a launcher has files.
+
+    A rank that will not take part in this exchange calls it.
+    """
+    folder = os.environ.get(FOLDER)
+    views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
+    return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
+
+
 def read(path: Path) -> View | None:
     """Read a rank's heartbeat, on the launcher's side. Returns None before the first beat."""
     try:

@@ -1,17 +1,22 @@
 """Preemption: a signal only sets a flag.
 
-The step's control word carries the flag to all ranks, which save and exit together.
+The step's control word carries the flag to all ranks, which save and exit together. A process without a launcher whose
+first step has not begun has nothing to save, and ends at once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
+from lockstep.errors import Preempted
 from lockstep.runtime.heartbeat import FOLDER
 
 # What schedulers send some time before they kill; and all that ask to save and exit, with Ctrl-C of a terminal.
@@ -22,14 +27,19 @@ STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 class PreemptionNotice:
     """Holds the signal that asked this process to save and exit, if one did."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = True) -> None:
+        """`waits`: the process goes on until its state is saved. False until there is something to save."""
         self.signal: str | None = None
+        self.waits = waits
         self._process = os.getpid()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         # A loader process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
+
+        if not self.waits:
+            self._leave(signal.Signals(number).name)
 
         # A second Ctrl-C does not wait.
         if number == signal.SIGINT:
@@ -38,16 +48,41 @@ class PreemptionNotice:
 
         self.signal = signal.Signals(number).name
 
+    def _leave(self, name: str) -> NoReturn:
+        self.waits = True  # what follows is not interrupted
+        print(f"lockstep: {name} came before the first step; there is nothing to save", file=sys.stderr, flush=True)
+
+        # Loader processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
+        # when one is killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
+        raise Preempted(0, name, None)
+
 
 @contextmanager
 def handle_signals() -> Iterator[PreemptionNotice]:
     """Turn signals into a notice while the context lasts.
 
-    Under our launcher Ctrl-C is the launcher's, which then sends SIGTERM to the ranks.
+    Under our launcher Ctrl-C is the launcher's, which then sends SIGTERM to the ranks; and it ends ranks that do not
+    move.
     """
-    notice = PreemptionNotice()
-    with signal_handler(notice.receive, SCHEDULER_SIGNALS if FOLDER in os.environ else STOP_SIGNALS):
+    launched = FOLDER in os.environ
+    notice = PreemptionNotice(waits=launched)
+    with signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else STOP_SIGNALS), _same_handler(signal.SIGCHLD):
         yield notice
+
+
+@contextmanager
+def _same_handler(number: int) -> Iterator[None]:
+    """Restore the handler of a signal that is changed while the context lasts."""
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if signal.getsignal(number) is signal.SIG_DFL and before is not None:
+            signal.signal(number, before)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ class RecordedRun(Run):
             "strategy": self.config.strategy,
             "precision": self.stepper.context.precision.name,
             "device": self.runtime.device.type,
-            "replicated": self.driver.placement.replicated,
+            "replicated": self.driver.role.replicated,
             "trainable": trainable(self.driver.model)[0],
         }
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.shard import deal, deal_counts, micro_slice, next_window
+from lockstep.data.shard import micro_slice, next_window, rank_counts, rank_range
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.sampled_from(["short", "drop"]))
@@ -21,8 +21,8 @@ def test_windows_tile_an_epoch(length, batch, tail):
 
 
 @given(st.integers(0, 200), st.integers(1, 16))
-def test_every_item_is_dealt_once(count, size):
-    parts = [deal(count, rank, size) for rank in range(size)]
+def test_every_item_is_assigned_once(count, size):
+    parts = [rank_range(count, rank, size) for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -38,17 +38,17 @@ SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 
 @given(st.integers(0, 100), SPEEDS)
-def test_every_item_is_dealt_once_by_speed(count, speeds):
-    parts = [deal(count, rank, len(speeds), speeds) for rank in range(len(speeds))]
+def test_every_item_is_assigned_once_by_speed(count, speeds):
+    parts = [rank_range(count, rank, len(speeds), speeds) for rank in range(len(speeds))]
     assert [i for part in parts for i in part] == list(range(count))
-    assert tuple(map(len, parts)) == deal_counts(count, tuple(speeds))
+    assert tuple(map(len, parts)) == rank_counts(count, tuple(speeds))
     if count >= len(speeds):
         assert all(parts), "a rank was left without work"
 
 
 @given(st.integers(1, 60), SPEEDS)
 def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, speeds):
-    counts = deal_counts(count, tuple(speeds))
+    counts = rank_counts(count, tuple(speeds))
     last = max(n / speed for n, speed in zip(counts, speeds, strict=True))
     for giver, taker in itertools.permutations(range(len(speeds)), 2):
         if counts[giver] > 1 and counts[giver] / speeds[giver] == last:
@@ -66,4 +66,4 @@ def test_no_single_item_in_other_hands_would_end_the_step_earlier(count, speeds)
     ],
 )
 def test_micro_batches_by_speed(count, speeds, counts):
-    assert deal_counts(count, speeds) == counts
+    assert rank_counts(count, speeds) == counts

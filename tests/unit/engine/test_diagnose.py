@@ -62,7 +62,7 @@ def test_a_block_that_changes_an_input_in_place(config: RunConfig, setting: str)
 
 def test_the_only_input_of_a_block_with_both_nodes() -> None:
     """Exact mode under fsdp: FSDP's node outside, that of exact mode inside."""
-    driver = SimpleNamespace(placement=SimpleNamespace(replicated=False))
+    driver = SimpleNamespace(role=SimpleNamespace(replicated=False))
     builder: Any = SimpleNamespace(config=EXACT, driver=driver)
     block = Doubling()
     group_input_gradients(block, EXACT)

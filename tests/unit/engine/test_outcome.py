@@ -9,14 +9,16 @@ import pytest
 
 from lockstep.config import RunConfig
 from lockstep.engine.outcome import Outcome, Outcomes
+from lockstep.errors import OutOfStep
 from lockstep.runtime.control_word import ControlWord, step_mark
 
 RANKS = 3
 
 
-def concluded(step: int, summed: int) -> Any:
+def concluded(step: int, summed: int, noticed: tuple[int, ...] = ()) -> Any:
     config = RunConfig(global_batch=4, steps=10)
-    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS))
+    who_says = lambda name, seconds: list(noticed or range(RANKS))
+    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), who_says=who_says)
     word = ControlWord(weight=4.0, step=summed)
     control: Any = SimpleNamespace(step=step)
     outcome = Outcome(control, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
@@ -33,3 +35,9 @@ def test_ranks_that_are_in_step(step: int) -> None:
 def test_words_that_get_lost_or_count_twice_show_in_every_step(step: int, arrived: int) -> None:
     with pytest.raises(RuntimeError, match=r"out of step.* a collective .* that not every rank calls"):
         concluded(step, arrived * step_mark(step))
+
+
+def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
+    with pytest.raises(OutOfStep, match="rank 1 was in a collective that ranks 0, 2 never called") as raised:
+        concluded(3, 0, noticed=(0, 2))
+    assert raised.value.ranks == [1]

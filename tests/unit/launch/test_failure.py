@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import OutOfStep
 from lockstep.launch import failure, records
-from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, root_cause
+from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, record, root_cause
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -258,3 +259,15 @@ def test_signals_without_a_name(local_rank):
 )
 def test_what_the_program_would_do_again(kind, python):
     assert Failure(0, "h", 0.0, kind, "m").likely_to_repeat is python
+
+
+def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
+    try:
+        raise OutOfStep("the ranks are out of step: rank 1 was in a collective that rank 0 never called", [1])
+    except OutOfStep as error:
+        record(tmp_path, 0, error)
+    noticed = Failure.read(tmp_path / "rank-0.json")
+    assert noticed.rank == 1
+    assert not noticed.is_complaint
+    assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
+    assert "Traceback" not in noticed.text()

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.job import Count, Job, append_event, parse_join, parse_nnodes, parse_nproc
+from lockstep.launch.job import Count, Job, append_event, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import latest_step
 from lockstep.runtime.machine import visible_gpus
 
@@ -28,7 +28,17 @@ def test_wrong_node_counts_are_refused(asked):
 @pytest.mark.parametrize("asked", ["host", "host:", ":1", "host:0", "host:65536", "host:http"])
 def test_wrong_addresses_are_refused(asked):
     with pytest.raises(UserError, match="--join"):
-        parse_join(asked)
+        parse_address(asked)
+
+
+def test_nodes_may_meet_at_several_addresses():
+    def addresses(join: str) -> list[str]:
+        return Job({}, Path("runs/a"), Count(1, 1), join=join).addresses
+
+    assert addresses("10.0.0.1:29400") == ["10.0.0.1:29400"]
+    assert addresses("10.0.0.1:29400, [::1]:29401") == ["10.0.0.1:29400", "[::1]:29401"]
+    with pytest.raises(UserError, match="--join host is not an address"):
+        addresses("10.0.0.1:29400,host")
 
 
 def test_counts(monkeypatch):
@@ -37,8 +47,8 @@ def test_counts(monkeypatch):
     assert parse_nnodes(None) == Count(1, 1)
     assert parse_nnodes("2") == Count(2, 2)
     assert parse_nnodes("1:4") == Count(1, 4)
-    assert parse_join("10.0.0.1:29400") == ("10.0.0.1", 29400)
-    assert parse_join("[::1]:29400") == ("::1", 29400)
+    assert parse_address("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert parse_address("[::1]:29400") == ("::1", 29400)
     for gpus, cores, first in [(4, 2, 4), (0, 2, 2), (16, 2, 8), (0, 1, 1)]:
         monkeypatch.setattr(module, "visible_gpus", lambda gpus=gpus: gpus)
         monkeypatch.setattr(module, "available_cores", lambda cores=cores: cores)
@@ -58,7 +68,7 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
         layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": spec.pop("run_dir", "runs/a")})]
         return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Count(1, 1))
 
-    assert job().identity == job(path=["/b"], run_dir="runs/b", again="other").identity
+    assert job().identity == job(path=["/b"], run_dir="runs/b", resume_command="other").identity
     assert job().identity != job(target="y").identity
     assert job().identity != job(layers=[("command line", {"steps": 4})]).identity
     assert job(run_dir="runs/b").decided == [["launcher", {"run_dir": "runs/b"}]]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import api
-from lockstep.api import resume_command
+from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import ask_for_size, choose_run_dir, hold_as_launcher, lock, prepare
+from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -39,16 +39,16 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     ],
 )
 def test_what_to_type_to_resume(words, resume, again):
-    assert resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
+    assert make_resume_command(["python", "x.py"], words, resume)(Path("runs/b")) == f"python x.py {again}"
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from lockstep.launch.run_dir import hold_as_launcher
-held = hold_as_launcher(Path(sys.argv[1]))
-print("holds", flush=True)
-sys.stdin.read()
+from lockstep.launch.run_dir import hold
+with hold(Path(sys.argv[1])):
+    print("holds", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -61,10 +61,29 @@ def test_a_wish_for_another_size_needs_a_launcher_and_no_rank(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout.readline() == b"holds\n"
         ask_for_size(tmp_path, 3)
-        assert hold_as_launcher(tmp_path) is None
+        assert has_launcher(tmp_path)
     assert (tmp_path / "resize").read_text() == "3\n"
     with pytest.raises(UserError, match="the run is not running"):
         ask_for_size(tmp_path, 3)
+
+
+def test_a_folder_is_held_by_one_launcher_until_its_job_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.run_dir.LAUNCHER_WAIT_S", 0.2)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"holds\n"
+        with pytest.raises(UserError, match="a launcher whose job is there right now"), hold(tmp_path):
+            pass
+        break_locks(tmp_path)
+        with hold(tmp_path):
+            assert (tmp_path / ".launcher").exists()
+
+
+def test_a_lock_that_is_removed_while_one_waits_for_it_is_made_anew(tmp_path):
+    held = lock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    again = lock(tmp_path)
+    assert (tmp_path / ".lock").stat().st_ino == os.fstat(again.fileno()).st_ino != os.fstat(held.fileno()).st_ino
 
 
 def stored_run(folder: Path, config: str, sources: dict[str, str]) -> Path:

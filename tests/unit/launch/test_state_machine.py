@@ -17,6 +17,7 @@ from lockstep.launch.wire.protocol import (
     CollectStacks,
     Drop,
     Exited,
+    Handover,
     JobEnd,
     Kill,
     LogEvent,
@@ -27,6 +28,8 @@ from lockstep.launch.wire.protocol import (
     Stacks,
     StartAttempt,
     ZygoteLost,
+    decode,
+    encode,
 )
 
 ONE, TWO = Count(1, 1), Count(2, 2)
@@ -40,11 +43,12 @@ class Stage:
     nnodes: Count = ONE
     now: float = 1000.0
     saved: int | None = None
+    inherited: Handover | None = None
     commands: list = field(default_factory=list)
 
     def __post_init__(self):
-        job = Job({"again": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
-        self.machine = JobStateMachine(job, lambda: self.saved, self.now)
+        job = Job({"resume_command": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
+        self.machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
         self.join(0)
 
     def join(self, number: int, count: Count | None = None) -> None:
@@ -57,11 +61,11 @@ class Stage:
         self.commands = self.machine.take()
         return self.commands
 
-    def exit(self, rank: int, code: int, **failure) -> None:
+    def exit(self, rank: int, code: int, place: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed)), self.now)
+        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed, place)), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -531,6 +535,96 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
     assert stage.tick()[-1] == JobEnd(75)
 
 
+# A node takes over
+
+
+def taken_over(stage: Stage, nnodes: Count = Count(1, 2)) -> Stage:
+    """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
+    heard = decode(encode(stage.machine.handover(stage.now)))
+    new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
+    new.machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
+    return new
+
+
+def test_a_node_that_takes_over_continues_with_the_next_attempt():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.saved = 20
+    stage.exit(1, -9)
+    stage.ranks_gone(0, 1)
+    stage.tick()
+    new = taken_over(stage)
+    new.tick()
+    assert "host-1 takes over from host-0" in new.said
+    assert "restarting the nodes that are left from the checkpoint of step 20 (restart 2 of 10 in an hour)" in new.said
+    assert [log.event["event"] for log in new.of(LogEvent)] == ["failure", "restart"]
+    new.join(1)
+    assert not [new.tick(2.9), new.of(StartAttempt)][1]  # the old ranks have time to see that they are superseded
+    assert [new.tick(0.2), new.of(StartAttempt)][1] == [StartAttempt(2, {0: 1, 1: 1})]
+
+
+def test_the_budget_survives_the_coordinator(stage):
+    for _ in range(10):
+        stage.kill()
+        stage.now += 300
+    new = taken_over(stage)
+    new.tick(3.1)
+    assert "not restarted: 10 restarts within the last hour, which is the limit. To resume: type it again" in new.said
+    assert [(end.code, end.restarts) for end in new.of(JobEnd)] == [(1, 10)]
+    stage.now += 700  # the first one is more than an hour ago
+    new = taken_over(stage)
+    assert "(restart 10 of 10 in an hour)" in [new.tick(), new.said][1]
+
+
+def test_settings_survive_the_coordinator(stage):
+    stage.beat(restart={"per_hour": 0, "grace": 1})
+    new = taken_over(stage)
+    new.tick(3.1)
+    assert "not restarted: restart.per_hour is 0" in new.said
+    assert new.of(JobEnd)[0].code == 1
+
+
+def test_culprits_and_raised_limits_survive_the_coordinator():
+    stage = Stage(Count(1, 3))
+    stage.tick()
+    assert [stage.kill(2)[-1].ranks[0] for _ in range(2)] == [3, 3]
+    stage.machine.restarts.hang_places[41, "data"] += 1
+    heard = decode(encode(stage.machine.handover(stage.now)))
+    new = Stage(Count(1, 3), inherited=heard)
+    new.tick(3.1)
+    assert new.kill(2)[-1].ranks == {0: 2}  # the third time in a row
+    assert new.machine.restarts.hang_places == {(41, "data"): 1}
+
+
+def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.saved = 12
+    new = taken_over(stage)
+    assert not [new.tick(2.9), new.of(JobEnd)][1]  # the other nodes have time to come and hear it
+    new.tick(0.2)
+    assert "saved at step 12; to resume: type it again" in new.said
+    assert new.of(JobEnd) == [JobEnd(75)]
+
+
+def test_a_coordinator_lost_before_the_first_attempt():
+    stage = nodes(2, 2, 1)
+    new = taken_over(stage, Count(2, 2))
+    new.join(1)
+    assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
+    assert new.machine.restarts.total == 0
+
+
+def test_too_few_that_are_left_wait():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    new = taken_over(stage, Count(2, 2))
+    assert "waiting for 1 more node" in [new.tick(299), new.said][1]
+    new.join(1)
+    new.machine.gone(1, "vanished", new.now)
+    assert not [new.tick(), new.of(JobEnd)][1]
+    assert [new.tick(2), new.of(JobEnd)][1][0].code == 1
+
+
 # Hangs
 
 
@@ -651,6 +745,13 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
+
+
+def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
+    stage.exit(1, 0, place="task.py:12")
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick()
+    assert "(sys.exit at task.py:12)" in stage.said
 
 
 def test_strange_records_of_collectives_do_no_harm(stage):

@@ -15,8 +15,8 @@ def row(data, compute, exchange, micro_batches=1):
 def job(works, exchange=0.05, micro_batches=None):
     """Rows of ranks that leave every step together: who works longer, waits less."""
     longest = max(data + compute for data, compute in works)
-    dealt = micro_batches or [1] * len(works)
-    return [row(d, c, longest - d - c + exchange, many) for (d, c), many in zip(works, dealt, strict=True)]
+    assigned = micro_batches or [1] * len(works)
+    return [row(d, c, longest - d - c + exchange, many) for (d, c), many in zip(works, assigned, strict=True)]
 
 
 def test_a_rank_that_waits_for_its_data():
@@ -63,7 +63,7 @@ def test_more_micro_batches_do_not_make_a_rank_slow():
 def test_a_slow_rank_with_fewer_micro_batches_is_found():
     slow = slowest(job([(0.0, 0.4), (0.0, 0.2), (0.0, 0.2)], micro_batches=[1, 2, 2]))
     assert (slow.rank, slow.own, slow.others) == (0, 0.4, 0.1)
-    assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # dealt by speed: no rank waits
+    assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # assigned by speed: no rank waits
 
 
 def test_one_rank_alone_is_never_slow():

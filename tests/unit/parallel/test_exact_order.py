@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.run_state import _identity
 from lockstep.config import resolve
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe import metrics
@@ -64,7 +64,7 @@ def test_one_root_on_every_rank_and_log2_copies(ranks: int, each: int) -> None:
     """Powers of two: nothing more travels than without the tree, and log2(V/N) sums wait at most."""
     total, world = 2 ** (ranks + each), 2**ranks
     for rank in range(world):
-        part = deal(total, rank, world)
+        part = rank_range(total, rank, world)
         assert len(roots_of(part.start, part.stop)) == 1
         tree: TreeSum[int] = TreeSum(lambda left, right: 0)
         most = 0

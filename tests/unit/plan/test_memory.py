@@ -21,7 +21,7 @@ from lockstep.launch.state_machine import Restarts, Settings
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
-from lockstep.parallel.driver import Placement
+from lockstep.parallel.driver import RankRole
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
 from lockstep.runtime.heartbeat import FOLDER
@@ -104,7 +104,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
     return SimpleNamespace(
         config=config,
         runtime=runtime,
-        driver=SimpleNamespace(model=model, placement=Placement()),
+        driver=SimpleNamespace(model=model, role=RankRole()),
         model_setup=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,15 @@ def launch_distributed_training(
     # Processes are spawned, so that none of them inherits a CUDA context.
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    spawn(_run_rank, (count, address, port, train_fn, args, kwargs), nprocs=count)
+    try:
+        spawn(_run_rank, (count, address, port, train_fn, args, kwargs), nprocs=count)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        # Errors of the function itself come as torch's ProcessRaisedException.
+        raise UserError(
+            f"{getattr(train_fn, '__qualname__', train_fn)} cannot be handed to other processes",
+            str(error),
+            "define the function at the top level of a file, and pass arguments that pickle takes",
+        ) from error
     return None
 
 

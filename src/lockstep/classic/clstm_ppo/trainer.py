@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             precision=options.precision,
             run_dir=options.run_dir,
             resume=options.resume,
-            again=partial(resume_command, parser, options),
+            resume_command=partial(resume_command, parser, options),
         )
         trainer.initialize()
         metrics = trainer.train()

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         # The original code reads this variable.
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
             config.rest.setdefault("compile", False)
-        done = lockstep.fit(HRM, config.settings(), again=_command_to_resume)
+        done = lockstep.fit(HRM, config.settings(), resume_command=_command_to_resume)
         if rank == 0:
             copy_source(done.run_dir)
     except UserError as error:

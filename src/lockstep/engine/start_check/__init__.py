@@ -1,5 +1,6 @@
 """The check at the start of a run: it calls the loss of a few samples and names what would train the wrong model.
 
-`check.py` says what is compared and in which order; `probe.py` calls the loss, `random_numbers.py` holds still what it
-draws, `kept_state.py` notes and restores what it changes, and `judge.py` tells the causes apart.
+`check.py` says what is compared and in which order; `data.py` compares what the ranks and their loaders read,
+`probe.py` calls the loss, `random_numbers.py` holds still what it draws, `kept_state.py` notes and restores what it
+changes, and `judge.py` tells the causes apart.
 """

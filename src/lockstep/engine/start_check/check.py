@@ -12,19 +12,30 @@ Where several ranks train, the check is collective and raises the same error on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
-from lockstep.engine.start_check.judge import Measured, Tolerance, add_up, of_changes, of_halves, of_repetition
+from lockstep.data.streams import StreamSource
+from lockstep.engine.start_check import data
+from lockstep.engine.start_check.judge import (
+    Measured,
+    Tolerance,
+    add_up,
+    of_changes,
+    of_halves,
+    of_ranks,
+    of_repetition,
+    same,
+)
 from lockstep.engine.start_check.kept_state import KeptState
-from lockstep.engine.start_check.probe import CannotSay, Probe, without_batch_statistics
+from lockstep.engine.start_check.probe import CannotSay, Probe, has_statistics, told_alone, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import drawn, generator_states, generators_kept
-from lockstep.engine.start_check.samples import Samples, read
+from lockstep.engine.start_check.samples import Samples, first_of_stream, read
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import RanksDiffer
@@ -34,8 +45,8 @@ from lockstep.task import Task
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
 
-# Samples that the loss is called with: a quarter of a micro-batch, since the whole is called three times and its halves
-# once. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
+# Samples that the loss is called with: a quarter of a micro-batch, since one half is called twice, then the whole, and
+# two pairs of halves. With fewer than FEWEST, halves would have one sample, and many losses mean something else there.
 FEWEST, MOST = 4, 32
 
 # Once one of these is found, a batch and its halves cannot be compared.
@@ -54,24 +65,31 @@ def find(run: Run, task: Any) -> Cause | None:
     alone = run.runtime.world.alone
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
-    if not isinstance(source, MapSource):
-        _note(run, f"the samples of a {type(source).__name__} cannot be read twice")
+    if not isinstance(source, MapSource | StreamSource):
+        _note(run, f"only a {type(source).__name__} knows how its batches are made")
         return None
 
     run.runtime.heartbeat.beat("build")
     with generators_kept(run.runtime.device):
-        source.start_loaders()
-
         # Never more than a micro-batch: with micro_batch=1 a loss need not be able to take two samples.
         most = run.plan.micro_batch
-        request = source.next_request(min(most, max(FEWEST, most // 4), MOST))
-        samples = read(source, request)
-        if not alone and (cause := _data_differs(run, source, request, samples)):
-            return cause
+        most = min(most, max(FEWEST, most // 4), MOST)
+        samples = None
+        if isinstance(source, MapSource):
+            source.start_loaders()
+            request = source.next_request(most)
+            samples = read(source, request)
+            if not alone and (cause := data.differs(run, source, request, samples)):
+                return cause
         if task is None or not _can_call(run, task):
             return None
+        if isinstance(source, StreamSource):
+            samples = first_of_stream(source, most)
 
-        cause, measured, reason = _of_loss(run, task, source, samples)
+        cause, measured, reason = _of_loss(run, task, samples)
+        # Every rank has samples of its own from a stream.
+        if isinstance(source, StreamSource):
+            measured = None
     return _agreed(run, cause, measured, reason)
 
 
@@ -85,7 +103,7 @@ def keep_for_own_loop(run: Run) -> KeptState | None:
 def check_own_loop(run: Run, kept: KeptState) -> None:
     """Refuse a forward of the user's own loop that changed more than it may. It is called before its backward."""
     changes = kept.changes()
-    statistics = [name for name, module in run.driver.model.named_modules() if isinstance(module, _BatchNorm)]
+    statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
     changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
     changes.averages = []
 
@@ -116,7 +134,7 @@ def _note(run: Run, reason: str) -> None:
 
 def _can_call(run: Run, task: Any) -> bool:
     """Return whether the loss may be called here; if not, say why not."""
-    if not run.driver.placement.runs_whole_model:
+    if not run.driver.role.runs_whole_model:
         _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
         return False
     prepares = getattr(task, "before_batch", None)
@@ -126,59 +144,30 @@ def _can_call(run: Run, task: Any) -> bool:
     return True
 
 
-# ---- the data ----
-
-
-def _data_differs(run: Run, source: MapSource, request: Any, samples: Samples | None) -> Cause | None:
-    """Compare lengths and samples of all ranks."""
-    own_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
-
-    for rank, (length, _) in enumerate(others, start=1):
-        if length != first[0]:
-            return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
-
-    # Samples that are meant to be drawn again by every process cannot be compared.
-    if not run.config.data.seed_samples:
-        return None
-    for rank, (_, digests) in enumerate(others, start=1):
-        for index, a, b in zip(request[1], first[1], digests, strict=False):
-            if a != b:
-                return _sample_differs(run, source, request, own_digests, int(index), rank)
-    return None
-
-
-def _sample_differs(run: Run, source: MapSource, request: Any, digests: list[str], index: int, rank: int) -> Cause:
-    """Read the samples once more on all ranks, to tell random samples from other samples."""
-    repeated = read(source, request)
-    again = repeated.digests() if repeated else []
-    if not all(run.runtime.collectives.gather_json(again == digests)):
-        return named("augmentation", f"sample {index} was read twice by one rank, and differed")
-    return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
-
-
 # ---- the loss ----
 
 
-def _of_loss(
-    run: Run, task: Any, source: MapSource, samples: Samples | None
-) -> tuple[Cause | None, Measured | None, str]:
+def _of_loss(run: Run, task: Any, samples: Samples | None) -> tuple[Cause | None, Measured | None, str]:
     """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
     if samples is None:
         return None, None, "a sample cannot be read"
-    probe = Probe(run, task.loss, gradients=run.driver.placement.replicated)
+    if samples.finished and not samples.can_be_split:
+        return None, None, "the batches of the stream cannot be taken apart into samples"
+    probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
     accepted = accepted_causes(run.config)
     kept = KeptState(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
+    cause, measured, reason = None, None, ""
     try:
         # An error on one rank ends the forwards of all: see `many_forwards`.
         with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
-            return *_judge(run, probe, kept, samples, tuple(getattr(task, "changing_buffers", ()))), ""
+            cause, measured = _judge(run, probe, kept, samples, tuple(getattr(task, "changing_buffers", ())))
     except (CannotSay, RanksDiffer) as error:
-        return None, None, str(error)
+        reason = str(error)  # with a cause that this rank found, if the others went on
     finally:
         kept.restore()
+    return cause, measured, reason
 
 
 def _judge(
@@ -189,50 +178,83 @@ def _judge(
     tolerance = Tolerance.of(_eps(run.stepper.context.precision, probe.parameters[0].dtype))
 
     # One call, and what it leaves behind; then the same call, which must give the same.
+    positions = samples.half if samples.can_be_split else None
     probe.seed()
-    states = generator_states(device)
-    first = probe.measure(samples.batch, gradients=False)
+    states, seed = generator_states(device), torch.initial_seed()
+    first = probe.measure(lambda: samples.batch(positions), gradients=False)
     draws = drawn(states, generator_states(device))
+    seeded = torch.initial_seed() != seed
     changes = kept.changes()
-    again = probe.measure(samples.batch, gradients=False)
+    again, follows_ranks = _again(run, probe, lambda: samples.batch(positions), first, tolerance)
 
-    # Where the forward changes the model, and the task says so, a repetition is another forward.
+    # Where the forward changes the model, and the task says so, a repetition is another forward, and what follows from
+    # the model changes as well.
     moves = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing]
+    changes.averages = [
+        name for name in changes.averages if not kept.settled(name) and not (moves and name.startswith("model."))
+    ]
     found = of_changes(changes, set() if run.config.exact else draws & {"numpy", "random"}, probe.inner)
     if not found and not moves:
-        found = of_repetition(first, again, changes, tolerance)
+        found = of_repetition(first, again, changes, tolerance) or follows_ranks
+    if not found and seeded:
+        found = named("randomness", "the loss seeds torch's generator itself, so that every micro-batch draws the same")
     if found and found.key not in accepted:
         return found, first
     kept.restore()
     if samples.count < 2 or (found and found.key in NOT_REPEATABLE) or draws & {"numpy", "random"}:
         return None, first
 
-    cause = _of_halves(probe, kept, samples, tolerance)
+    cause = _of_halves(run, probe, kept, samples, tolerance)
     return (None if cause and cause.key in accepted else cause), first
 
 
-def _of_halves(probe: Probe, kept: KeptState, samples: Samples, tolerance: Tolerance) -> Cause | None:
+def _again(
+    run: Run, probe: Probe, make_batch: Callable[[], Any], first: Measured, tolerance: Tolerance
+) -> tuple[Measured, Cause | None]:
+    """Repeat a call, telling the loss that it is alone: name one that follows the number of ranks."""
+    if run.runtime.world.alone or not run.driver.role.replicated:
+        return probe.measure(make_batch, gradients=False), None
+
+    # A loss that gathers from the other ranks may fail when it is told that there are none. All are told so together.
+    with told_alone():
+        try:
+            alone: Measured | None = probe.measure(make_batch, gradients=False)
+        except CannotSay:
+            alone = None
+    if alone is not None and same(first, alone, tolerance):
+        return alone, None
+    again = probe.measure(make_batch, gradients=False)
+    return again, of_ranks(first, alone, again, run.runtime.world.size, tolerance) if alone else None
+
+
+def _of_halves(run: Run, probe: Probe, kept: KeptState, samples: Samples, tolerance: Tolerance) -> Cause | None:
     if not samples.can_be_split:
         raise CannotSay("the dataset makes batches that cannot be taken apart into samples")
 
-    def measured(positions: list[int]) -> Measured:
+    def measured(positions: list[int], gradients: bool) -> Measured:
         try:
-            return probe.still(lambda: samples.batch(positions))
+            return probe.still(lambda: samples.batch(positions), gradients)
         finally:
             kept.restore()
 
-    # Short samples in one half, long ones in the other: halves that are alike would hide a wrong weight.
+    # Short samples in one half, long ones in the other: halves that are alike would hide a wrong weight. Then every
+    # other sample: what is chosen from a batch (its hardest half) may by chance be the same in one pair of halves.
     ordered = samples.by_size()
     middle = len(ordered) // 2
-    whole = measured(ordered)
-    halves = [measured(ordered[:middle]), measured(ordered[middle:])]
-    wrong = add_up(whole, halves, probe.names, tolerance)
+    whole = measured(ordered, gradients=True)
+    pairs = [(ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])]
+    for number, (one, other) in enumerate(pairs if len(ordered) > 2 else pairs[:1]):
+        with_gradients = number == 0
+        halves = [measured(one, with_gradients), measured(other, with_gradients)]
+        wrong = add_up(whole, halves, probe.names, tolerance, run.driver.norms)
 
-    def doubled(with_rest: bool) -> Measured:
-        return measured(ordered[:middle] * 2 + (ordered[middle:] if with_rest else []))
+        def doubled(with_rest: bool, one: list[int] = one, other: list[int] = other) -> Measured:
+            return measured(one * 2 + (other if with_rest else []), gradients=False)
 
-    return of_halves(whole, halves, doubled, wrong, tolerance)
+        if cause := of_halves(whole, halves, doubled, wrong, tolerance):
+            return cause
+    return None
 
 
 def _eps(precision: Precision, stored: torch.dtype) -> float:

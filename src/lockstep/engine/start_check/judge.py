@@ -14,6 +14,9 @@ from lockstep.engine.start_check.kept_state import Changes
 from lockstep.parallel.inner_gradients import InnerGradient
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts
+NO_OTHER_COUNT = 0.02  # relative; counts that are closer to the weights than this are the weights
+EXPLAINED = 1e-3  # a mistake explains a difference if it leaves no more than this part of it
+FLOAT32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Measured:
 
     total: float
     weight: float
-    gradients: Sequence[Tensor | None] | None = None
+    gradients: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,26 @@ class Tolerance:
 
     total: float
     gradient: float
+    repeated: float  # for two calls with the same samples, where only kernels that add in any order differ
 
     @staticmethod
     def of(eps: float) -> Tolerance:
         # Kernels add in another order in another batch. Mistakes are far larger than this, as a rule.
         # Models in float64 get no less room: many compute their loss in float32.
         total = max(8 * eps, 1e-4)
-        return Tolerance(total, 10 * total)
+        return Tolerance(total, 10 * total, min(total, 32 * max(eps, FLOAT32)))
 
     def same(self, a: float, b: float, *terms: float) -> bool:
         """Return whether two sums are equal; `terms` are the sizes of what was added up, where that is known."""
-        return a == b or abs(a - b) <= self.total * max(abs(a), abs(b), *map(abs, terms), 0.0)
+        return _within(self.total, a, b, *terms)
+
+    def explains(self, left: float, missing: float, *terms: float) -> bool:
+        """Return whether hardly anything is `left` of what was `missing`, once a mistake is assumed."""
+        return abs(left) <= max(EXPLAINED * abs(missing), self.repeated * max(map(abs, terms)))
+
+
+def _within(tolerance: float, a: float, b: float, *terms: float) -> bool:
+    return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b), *map(abs, terms), 0.0)
 
 
 # ---- what a call of the loss changes ----
@@ -58,10 +70,10 @@ def of_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | No
         return named("randomness", f"the loss draws from a generator of its own: {_some(changes.generators)}")
     if host_draws:
         return named("randomness", f"the loss draws from the global generator of {' and '.join(sorted(host_draws))}")
-    if changes.averages:
-        return named("average", f"the loss changes {_some(changes.averages)}, which has the shape of a weight")
     if changes.model:
         return named("changed-in-forward", f"one forward changes {_some(changes.model)}")
+    if changes.averages:
+        return named("average", f"the loss changes {_some(changes.averages)}, which has the shape of a weight")
     return None
 
 
@@ -70,7 +82,9 @@ def of_repetition(first: Measured, again: Measured, changes: Changes, tolerance:
     if not (math.isfinite(first.total) and math.isfinite(again.total)):
         return None  # the first step will say it
 
-    same_total = tolerance.same(first.total, again.total, 1e-2 * first.weight)
+    # What changes by a thousandth in every call is no rounding error, if there is something that changes.
+    allowed = tolerance.repeated if changes.others else tolerance.total
+    same_total = _within(allowed, first.total, again.total, 1e-2 * first.weight)
     if same_total and first.weight == again.weight:
         return None
 
@@ -83,17 +97,27 @@ def of_repetition(first: Measured, again: Measured, changes: Changes, tolerance:
 # ---- the whole and its halves ----
 
 
-def add_up(whole: Measured, halves: Sequence[Measured], names: Sequence[str], tolerance: Tolerance) -> list[str] | None:
-    """Return the parameters whose gradients do not add up; None if there are no gradients to compare."""
+def add_up(
+    whole: Measured,
+    halves: Sequence[Measured],
+    names: Sequence[str],
+    tolerance: Tolerance,
+    norms: Callable[[list[Tensor]], list[Tensor]],
+) -> list[str] | None:
+    """Return the parameters whose gradients do not add up; None if there are no gradients to compare.
+
+    `norms` returns the lengths of full tensors: where ranks hold shards, each has its part of a gradient. Collective
+    there.
+    """
     if whole.gradients is None or any(half.gradients is None for half in halves):
         return None
 
-    sizes: list[float] = []
-    errors: list[float] = []
-    for gradients in zip(whole.gradients, *(half.gradients or () for half in halves), strict=True):
-        total, *parts = (torch.zeros(()) if g is None else g.detach().double() for g in gradients)
-        errors.append(float(torch.linalg.vector_norm(total - sum(parts))))
-        sizes.append(sum(float(torch.linalg.vector_norm(part)) for part in parts))
+    first, second = (half.gradients or [] for half in halves)
+    # In the place of the whole's: a model may have room for three times its gradients, as for Adam, and not for more.
+    for number, (a, b) in enumerate(zip(first, second, strict=True)):
+        whole.gradients[number] = whole.gradients[number] - a - b
+    errors, *parts = ([float(norm) for norm in norms(some)] for some in (whole.gradients, first, second))
+    sizes = [a + b for a, b in zip(*parts, strict=True)]
 
     # A gradient that is zero but for rounding is judged by the size of the others.
     floor = 1e-2 * math.hypot(*sizes)
@@ -128,8 +152,11 @@ def of_halves(
     same_total = tolerance.same(whole.total, totals, first.total, second.total, 1e-2 * whole.weight)
     is_mean = _is_mean(whole, halves, tolerance)
     if not math.isclose(whole.weight, weights, rel_tol=WEIGHT_TOLERANCE):
+        if same_total:
+            return named("loss-weight", seen)
+        # Where neither adds up, and the weight follows the batch, terms are chosen from it: the hardest, say.
         constant = whole.weight == first.weight == second.weight
-        return named("mean-of-means" if constant and not same_total else "loss-weight", seen)
+        return named("mean-of-means" if constant else "batch-coupled", seen)
     if same_total and not wrong:
         return None
     if same_total:
@@ -140,7 +167,7 @@ def of_halves(
 
     twice = doubled(False)
     missing = totals - whole.total
-    if tolerance.same(missing, 2 * first.total - twice.total, *numbers):
+    if tolerance.explains(2 * first.total - twice.total - missing, missing, *numbers):
         return named("penalty", f"{seen}; every call adds {missing:.4g}, whatever its samples")
     if _is_reweighted(whole, halves, doubled(True), tolerance):
         return named("loss-weight", f"{seen}; each total is a mean over something else, times the weight")
@@ -167,9 +194,31 @@ def _is_reweighted(whole: Measured, halves: Sequence[Measured], uneven: Measured
     if tolerance.same(first, mean) or not min(first, second) <= mean <= max(first, second):
         return False
 
+    # A loss that depends a little on the whole batch, as a balance of experts does, looks the same if the ratio is
+    # almost that of the weights. Samples are sorted by size, so what is counted instead differs more than that.
     ratio = (mean - second) / (first - mean)
+    if math.isclose(ratio, halves[0].weight / halves[1].weight, rel_tol=NO_OTHER_COUNT):
+        return False
     expected = (2 * ratio * first + second) / (2 * ratio + 1)
-    return tolerance.same(uneven.total / uneven.weight, expected, first, second)
+    by_weight = (2 * first * halves[0].weight + second * halves[1].weight) / uneven.weight
+    left = uneven.total / uneven.weight - expected
+    return tolerance.explains(left, by_weight - expected, first, second)
+
+
+def of_ranks(first: Measured, alone: Measured, again: Measured, ranks: int, tolerance: Tolerance) -> Cause | None:
+    """Name a loss that is another one when it is told that there is a single rank, and then the same `again`."""
+    if not same(first, again, tolerance):
+        return None
+    return named(
+        "rank-in-loss", f"the same samples: {_pair(first)} on {ranks} ranks; told that it is alone: {_pair(alone)}"
+    )
+
+
+def same(a: Measured, b: Measured, tolerance: Tolerance) -> bool:
+    """Return whether two calls with the same samples returned the same loss, as far as can be said."""
+    if not all(map(math.isfinite, (a.total, b.total, a.weight, b.weight))):
+        return True
+    return a.weight == b.weight and tolerance.same(a.total, b.total, 1e-2 * a.weight)
 
 
 # ---- words ----

@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lockstep.engine.checks import checksums
 
 MOST = 4  # times the bytes of the parameters; an attribute with more is a dataset, and is not noted
 AT_LEAST = 2**20  # bytes that an attribute may always have
+
+LONGEST = 10_000  # elements of a list or dictionary; one with more is a dataset, too
 
 # The attributes that every module has.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
@@ -57,7 +62,9 @@ class KeptState:
             *([("self", vars(task))] if hasattr(task, "__dict__") else []),
         ]
         self._attributes = [_note(attributes, model, most) for _, attributes in self._owners]
+        self._recomputed = set(_recomputed(model))
         self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
+        self._changed: dict[str, tuple[dict[str, Any], str, Any]] = {}  # see `settled`
 
     def changes(self) -> Changes:
         """Compare with the state before."""
@@ -77,9 +84,19 @@ class KeptState:
             for name in sorted({*noted, *_own_names(attributes)}):
                 old = noted[name][1] if name in noted else None
                 value = attributes.get(name)
-                if old is not _NOT_NOTED and not _same(value, old):
+                if old is not _NOT_NOTED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
                     self._sort(f"{owner}.{name}", value, found)
+                    self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
         return found
+
+    def settled(self, name: str) -> bool:
+        """Return whether an attribute that `changes` named did not change again, and is no copy of a weight.
+
+        It is then a table that the first forward makes, or the last output, whose shape is that of a weight by chance.
+        """
+        attributes, key, after = self._changed[name]
+        value = attributes.get(key)
+        return _same(value, after) and not any(checksums([t])[0] in self._checksums for t in _tensors(value))
 
     def restore(self) -> None:
         """Put everything back, in place where others may hold the same object."""
@@ -116,6 +133,22 @@ class KeptState:
             found.others.append(name)
 
 
+def _recomputed(model: nn.Module) -> Iterator[str]:
+    """Yield the names of plain tensors that torch's own hooks compute from parameters before every forward.
+
+    The first forward changes them if the model was converted after the hook was made: they are not converted with it.
+    """
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            key = None
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                key = hook.name
+            elif isinstance(hook, prune.BasePruningMethod):
+                key = hook._tensor_name
+            if key is not None:
+                yield f"model.{path}.{key}" if path else f"model.{key}"
+
+
 # ---- values ----
 
 
@@ -144,7 +177,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (t for t in value.state_dict().values() if isinstance(t, Tensor))
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple) and len(value) <= LONGEST:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _tensors(inner)
 
@@ -166,9 +199,9 @@ def _copied(value: Any) -> Any:
             return value.get_state(legacy=False)
         case random.Random():
             return value.getstate()
-        case dict():
+        case dict() if len(value) <= LONGEST:
             return {key: _copied(inner) for key, inner in value.items()}
-        case list() | tuple():
+        case list() | tuple() if len(value) <= LONGEST:
             return [_copied(inner) for inner in value]
         case _:
             return _NOT_NOTED

@@ -13,22 +13,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
 from lockstep.data.sources import MapSource
+from lockstep.data.streams import StreamSource
 
 Array = Tensor | np.ndarray
 
 
 class Samples:
-    """A few samples of a dataset, as a list, or as one batch if its `__getitems__` makes batches."""
+    """A few samples of a dataset: as a list, or as one batch if its `__getitems__` makes batches, or of a stream."""
 
-    def __init__(self, read: Any, count: int, collate: Callable[[Any], Any]):
+    def __init__(self, read: Any, count: int, collate: Callable[[Any], Any] | None):
+        """`collate` is None if `read` is a finished batch."""
         self._read = read
+        self.finished = collate is None
         self._collate = collate
         self.count = count
 
-        # A batch that was made at once can be taken apart if each of its arrays has a row for every sample.
-        arrays = [leaf for leaf in tree_leaves(read) if isinstance(leaf, Array)]
-        self.is_list = isinstance(read, list) and len(read) == count
-        self.can_be_split = self.is_list or (bool(arrays) and all(a.ndim and len(a) == count for a in arrays))
+        # A batch that was made at once can be taken apart if each of its arrays has a row for every sample. A number in
+        # it may be how many there are.
+        leaves = tree_leaves(read)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
+        counts = any(isinstance(leaf, int | float) for leaf in leaves)
+        self.is_list = collate is not None and isinstance(read, list) and len(read) == count
+        self.can_be_split = self.is_list or (
+            bool(arrays) and not counts and all(a.ndim and len(a) == count for a in arrays)
+        )
 
     def batch(self, positions: Sequence[int] | None = None) -> Any:
         """Return the collated batch of the samples at these positions, or of all; a new one in every call."""
@@ -40,7 +48,12 @@ class Samples:
             chosen = copy.deepcopy(chosen)
         except Exception:  # what cannot be copied is passed as it is
             pass
-        return self._collate(chosen)
+        return chosen if self._collate is None else self._collate(chosen)
+
+    @property
+    def half(self) -> list[int]:
+        """Return the positions of half of the samples."""
+        return list(range((self.count + 1) // 2))
 
     def digests(self) -> list[str]:
         """Return a digest of every sample, or one of a batch that was made at once."""
@@ -51,6 +64,22 @@ class Samples:
         if not self.is_list:
             return list(range(self.count))
         return sorted(range(self.count), key=lambda position: _size(self._read[position]))
+
+
+def first_of_stream(source: StreamSource, most: int) -> Samples | None:
+    """Return the first samples of this rank's first micro-batch, which is trained on afterwards; None: as in `read`.
+
+    A stream cannot be read twice, and has made a batch of them.
+    """
+    try:
+        micro = source.first_micro_batch()
+    except Exception:
+        return None
+    whole = Samples(micro.data, micro.samples, None)
+    if not whole.can_be_split or micro.padding:
+        return whole
+    count = min(most, micro.samples)
+    return Samples(whole.batch(range(count)), count, None)
 
 
 def read(source: MapSource, request: Request) -> Samples | None:

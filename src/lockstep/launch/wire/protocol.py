@@ -13,16 +13,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Count, parse_join
+from lockstep.launch.job import Count, parse_address
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice
 from lockstep.runtime.meeting.proof import NotProven, Seal, Secret, TurnedAway, prove
 
@@ -31,9 +30,6 @@ LOST_AFTER_S = 5.0
 
 # Seconds between two heartbeats of a node.
 BEAT_S = 1.0
-
-# How long a node tries to reach the coordinating one.
-CONNECT_S = 300.0
 
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
@@ -58,11 +54,16 @@ class AttemptMessage(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """A node asks to join; `identity` is the part of its command that must be equal on all nodes."""
+    """A node asks to join; `identity` is the part of its command that must be equal on all nodes.
+
+    A node that lost its connection and comes back says which number it had, and in which term.
+    """
 
     host: str
     count: Count
     identity: dict
+    term: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class SignalReceived(Message):
 
 @dataclass(frozen=True)
 class NodeBeat(Message):
-    """A node's heartbeat, in both directions; from a node also its ranks' heartbeats and the task's settings."""
+    """A node's heartbeat, with those of its ranks and the task's settings."""
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
@@ -113,10 +114,30 @@ class NodeBeat(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The node belongs to the job and adopts what the coordinator decided."""
+    """The node belongs to the job and adopts what the coordinator decided. A `Handover` follows at once."""
 
     run_dir: str
     decided: list
+    resume_command: str  # what to type to resume the job
+    number: int  # of the node that is welcome
+    term: int  # of the coordinator
+
+
+@dataclass(frozen=True)
+class Handover(Message):
+    """The coordinator's heartbeat: what a node needs to know to take over if it was the last one.
+
+    Times are ages in seconds, since clocks of two machines differ.
+    """
+
+    members: list[int]  # the numbers of all nodes
+    attempt: int = -1  # the newest one
+    restarts: int = 0
+    recent: list[float] = field(default_factory=list)
+    culprits: list = field(default_factory=list)
+    hang_places: list = field(default_factory=list)
+    settings: dict = field(default_factory=dict)
+    stop_signal: str | None = None  # one that asked the job to save and exit
 
 
 @dataclass(frozen=True)
@@ -250,6 +271,14 @@ class ConnectionLost(Exception):
     """The other side is gone; the text says how we know."""
 
 
+class Garbled(ConnectionLost):
+    """The other side, or somebody in between, sent what no node of this job sends."""
+
+
+class NoAnswer(Exception):
+    """No node that could be joined was reached; the text says why."""
+
+
 class Connection:
     """One non-blocking TCP connection that carries messages, each with a signature."""
 
@@ -266,6 +295,11 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def own_host(self) -> str:
+        """This machine's address, as the other side sees it."""
+        return own_host(self._socket)
 
     def send(self, message: Message) -> None:
         """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
@@ -306,12 +340,12 @@ class Connection:
         # A message ends with a newline; what follows the last one is incomplete.
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LARGEST:
-            raise ConnectionLost("it sent a message that is too long")
+            raise Garbled("it sent a message that is too long")
 
         try:
             messages = [decode(self._seal.check(line + b"\n")) for line in lines]
         except (ValueError, RecursionError) as error:
-            raise ConnectionLost(f"it sent something that is not one of our messages ({error})") from error
+            raise Garbled(f"it sent something that is not one of our messages ({error})") from error
 
         # Messages that came with the end of the connection are handled first; its loss is reported by the next call.
         if messages:
@@ -391,17 +425,17 @@ class Hub:
             self.drop(number)
 
 
-def claim(join: str) -> socket.socket | None:
-    """Bind the rendezvous address. Returns None if it belongs to another node, or to another process of this one."""
-    host, port = parse_join(join)
+def claim(address: str) -> socket.socket | None:
+    """Bind an address of --join. Returns None if it belongs to another node, or to another process of this one."""
+    host, port = parse_address(address)
 
     try:
         # Only this address is bound, not all of the machine's. IPv4 nodes can reach the IPv6 address ::.
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
     except socket.gaierror as error:
         raise UserError(
-            f"--join {join}: the host {host} is not known here",
+            f"--join {address}: the host {host} is not known here",
             f"{error.strerror}",
             "type an address that all nodes know",
         ) from None
@@ -411,7 +445,7 @@ def claim(join: str) -> socket.socket | None:
             return None
 
         raise UserError(
-            f"--join {join}: this address cannot be bound",
+            f"--join {address}: this address cannot be bound",
             os.strerror(error.errno or 0),
             "type an address and a port that one node may use",
         ) from None
@@ -421,48 +455,51 @@ def claim(join: str) -> socket.socket | None:
     return listener
 
 
-def connect(
-    join: str, source: str | None, say: Callable[[str], None], secret: Secret, signals: Sequence[str] = ()
-) -> Connection:
-    """Connect to the coordinating node, which may not be running yet. Both sides prove that they know the secret.
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at this address of the machine, at another port if that one is taken. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        listener = socket.create_server((host, 0), family=family, backlog=128)
 
-    Raises Preempted when one of the `signals` has come: there is nothing to save yet.
+    listener.setblocking(False)
+
+    return listener
+
+
+def own_host(connection: socket.socket) -> str:
+    """Return this machine's side of a socket, as a number, with the zone that some IPv6 addresses need."""
+    return socket.getnameinfo(connection.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return where a listening socket can be reached, as it is typed after --join."""
+    host, port = own_host(listener), listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reach(address: str, source: str | None, secret: Secret) -> Connection:
+    """Try once to connect to the coordinating node. Both sides prove that they know the secret.
+
+    Raises NoAnswer if it may succeed later, and a UserError if it never will.
     """
-    host, port = parse_join(join)
-
-    # Nodes may be started in any order: retry and say so once.
-    began = time.monotonic()
-    announced = False
-    why = ""
-    while time.monotonic() - began < CONNECT_S:
-        if signals:
-            raise Preempted(0, signals[0], None)
-
-        try:
-            connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
-            return _proven(connection, secret)
-        except OSError as error:
-            why = error.strerror or str(error)
-        except NotProven as error:
-            raise UserError(
-                f"--join {join}: the two nodes do not share a secret",
-                f"what listens there {error}; the secret here is from {secret.source}",
-                f"type a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
-            ) from None
-        except TurnedAway:
-            why = "it is busy: too many others want to join"
-
-        if not announced and time.monotonic() - began > 1.0:
-            announced = True
-            say(f"lockstep: no answer from {join} yet ({why}); trying for {CONNECT_S / 60:.0f} minutes")
-
-        time.sleep(0.2)
-
-    raise UserError(
-        f"--join {join}: no answer within {CONNECT_S / 60:.0f} minutes",
-        why,
-        "start the same command on the node that has this address",
-    )
+    host, port = parse_address(address)
+    try:
+        connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
+        return _proven(connection, secret)
+    except OSError as error:
+        raise NoAnswer(error.strerror or str(error)) from None
+    except TurnedAway:
+        raise NoAnswer("it is busy: too many others want to join") from None
+    except NotProven as error:
+        raise UserError(
+            f"--join {address}: the two nodes do not share a secret",
+            f"what listens there {error}; the secret here is from {secret.source}",
+            f"type a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
+        ) from None
 
 
 def _proven(connection: socket.socket, secret: Secret) -> Connection:

@@ -82,7 +82,7 @@ class RunningStatistics:
         if self.replicas.world.alone or not self._versions:
             return
 
-        # A source that does not know the total deals the ranks equal numbers.
+        # A source that does not know the total assigns the ranks equal numbers.
         total = batches.total or batches.count * self.replicas.world.size
         others = (total - 1 - self._position).clamp(min=0)
         # A layer that this rank did not run in the whole step, not even for padding, no other rank ran either.

@@ -15,7 +15,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import Hook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import BaseDriver, Control, broadcast_model
+from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -64,6 +64,7 @@ class Replica(Wrapper, DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
         self.prepared_for_backward = False
+        self.called = False  # since the micro-batch began
         self._complete = True  # from here on, attributes that the user's model has are set there
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -72,7 +73,9 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.prepared_for_backward = torch.is_grad_enabled()  # torch prepares the reduction here, and only here
+        # torch prepares the reduction here, and only here. A forward without gradients changes nothing of that.
+        self.prepared_for_backward |= torch.is_grad_enabled()
+        self.called = True
         return super().forward(*args, **kwargs)
 
     def users_model(self) -> nn.Module:
@@ -146,6 +149,7 @@ class DDPDriver(BaseDriver):
         super().before_forward(micro, control)
         self._replica.require_backward_grad_sync = control.last
         self._replica.prepared_for_backward = False
+        self._replica.called = False
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -154,6 +158,8 @@ class DDPDriver(BaseDriver):
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         if not self._replica.prepared_for_backward:
+            if self._replica.called:
+                raise no_gradient()
             raise UserError(
                 "the loss was computed without the model that Lockstep passed in",
                 f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
@@ -195,9 +201,9 @@ class DDPDriver(BaseDriver):
         pairs = zip(self.names, self.parameters, strict=True)
         # A gradient that was reduced is a view of its bucket.
         if self._replica.gradient_as_bucket_view:
-            check_reached([name for name, p in pairs if p.grad is None or not p.grad._is_view()])
+            check_reached([name for name, p in pairs if p.grad is None or not p.grad._is_view()], len(self.names))
         else:
-            check_reached([name for name, p in pairs if id(p) not in self._reached])
+            check_reached([name for name, p in pairs if id(p) not in self._reached], len(self.names))
 
 
 class UnusedParametersDriver(BaseDriver):
@@ -243,7 +249,10 @@ def _frozen_names(model: nn.Module) -> list[str]:
     return sorted(set(frozen))
 
 
-def check_reached(missed: list[str]) -> None:
+def check_reached(missed: list[str], trainable: int) -> None:
+    """Raise if a backward missed some of the trainable parameters."""
+    if len(missed) == trainable:
+        raise no_gradient()
     if missed:
         raise UserError(
             f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -14,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver, check_reached
-from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver
+from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver, no_gradient
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
@@ -92,7 +93,8 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
 
         # The hook adds the last micro-batch. The earlier ones wait in its tree.
         if word is None:
-            check_reached([name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None])
+            missed = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+            check_reached(missed, len(self.names))
             self._push_gradients()
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> OrderedHook:
@@ -124,7 +126,7 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
 
     def _reduce(self, word: ControlWord) -> None:
         ranks, me = self.runtime.world.size, self.runtime.world.rank
-        shares = [deal(self._total, rank, ranks) for rank in range(ranks)]
+        shares = [rank_range(self._total, rank, ranks) for rank in range(ranks)]
         subtrees = [roots_of(micros.start, micros.stop) for micros in shares]  # of every rank, in order
         first = sum(len(of_rank) for of_rank in subtrees[:me])
 
@@ -193,7 +195,7 @@ class OrderedFSDPDriver(FSDPDriver):
     shard adds them in order along a tree of shards.
     """
 
-    placement = replace(ShardedDriver.placement, interleaved=True)
+    role = replace(ShardedDriver.role, interleaved=True)
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)
@@ -203,6 +205,17 @@ class OrderedFSDPDriver(FSDPDriver):
         self._reductions = [_OrderedReduceScatter() for _ in sharded]
         for module, reduction in zip(sharded, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)
+
+    @contextmanager
+    def many_forwards(self) -> Iterator[str | None]:
+        for reduction in self._reductions:
+            reduction.in_a_step = False
+        try:
+            with super().many_forwards() as warning:
+                yield warning
+        finally:
+            for reduction in self._reductions:
+                reduction.in_a_step = True
 
     def begin(self) -> None:
         super().begin()
@@ -250,6 +263,8 @@ class OrderedFSDPDriver(FSDPDriver):
             self._reduce_scalars()
 
         grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not grads:
+            raise no_gradient()
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._word = words.sum(0)  # the sum of these numbers is exact in any order
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
@@ -317,12 +332,17 @@ class _OrderedReduceScatter(ReduceScatter):
         # About the next backward: the number of its round, the micro-batches of the step, whether it is the last.
         self.expected: tuple[int, int, bool] | None = None
 
+        # Outside a step there are no rounds: one backward on each rank is all there is.
+        self.in_a_step = True
+
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        if not self.in_a_step:
+            self.expected = 0, group.size(), True
         if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",

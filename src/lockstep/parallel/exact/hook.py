@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.data.shard import deal
+from lockstep.data.shard import rank_range
 from lockstep.parallel.ddp.hooks import Bucket, Hook
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 
@@ -84,7 +84,7 @@ class OrderedHook(Hook):
         """
         self._last = last
         # Every rank can compute what all ranks will send, so no message is needed.
-        ranges = [deal(total, rank, self.ranks) for rank in range(self.ranks)]
+        ranges = [rank_range(total, rank, self.ranks) for rank in range(self.ranks)]
         self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
 
     def finish(self) -> None:
@@ -151,7 +151,7 @@ class OrderedHook(Hook):
         for begin in range(0, buffer.numel(), CHUNK):
             # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
             size = min(CHUNK, buffer.numel() - begin)
-            ranges = [deal(size, rank, self.ranks) for rank in range(self.ranks)]
+            ranges = [rank_range(size, rank, self.ranks) for rank in range(self.ranks)]
             slices = [slice(begin + elements.start, begin + elements.stop) for elements in ranges]
             own = buffer[slices[self.me]]
 

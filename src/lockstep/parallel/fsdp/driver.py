@@ -29,7 +29,7 @@ from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.meta_init import fill
+from lockstep.parallel.meta.init import fill
 from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
@@ -52,10 +52,9 @@ class FSDPDriver(ShardedDriver):
         shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
 
         # Block by block, so that an empty model (init=meta) never exists in full.
-        facts: dict[str, str] = {}
         empty = any(p.is_meta for p in model.parameters())
         if empty:
-            facts = fill(model, unshared, shard, config.seed, runtime)
+            fill(model, unshared, shard, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
@@ -70,7 +69,7 @@ class FSDPDriver(ShardedDriver):
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
-        self.placement = replace(self.placement, facts=facts | describe_blocks(len(blocks), len(unshared)))
+        self.role = replace(self.role, facts=describe_blocks(len(blocks), len(unshared)))
 
         if empty:
             self.sync_buffers()  # each rank made its own
@@ -122,6 +121,10 @@ class FSDPDriver(ShardedDriver):
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
+
+            # A backward that failed leaves gradients, to which the first step would add.
+            for _, full in self._gathered():
+                full.grad = None
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)

@@ -6,17 +6,18 @@ use (a tied embedding) is held by both; its two gradients are added, so that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver
+from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.parallel.mesh import Axes
@@ -74,6 +75,7 @@ class PipelineDriver(ShardedDriver):
         stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
         pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+        _check_norms(model, by_tensor)
 
         # While every rank still holds every tensor: from here on it keeps only its own.
         _broadcast_one_by_one(model, runtime)
@@ -106,8 +108,8 @@ class PipelineDriver(ShardedDriver):
 
         # A tensor that no stage used is on all ranks, like one that all stages use.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-        self.placement = replace(
-            self.placement,
+        self.role = replace(
+            self.role,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
@@ -140,7 +142,11 @@ class PipelineDriver(ShardedDriver):
 
         # The first stages need the loss scale of fp16 before any loss is known.
         if control.needs_reference_weight:
-            loss = self._flow.forward(loss_fn, micros[0].data)
+            loss = None
+            try:
+                loss = self._flow.forward(loss_fn, micros[0].data)
+            except UserError as error:
+                self._flow.refused = error  # all ranks raise it, at the end of the step
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._flow.run(micros, loss_fn, control)
@@ -170,7 +176,7 @@ class PipelineDriver(ShardedDriver):
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        holders = self.placement.holders.get(name)
+        holders = self.role.holders.get(name)
         if holders is None:
             return full_tensor(tensor)
 
@@ -185,7 +191,7 @@ class PipelineDriver(ShardedDriver):
 
     def _broadcast_buffers(self) -> None:
         rank = self.runtime.world.rank
-        holders = self.placement.holders
+        holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
         buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
         self._replicas.broadcast_(buffers)
@@ -224,9 +230,14 @@ class PipelineDriver(ShardedDriver):
 
         # The first sum: the control word, and which parameters any rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        marks = torch.tensor(used + self._foreign.used(), dtype=torch.float64)
-        used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        marks = torch.tensor([*self._flow.marks(), *used, *self._foreign.used()], dtype=torch.float64)
+        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        if refused:
+            self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
+        # Without a gradient from the loss, the last stage sends zeros to the others.
+        if not (reached and any(used_anywhere[: len(used)])):
+            raise no_gradient()
 
         # Then the gradients, then their norms: a parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
@@ -239,6 +250,12 @@ class PipelineDriver(ShardedDriver):
             squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
 
         self._squared_norms = self.runtime.collectives.sum_(squared)
+
+    def _raise_refusal(self) -> NoReturn:
+        """Raise the error of the loss on all ranks: only that of the last stage calls it."""
+        own = self._flow.refused
+        found = self.runtime.collectives.gather_json(list(own.args) if own else None)
+        raise own or UserError(*next(filter(None, found)))
 
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
@@ -262,6 +279,19 @@ class PipelineDriver(ShardedDriver):
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+
+
+def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
+    """Refuse a BatchNorm that two stages use: each would keep running statistics of its own use."""
+    for name, module in model.named_modules():
+        tensors = [f"{name}.{tensor}".lstrip(".") for tensor in ("running_mean", "weight")]
+        stages = sorted({number for tensor in tensors for number in by_tensor.get(tensor, ())})
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and len(stages) > 1:
+            raise UserError(
+                f"{name!r} is a {type(module).__name__} that {len(stages)} stages of the pipeline (mesh.pp) share",
+                f"stages {', '.join(map(str, stages))}: each would keep running statistics of its own use",
+                "give every use a BatchNorm of its own; or type strategy=ddp, or strategy=fsdp",
+            )
 
 
 def _holds(model: nn.Module, layer: str, held: Collection[str]) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn
+from lockstep.parallel.driver import Autocast, Control, LossFn, no_gradient
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
@@ -75,7 +75,12 @@ class StandIn:
 def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
     """Return what the task passes to the model for this batch."""
 
+    trains = torch.is_grad_enabled()
+
     def record(*args: Any, **kwargs: Any) -> Any:
+        # The stages run outside the loss, with gradients.
+        if trains and not torch.is_grad_enabled():
+            raise no_gradient()
         raise _ModelCalled(args, kwargs)
 
     try:
@@ -125,6 +130,10 @@ class Pipeline:
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
         self.local_stages = {n: stage for n, stage in enumerate(stages) if n % along.world.size == along.world.rank}
 
+        # Of this step, where this rank computes the loss: what that was refused for, and whether a backward from it
+        # reached the output of the model.
+        self.refused: UserError | None = None
+        self.reached = False
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
 
@@ -138,6 +147,7 @@ class Pipeline:
         Micro-batches of another shape (the short one at the end of an epoch) get a separate pass.
         """
         self._set_mode()
+        self.reached = False
 
         # Every rank finds the arguments itself, since every rank has the samples.
         inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
@@ -148,6 +158,13 @@ class Pipeline:
             if is_new:
                 _, self._stage_inputs[shape] = self._walk(inputs[group[0]])
             self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, control)
+
+    def marks(self) -> list[bool]:
+        """Return whether this rank's loss was refused, and whether its backward reached the model, in this step."""
+        return [self.refused is not None, self.reached]
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        self.reached = True
 
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
         """Return which micro-batches go through the schedule together, and whether their shapes must be inferred first.
@@ -268,15 +285,23 @@ class _ScheduledStage(nn.Module):
         if self.number < pipeline.count - 1:
             return tuple(sendable(output, self.number))
 
-        loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
-        loss = loss_of(output)
-        start = self._control.record(loss)  # may replace loss.total, by an injected fault
-        total = loss.total * start
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf in leaves:
+            leaf.register_hook(pipeline.note_gradient)
 
-        if pipeline.foreign.are_read(loss, output, again=loss_of):
-            # An error will be raised at the end of the step; until then the backward must still work, and reach every
-            # tensor of the output.
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
+        total: Tensor | None = None
+        try:
+            loss = loss_of(output)
+            start = self._control.record(loss)  # may replace loss.total, by an injected fault
+            if not pipeline.foreign.are_read(loss, output, again=loss_of):
+                total = loss.total * start
+        except UserError as error:
+            pipeline.refused = pipeline.refused or error
+
+        # An error will be raised at the end of the step, on all ranks; until then the backward must still work, and
+        # reach every tensor of the output.
+        if total is None:
             total = torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 
         # torch was told that the loss is float32; the gradient that starts here is 1 in any dtype.

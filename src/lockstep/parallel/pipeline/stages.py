@@ -89,7 +89,8 @@ def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn
 def _flatten_sequential(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Sequential.forward:
         return [module]
-    return [layer for child in module.children() for layer in _flatten_sequential(child)]
+    # Not children(), which lists a layer that comes twice (one ReLU for all) only once.
+    return [layer for child in module._modules.values() if child is not None for layer in _flatten_sequential(child)]
 
 
 def _check_complete(model: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -58,7 +58,6 @@ class GPT(nn.Module):
             block.reset_parameters()  # pyrefly: ignore[not-callable]
         self.reset_parameters()
 
-    # With init=meta each block and the model are reset one by one, so neither touches the other's weights.
     def reset_parameters(self) -> None:
         draw_weights(self.head)
         nn.init.normal_(self.embed.weight, std=0.02)

@@ -1,9 +1,9 @@
 """Rollouts as a source of batches: trade for a while, learn from those days for a few epochs, and repeat.
 
 A sample is the days of one environment. Every position of the global batch owns one environment for each minibatch,
-and every epoch deals them again: a minibatch holds one environment of each position. A rank trades in the environments
-of its own micro-batches. So neither the rank nor the number of ranks decides which random numbers an environment gets,
-or which environments share a minibatch.
+and every epoch assigns them again: a minibatch holds one environment of each position. A rank trades in the
+environments of its own micro-batches. So neither the rank nor the number of ranks decides which random
+numbers an environment gets, or which environments share a minibatch.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Rollouts:
         # Mean and standard deviation of the advantages of every minibatch of the update.
         self.advantage_stats: list[list[float]] = []
 
-        # For each cohort of this rank, which of its environments are in each minibatch of the update; see `deal`.
-        self._deals: list[Tensor] = []
+        # For each cohort of this rank, which of its environments are in each minibatch of the update; see `assign`.
+        self._assigned: list[Tensor] = []
 
     def attach(self, context: SourceContext) -> str:
         """Make this rank's environments. Returns a line about the data."""
@@ -173,7 +173,7 @@ class Rollouts:
     def _micro_batch(self, local: int) -> MicroBatch:
         """Return the environments of this rank's cohort number `local` that are in the current minibatch."""
         assert self.days is not None
-        cohort, chosen = self.cohorts[local], self._deals[local][self.cursor]
+        cohort, chosen = self.cohorts[local], self._assigned[local][self.cursor]
         rows = cohort.first - self.first + chosen.to(self.context.device, non_blocking=True)
         data: dict[str, Any] = {name: self.days[name][rows] for name in self.loss_fields}
 
@@ -188,7 +188,7 @@ class Rollouts:
 
     def _deal(self) -> list[Tensor]:
         cohorts = zip(self.cohorts, self.sizes, strict=True)
-        return [deal(cohort.first, size, self.options, self.context.seed, self.update) for cohort, size in cohorts]
+        return [assign(cohort.first, size, self.options, self.context.seed, self.update) for cohort, size in cohorts]
 
     # ---- trading ----
 
@@ -215,14 +215,14 @@ class Rollouts:
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 
         self.days = {name: days[name] for name in self.loss_fields}
-        self._deals = self._deal()
+        self._assigned = self._deal()
         self.advantage_stats = self._advantage_stats(gained)
 
     def _advantage_stats(self, gained: Tensor) -> list[list[float]]:
         """Return mean and deviation of the advantages of every minibatch, over all ranks, with one all-reduce."""
         per_cohort = []
-        for cohort, dealt in zip(gained.split(self.sizes), self._deals, strict=True):
-            minibatches = dealt.to(cohort.device, non_blocking=True)
+        for cohort, assigned in zip(gained.split(self.sizes), self._assigned, strict=True):
+            minibatches = assigned.to(cohort.device, non_blocking=True)
             per_cohort.append(torch.stack([stats_of(cohort[rows]) for rows in minibatches]))
 
         per_minibatch = self._gather_cohorts(torch.stack(per_cohort)).transpose(0, 1)  # (minibatches, cohorts, 3)
@@ -303,7 +303,7 @@ class Rollouts:
         own_rows = slice(self.first, self.first + sum(self.sizes))
         self.days = state["days"] and {name: part[own_rows] for name, part in state["days"].items()}
         self.advantage_stats = state["norms"]
-        self._deals = self._deal()
+        self._assigned = self._deal()
 
         # Another micro_batch makes other cohorts. Only the sum over cohorts is compared with target_kl.
         self.kl.zero_()
@@ -313,8 +313,8 @@ class Rollouts:
             self.kl[0] += state["kl"].sum(dim=0)
 
 
-def deal(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:
-    """Deal the environments `first` ... `first + count - 1` to the minibatches of an update.
+def assign(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:
+    """Assign the environments `first` ... `first + count - 1` to the minibatches of an update.
 
     Returns (epochs * minibatches, positions): for every minibatch one environment of each position, counted from
     `first`.

@@ -142,9 +142,6 @@ class Block(nn.Module):
             self.mix = SwiGLU(config.positions_in_all, config.expansion)
         self.mlp = SwiGLU(config.width, config.expansion)
 
-    def reset_parameters(self) -> None:
-        draw_weights(self.modules())
-
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         # The MLP mixes positions, so they have to be its channels.
         mixed = self.mix(x, rotation) if self.attends else self.mix(x.transpose(1, 2)).transpose(1, 2)
@@ -202,11 +199,6 @@ class HierarchicalReasoningModel(nn.Module):
             self.register_buffer("sin", sin, persistent=False)
 
         draw_weights(self.modules())
-        self._reset_halting()
-
-    def reset_parameters(self) -> None:
-        """Initialise what is outside the blocks, for init=meta."""
-        draw_weights(filter(None, (self.embed, self.places, self.head, self.q_head)))
         self._reset_halting()
 
     def _reset_halting(self) -> None:

@@ -194,7 +194,6 @@ class Encoder(nn.Module):
         else:
             self.stem = nn.Conv2d(3, width, sizes.patch, sizes.patch)
 
-        # `reset_parameters` fills the positions, even after the model was made on the device `meta`.
         tokens = (sizes.image // sizes.pixels_per_token) ** 2
         self.positions = nn.Parameter(torch.empty(tokens, width))
 

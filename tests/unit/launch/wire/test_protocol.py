@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job
-from lockstep.launch.supervisor import _introduce
+from lockstep.launch.supervisor import Member, adopt
 from lockstep.launch.wire import protocol
 from lockstep.launch.wire.door import Door
 from lockstep.launch.wire.protocol import (
@@ -22,19 +23,23 @@ from lockstep.launch.wire.protocol import (
     Connection,
     ConnectionLost,
     Exited,
+    Handover,
     Hello,
     Hub,
     JobEnd,
+    NoAnswer,
     NodeBeat,
     Refused,
     Stacks,
     Start,
     Welcome,
+    address_of,
     claim,
-    connect,
     decode,
     difference,
     encode,
+    listen_at,
+    reach,
 )
 from lockstep.runtime.meeting import proof
 from lockstep.runtime.meeting.proof import Seal, Secret
@@ -42,7 +47,9 @@ from ports import free_port
 
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
-    Hello("host", Count(1, 2, 1), {"target": "x"}),
+    Hello("host", Count(1, 2, 1), {"target": "x"}, 2, 1),
+    Welcome("runs/b", [], "type it again", 1, 2),
+    Handover([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
     Exited(0, 1, RankExit(0)),
     Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
@@ -203,7 +210,7 @@ def connected(hub: Hub, address: str, *sources: str | None) -> list[Connection]:
     """Connect from each source, while the hub opens the door."""
     lines: list[Connection] = []
     for source in sources:
-        knocking = threading.Thread(target=lambda source=source: lines.append(connect(address, source, print, SECRET)))
+        knocking = threading.Thread(target=lambda source=source: lines.append(reach(address, source, SECRET)))
         knocking.start()
         while knocking.is_alive():
             hub.poll(0.0)
@@ -260,22 +267,41 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     assert not closing.is_alive()  # it does not wait longer than it must
 
 
-def test_orders_may_come_together_with_the_welcome(line):
+@pytest.fixture
+def member(tmp_path, monkeypatch):
+    """A node that has not been welcome anywhere."""
+    monkeypatch.setattr("lockstep.launch.supervisor.Agent", lambda job, name: SimpleNamespace(count=job.nproc))
+    layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
+    job = Job({"layers": layers, "path": []}, tmp_path / "a", Count(1, 1), join="127.0.0.1:29400")
+    return Member(job, "host", [])
+
+
+WELCOME = Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, 1)
+
+
+def test_orders_may_come_together_with_the_welcome(line, member):
     made, there = line
     order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, "a1")
-    there.say(Announce("early"), Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]]), order)
+    there.say(Announce("early"), WELCOME, order, Handover([0, 2]))
+    assert member._introduce(made) == [Announce("early"), order]
+    assert not (member._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own
+
+
+def test_a_node_adopts_what_the_coordinator_decided():
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
-    adopted, orders = _introduce(Job({"layers": layers, "path": []}, Path("runs/a"), Count(1, 1)), "host", made)
-    assert orders == [Announce("early"), order]
+    job = Job({"layers": layers, "path": [], "resume_command": "with runs/a"}, Path("runs/a"), Count(1, 1))
+    adopted = adopt(job, WELCOME)
     assert adopted.run_dir == Path("runs/b")
     assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
+    assert adopted.resume_command == "type it again"
+    assert adopt(adopted, WELCOME) == adopted  # so that a node that comes back keeps what it has
 
 
-def test_a_refusal_is_an_error_for_the_user(line):
+def test_a_refusal_is_an_error_for_the_user(line, member):
     made, there = line
     there.say(Refused("--join x", "target: 'b' here, 'a' there", "run the same command"))
     with pytest.raises(UserError, match="run the same command"):
-        _introduce(Job({}, Path("runs/a"), Count(1, 1)), "host", made)
+        member._introduce(made)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
@@ -293,12 +319,16 @@ def test_an_unknown_address():
         claim("no.such.host.invalid:29400")
 
 
-def test_a_coordinator_that_never_answers(address, monkeypatch):
-    monkeypatch.setattr(protocol, "CONNECT_S", 1.5)
-    said = []
-    with pytest.raises(UserError, match="no answer within"):
-        connect(address, None, said.append, SECRET)
-    assert f"no answer from {address} yet" in said[0]
+def test_a_coordinator_that_does_not_answer(address):
+    with pytest.raises(NoAnswer, match="refused"):
+        reach(address, None, SECRET)
+
+
+def test_an_address_whose_port_is_taken(address):
+    with claim(address) as taken, listen_at(*taken.getsockname()) as other:
+        assert address_of(taken) == address
+        assert address_of(other) != address
+        assert address_of(other).startswith("127.0.0.1:")
 
 
 def test_differences_are_named():

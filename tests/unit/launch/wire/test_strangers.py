@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import UserError
 from lockstep.launch.wire import door
 from lockstep.launch.wire.door import Door, find_secret
-from lockstep.launch.wire.protocol import claim, connect
+from lockstep.launch.wire.protocol import claim, reach
 from lockstep.runtime.meeting import proof
 from lockstep.runtime.meeting.proof import NotProven, Secret
 from ports import free_port
@@ -129,14 +129,14 @@ def meeting():
 
 
 def test_who_knows_the_secret_comes_in(meeting):
-    connect(meeting.join, None, print, OURS).close()
+    reach(meeting.join, None, OURS).close()
     assert len(meeting.admitted) == 1
     meeting.kinds()
 
 
 def test_who_does_not_says_what_to_do(meeting):
     with pytest.raises(UserError, match=r"the secret here is from elsewhere\n.*LOCKSTEP_SECRET"):
-        connect(meeting.join, None, print, THEIRS)
+        reach(meeting.join, None, THEIRS)
     assert meeting.admitted == []
     meeting.kinds(proof.WRONG)
 
@@ -173,7 +173,7 @@ def test_a_rogue_coordinator_is_not_believed(challenge, proof, why):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(UserError, match=why):
-            connect(f"127.0.0.1:{listener.getsockname()[1]}", None, print, OURS)
+            reach(f"127.0.0.1:{listener.getsockname()[1]}", None, OURS)
         thread.join()
 
 
@@ -197,13 +197,6 @@ def test_a_coordinator_that_answers_digit_by_digit_gains_no_time(monkeypatch):
             stop.set()
             thread.join()
         assert time.monotonic() - began < 65 * 0.05
-
-
-def test_a_signal_ends_the_search_for_a_coordinator():
-    """Nobody answers there: without the signal it would be tried for minutes."""
-    with pytest.raises(Preempted) as stopped:
-        connect(f"127.0.0.1:{free_port()}", None, print, OURS, ["SIGTERM"])
-    assert (stopped.value.code, stopped.value.signal) == (Preempted.CODE, "SIGTERM")
 
 
 # Strangers, one kind after the other; the time is the test's

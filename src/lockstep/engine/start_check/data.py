@@ -1,0 +1,156 @@
+"""What the ranks, and their loader processes, read: the same dataset everywhere, and then different samples of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.causes import Cause, named
+from lockstep.checkpoint.state_tree import digest
+from lockstep.data.sources import MapSource
+from lockstep.data.streams import StreamSource
+from lockstep.engine.start_check.samples import Samples, read
+from lockstep.errors import UserError, some_names
+from lockstep.runtime.context import Runtime
+from lockstep.task import BatchSource, MicroBatch, StepBatches
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run  # which calls this check
+
+# ---- the same dataset ----
+
+
+def differs(run: Run, source: MapSource, request: Any, samples: Samples | None) -> Cause | None:
+    """Compare lengths and samples of all ranks."""
+    own_digests = samples.digests() if samples else []
+    first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
+
+    for rank, (length, _) in enumerate(others, start=1):
+        if length != first[0]:
+            return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
+
+    # Samples that are meant to be drawn again by every process cannot be compared.
+    if not run.config.data.seed_samples:
+        return None
+    for rank, (_, digests) in enumerate(others, start=1):
+        for index, a, b in zip(request[1], first[1], digests, strict=False):
+            if a != b:
+                return _sample_differs(run, source, request, own_digests, int(index), rank)
+    return None
+
+
+def _sample_differs(run: Run, source: MapSource, request: Any, digests: list[str], index: int, rank: int) -> Cause:
+    """Read the samples once more on all ranks, to tell random samples from other samples."""
+    repeated = read(source, request)
+    again = repeated.digests() if repeated else []
+    if not all(run.runtime.collectives.gather_json(again == digests)):
+        return named("augmentation", f"sample {index} was read twice by one rank, and differed")
+    return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
+
+
+# ---- different samples ----
+
+
+def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
+    """Take the batches of the first step and check that the ranks read different samples. Collective.
+
+    Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
+    `data_rank` must read the same ones.
+    """
+    batches: StepBatches | None = None
+    problem: UserError | None = None
+    own_digest: str | None = None
+    beginning: str | None = None
+    try:
+        batches = source.take()
+        # Read all of them now: an error while reading is gathered too and raised on every rank.
+        batches.micro_batches = micro_batches = list(batches)
+        own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
+        if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
+            _check_loaders(source, micro_batches[0], own_digest)
+        if isinstance(source, StreamSource) and source.beginning is not None:
+            beginning = digest(source.beginning)
+    except UserError as error:
+        problem = error
+
+    gathered = runtime.collectives.gather_json([data_rank, own_digest, beginning, problem and list(problem.args)])
+    # A rank that failed raises its own error, the others a copy of the first one.
+    for rank, (*_, error_args) in enumerate(gathered):
+        if error_args:
+            raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
+
+    assert batches is not None
+    _check_one_stream([one[2] for one in gathered])
+
+    digests: dict[int, str | None] = {}  # by data rank
+    for rank, (group, value, *_) in enumerate(gathered):
+        if digests.setdefault(group, value) != value:
+            raise UserError(
+                f"rank {rank} read another first batch than the first rank of its group",
+                "ranks that share a layer, or are stages of one pipeline, must read the same samples",
+                "let Lockstep shard the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
+                "samples that draw random numbers",
+            )
+
+    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
+    if len(digests) > 1 and (
+        not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
+    ):
+        check_different(
+            list(digests.values()),
+            "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
+            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+        )
+    return batches
+
+
+def _check_one_stream(beginnings: Sequence[str | None]) -> None:
+    """Check that all ranks read the same stream, of which each keeps every k-th sample."""
+    for rank, beginning in enumerate(beginnings):
+        if beginning != beginnings[0]:
+            raise UserError(
+                f"the stream of rank {rank} begins with another sample than that of rank 0",
+                "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: of a stream "
+                "that splits itself by rank, or has an order of its own on every rank, samples would be lost",
+                "type data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
+                "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, type "
+                "checks.first_batch=false",
+            )
+
+
+def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
+    """Check that a loader process has read what is read without it: data.workers must not change the training."""
+    try:
+        again = source.read_again(micro)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            "this rank cannot read the samples that a loader process has read",
+            f"{type(error).__name__}: {error}",
+            "let the dataset be read without a loader process too (get_worker_info() is None there); or type "
+            "checks.first_batch=false",
+        ) from error
+    if digest(again) == read_by_loader:
+        return
+    if isinstance(source, StreamSource):
+        raise UserError(
+            f"the {source.options.config.workers} loader processes do not read the same stream",
+            "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
+            "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
+        )
+    raise UserError(
+        "a loader process reads other samples than this rank does",
+        f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
+        "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
+        "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
+        "If they may differ, type checks.first_batch=false",
+    )
+
+
+def check_different(digests: Sequence[str | None], fix: str) -> None:
+    """Check that no two ranks have the same first batch. None: that rank has no batch."""
+    seen: dict[str, int] = {}
+    for rank, value in enumerate(digests):
+        if value is not None and seen.setdefault(value, rank) != rank:
+            raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)

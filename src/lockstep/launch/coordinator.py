@@ -1,0 +1,348 @@
+"""The coordinating node of a job: the state machine decides, and the coordinator carries out its commands.
+
+A job on a single machine is coordinated there; on several machines, see `supervisor.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import time
+from contextlib import closing, suppress
+from functools import partial
+from typing import assert_never
+
+from lockstep.errors import printable
+from lockstep.launch import records
+from lockstep.launch.agent import Agent
+from lockstep.launch.failure import Failure
+from lockstep.launch.job import Job, Node, append_event
+from lockstep.launch.meeting import Term
+from lockstep.launch.run_dir import folder_identity, latest_step
+from lockstep.launch.state_machine import JobStateMachine
+from lockstep.launch.wire.door import Notice
+from lockstep.launch.wire.protocol import (
+    BEAT_S,
+    Announce,
+    Command,
+    ConnectionLost,
+    Drop,
+    Exited,
+    Handover,
+    Hello,
+    Hub,
+    JobEnd,
+    LogEvent,
+    Message,
+    NodeBeat,
+    RanksGone,
+    Refused,
+    Send,
+    SignalReceived,
+    Stacks,
+    Start,
+    StartAttempt,
+    Welcome,
+    ZygoteLost,
+    difference,
+)
+from lockstep.launch.wire.store_server import StoreServer, store_secret
+
+# How long a turn of the loop waits for something to happen.
+TURN_S = 0.05
+
+# The coordinating node's number.
+COORDINATOR = 0
+
+# Upper bound on the rank count that a remote node may announce.
+MAX_RANKS = 4096
+
+
+def say(text: str) -> None:
+    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
+
+    # Ranks and other nodes had a part in the text.
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+class Coordinator:
+    """Runs the ranks of its node, talks to the other nodes and carries out the state machine's commands.
+
+    On several machines it has a `term`; a node that takes over has `inherited` what its predecessor knew.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        agent: Agent,
+        signals: list[str],
+        hub: Hub | None = None,
+        address: str = "127.0.0.1",
+        term: Term | None = None,
+        inherited: Handover | None = None,
+    ):
+        self._job = job
+        self._agent = agent
+        self._signals = signals
+        self._hub = hub or Hub()
+        self._address = address  # where the ranks' store is bound
+        self._store: StoreServer | None = None  # that of the present attempt, on several nodes
+        self._term = term
+
+        # This node joins its own job like any other.
+        now = time.monotonic()
+        self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
+        self._machine.joined(Node(COORDINATOR, agent.name, agent.count), now)
+
+        self._next_beat = now
+        self._ending: JobEnd | None = None  # set by the last command
+        self._superseded = False
+
+        # The run folder, until it is known to be gone.
+        self._folder_watched: tuple[int, int] | None = folder_identity(job.run_dir)
+
+    def run(self) -> JobEnd | None:
+        """Return how the job ended; None if another node has taken it over."""
+        with closing(self._hub):
+            while self._ending is None and not self._superseded:
+                self._turn()
+
+            self._agent.stop()
+            self._close_store()
+
+            # The others learn from its absence that there is nothing to take over. An exception leaves it there.
+            if self._term and not self._superseded:
+                self._term.end()
+
+        if counts := self._hub.turned_away():
+            append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
+
+        return self._ending
+
+    def took_over(self, failure: Failure) -> None:
+        self._machine.took_over(failure, time.monotonic())
+
+    @property
+    def handover(self) -> Handover:
+        return self._machine.handover(time.monotonic())
+
+    def _turn(self) -> None:
+        """Collect what happened, hand it to the state machine and carry out its commands."""
+        now = time.monotonic()
+        of_store = self._store.files(now) if self._store else []
+        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + of_store, TURN_S)
+        now = time.monotonic()
+
+        # This process may have been suspended: what came since then matters only if it still coordinates.
+        if now >= self._next_beat and self._is_superseded():
+            return
+
+        # Events of this node and of the others.
+        while self._signals:
+            self._machine.preempt_requested(self._signals.pop(0), now)
+
+        for message in self._agent.poll():
+            self._handle(COORDINATOR, message, now)
+
+        for number, message in self._hub.poll(now):
+            self._receive(number, message, now)
+
+        for notice in self._hub.take_notices():
+            self._tell(notice, f"--join {self._job.join}")
+
+        if self._store is not None:
+            self._store.poll(now)
+            for notice in self._store.take_notices():
+                self._tell(notice, "the ranks' store")
+
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._every_second(now)
+
+        # Time passing is an event as well. Then carry out all commands issued in this turn.
+        self._machine.tick(now)
+        for command in self._machine.take():
+            self._carry_out(command)
+
+    def _is_superseded(self) -> bool:
+        self._superseded |= self._term is not None and self._term.superseded()
+        return self._superseded
+
+    def _tell(self, notice: Notice, where: str) -> None:
+        """Say once for each kind of stranger that there was one. They cannot choose a word of it."""
+        source = f" from {notice.address}" if notice.address else ""
+        say(f"lockstep: a stranger{source} at {where} {notice.kind}; others like it are only counted")
+        append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
+
+    def _every_second(self, now: float) -> None:
+        """Exchange heartbeats, check for hangs and look for a request of `lockstep resize`."""
+        self._handle(COORDINATOR, self._agent.node_beat(), now)
+        self._send_to_nodes(self.handover)
+        self._machine.check_for_hangs(now)
+        self._watch_folder()
+
+        # `lockstep resize` leaves a file with a number, which is consumed here.
+        request = self._job.run_dir / "resize"
+        if not request.is_file():
+            return
+
+        text = records.read(request, most=100).strip()
+        with suppress(OSError):
+            request.unlink()
+
+        if text.isascii() and text.isdigit():
+            self._machine.resize(int(text), now)
+        else:
+            say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
+
+    def _watch_folder(self) -> None:
+        """Say, once, that the run folder was removed: nothing that is trained from now on can be saved."""
+        if self._folder_watched is None or folder_identity(self._job.run_dir) == self._folder_watched:
+            return
+
+        self._folder_watched = None
+        folder = self._job.run_dir
+        fix = "stop the job, or move the folder back, before more is trained in vain"
+        say(f"lockstep: run_dir={folder} was removed or replaced while the job runs: nothing can be saved there; {fix}")
+
+    def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
+        """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
+        match message:
+            case ConnectionLost():
+                self._machine.gone(number, f"vanished: {message}", now)
+            case Hello():
+                self._greet(number, message, now)
+            case _ if number in self._machine.cluster.nodes:
+                try:
+                    self._handle(number, message, now)
+                except (ValueError, TypeError, KeyError) as error:
+                    self._hub.drop(number)
+                    self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+            case _:
+                pass  # from a node that was refused, or is lost
+
+    def _greet(self, number: int, hello: Hello, now: float) -> None:
+        # It lost its connection before this node noticed.
+        if self._term and hello.term == self._term.record.term and hello.number in self._machine.cluster.nodes:
+            self._machine.gone(hello.number, "vanished: it comes back with a new connection", now)
+
+        join = f"--join {self._job.join}"
+        same = "run the same command on every node"
+        count = hello.count
+
+        if different := difference(hello, self._job.identity):
+            answer = Refused(f"{join}: the commands of two nodes differ", different, same)
+        elif self._machine.cluster.full:
+            answer = Refused(
+                f"{join}: no more nodes can join",
+                f"the job has its {self._job.nnodes.most} nodes already",
+                "start the job with a larger --nnodes",
+            )
+        elif not 1 <= count.least <= count.initial <= count.most <= MAX_RANKS:
+            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.initial}", same)
+        else:
+            term = self._term.record.term if self._term else 0
+            answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, number, term)
+
+        # A refused node prints the reason and ends, which closes the connection.
+        self._hub.send(number, answer)
+        if isinstance(answer, Welcome):
+            self._machine.joined(Node(number, hello.host, count), now)
+            self._hub.send(number, self.handover)
+
+    def _handle(self, number: int, message: Message, now: float) -> None:
+        match message:
+            case Exited():
+                self._machine.exited(message, now)
+            case RanksGone():
+                self._machine.ranks_gone(number, message.attempt, now)
+            case ZygoteLost():
+                self._machine.zygote_lost(number, message, now)
+            case Stacks():
+                self._machine.stacks(number, message, now)
+            case NodeBeat():
+                self._machine.beat_received(number, message, now)
+            case SignalReceived():
+                self._machine.preempt_requested(message.signal, now)
+            case _:
+                raise ValueError(f"{type(message).__name__} is not for the coordinator")
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartAttempt():
+                self._start_attempt(command)
+            case Send():
+                self._send(command.node, command.message)
+            case Drop():
+                self._hub.drop(command.node)
+            case LogEvent():
+                append_event(self._job.run_dir, command.event)
+            case Announce():
+                say(command.text)
+                self._send_to_nodes(command)
+            case JobEnd():
+                self._send_to_nodes(command)
+                self._ending = command
+            case _:
+                assert_never(command)
+
+    def _start_attempt(self, command: StartAttempt) -> None:
+        """Start the ranks on all nodes.
+
+        Each attempt has a store of its own, so that no rank finds what an earlier attempt left: on one node a file,
+        on several a server in this process, which listens before any rank starts.
+        """
+        if self._is_superseded():
+            return
+
+        # Should the node be lost before its next heartbeat, the others know of this attempt.
+        self._send_to_nodes(self.handover)
+
+        self._close_store()
+        several = len(command.ranks) > 1
+        store = secrets.token_hex(16) if several else ""
+        address = self._address if several else "127.0.0.1"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        port = listener.getsockname()[1]
+        if several:
+            assert self._agent.secret is not None
+            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.ranks.values()))
+        else:
+            # Nobody listens there. A script that makes a process group itself, from MASTER_PORT, finds it free.
+            listener.close()
+
+        # Ranks are numbered node by node.
+        first_rank = 0
+        for group_rank, (number, count) in enumerate(command.ranks.items()):
+            start = Start(
+                attempt=command.attempt,
+                first_rank=first_rank,
+                count=count,
+                world_size=sum(command.ranks.values()),
+                group_rank=group_rank,
+                address=address,
+                port=port,
+                store=store,
+            )
+            self._send(number, start)
+            first_rank += count
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _send(self, number: int, message: Message) -> None:
+        if number == COORDINATOR:
+            self._agent.do(message)
+        else:
+            self._hub.send(number, message)
+
+    def _send_to_nodes(self, message: Message) -> None:
+        """Send a message to all nodes but this one, which the hub does not know."""
+        for number in self._machine.cluster.nodes:
+            self._hub.send(number, message)

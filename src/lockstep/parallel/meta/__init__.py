@@ -1,0 +1,1 @@
+"""init=meta: a model that no single rank could hold."""

@@ -1,0 +1,118 @@
+"""Who coordinates a job, as its run folder tells; no process and no clock has a part in it."""
+
+import shutil
+
+import pytest
+
+from lockstep.launch import meeting
+from lockstep.launch.meeting import Record, Vigil, Watch, begin_term
+
+
+def test_a_term_begins_once(tmp_path):
+    first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+    assert meeting.newest(tmp_path) == first.record == Record(1, "host-a", "10.0.0.1:29400")
+    assert begin_term(tmp_path, 0, "host-b", "10.0.0.2:29400") is None
+    assert not first.superseded()
+
+
+def test_the_next_term_supersedes_the_last(tmp_path):
+    first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+    rank = Watch(first.path)
+    second = begin_term(tmp_path, 1, "host-b", "10.0.0.2:29400")
+    assert begin_term(tmp_path, 1, "host-c", "10.0.0.3:29400") is None
+    assert first.superseded()
+    assert rank.superseded()
+    assert not second.superseded()
+    assert meeting.newest(tmp_path).host == "host-b"
+    second.end()
+    assert meeting.newest(tmp_path) is None
+
+
+def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
+    for number, host in enumerate("abc"):
+        last = begin_term(tmp_path, number or None, host, "10.0.0.1:29400")
+    (tmp_path / ".coordinator-2").unlink(missing_ok=True)
+    assert begin_term(tmp_path, 1, "host-d", "10.0.0.4:29400") is None
+    assert not last.superseded()
+
+
+def test_a_faster_node_may_come_between_the_look_and_the_link(tmp_path, monkeypatch):
+    begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    seen = iter([[1], [1, 3]])  # term 2 has come and gone, and term 3 has begun
+    monkeypatch.setattr(meeting, "_terms", lambda run: next(seen))
+    assert begin_term(tmp_path, 1, "b", "10.0.0.2:29400") is None
+    assert not (tmp_path / ".coordinator-2").exists()
+
+
+def test_the_count_grows_in_place(tmp_path):
+    term = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+    before = meeting.count_of(tmp_path, 1)
+    term.superseded()
+    assert int(meeting.count_of(tmp_path, 1)) == int(before) + 1
+    assert meeting.newest(tmp_path) == term.record
+
+
+def test_a_folder_that_was_removed_is_another_matter(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    term = begin_term(run, None, "host-a", "10.0.0.1:29400")
+    shutil.rmtree(run)
+    assert not term.superseded()
+
+
+@pytest.mark.parametrize("text", ["", "x", "0" * 20 + "[]", "0" * 20 + '{"host": 1, "address": "a:1"}'])
+def test_a_record_that_is_none_of_ours(tmp_path, text):
+    (tmp_path / ".coordinator-7").write_text(text)
+    assert meeting.newest(tmp_path) is None
+    assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").record.term == 8
+
+
+# When a node takes over
+
+
+def vigil(number: int, members: list[int]) -> Vigil:
+    made = Vigil(number, members, patience=5.0, turn=2.0)
+    made.look(1, "0", 100.0)
+    return made
+
+
+def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
+    made = {number: vigil(number, [0, 2, 3, 7]) for number in (2, 3, 7)}
+    due = {number: next(now for now in range(100, 120) if one.reason(set(), now)) for number, one in made.items()}
+    assert due == {2: 105, 3: 107, 7: 109}
+    assert "no sign of life in the run folder for 5 s" in made[2].reason(set(), 105.0)
+
+
+def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
+    made = vigil(1, [0, 1])
+    for second in range(1, 60):
+        made.look(1, str(second), 100.0 + second)
+        assert made.alive
+        assert made.reason({1}, 100.0 + second) is None
+
+
+def test_a_coordinator_that_most_cannot_reach_is_replaced():
+    first, second = vigil(1, [0, 1, 2]), vigil(2, [0, 1, 2])
+    for one in (first, second):
+        one.look(1, "1", 101.0)
+        assert one.reason({1}, 101.0) is None
+    assert first.reason({1, 2}, 101.5) == "most nodes cannot reach it"
+    assert second.reason({1, 2}, 101.5) is None  # the lower number goes first
+    assert second.reason({1, 2, 9}, 103.5) == "most nodes cannot reach it"  # 9 is no member
+
+
+def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
+    made = vigil(3, [0, 2, 3])
+    made.look(2, "0", 106.0)
+    assert made.reason(set(), 112.0) is None
+    assert made.reason(set(), 113.0)
+
+
+def test_who_cannot_reach_the_coordinator(tmp_path):
+    begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    meeting.report_lost(tmp_path, 1, 4)
+    meeting.report_lost(tmp_path, 1, 5)
+    meeting.withdraw(tmp_path, 1, 4)
+    assert meeting.who_lost(tmp_path, 1) == {5}
+    begin_term(tmp_path, 1, "b", "10.0.0.2:29400")
+    assert not list(tmp_path.glob(".lost-*"))
