@@ -34,7 +34,7 @@ MOMENTS = {
 
 # Whichever signal the launcher gets, its ranks get SIGTERM: each once says what all pairs do; LOCKSTEP_ALL_PAIRS=1 runs
 # those.
-PAIRS = [("train", signal.SIGTERM), ("eval", signal.SIGUSR1), ("save", signal.SIGTERM)]
+PAIRS = [("train", signal.SIGTERM), ("eval", signal.SIGUSR1)]
 ALL = [(moment, number) for moment in MOMENTS for number in (signal.SIGTERM, signal.SIGUSR1)]
 
 

@@ -45,17 +45,25 @@ class StreamSource:
         self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
         self._first: StepBatches | None = None  # what was looked at before its turn
+        self._failed: Exception | None = None  # how that ended, if not well
 
         # The first sample of the whole stream, which all ranks must find there; None if it is not known.
         self.beginning: Any = None
 
     def first_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch of the next step, which `take` will return as well."""
-        self._first = self._first or self.take()
-        return next(iter(self._first))
+        try:
+            self._first = self._first or self.take()
+            return next(iter(self._first))
+        except Exception as error:
+            self._failed = error
+            raise
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
+        # An iterator that has raised only says that it has ended.
+        if self._failed is not None:
+            raise self._failed
         if self._first is not None:
             first, self._first = self._first, None
             return first

@@ -290,9 +290,11 @@ class OwnStep:
 
             # The loop's body runs here, under autocast. It must call `backward` once.
             start_watching(self._driver.before_inner_gradient)
-            with self._control.autocast():
-                yield micro.data
-            stop_watching()
+            try:
+                with self._control.autocast():
+                    yield micro.data
+            finally:
+                stop_watching()
             if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 

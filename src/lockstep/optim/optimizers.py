@@ -40,6 +40,9 @@ ON_DTENSORS = (
 # A user-defined optimizer may set this attribute to True: it works on DTensors by itself.
 OWN_DTENSORS = "works_on_shards"
 
+# These fail on DTensors, but step the elements of a shard as plain tensors.
+ELEMENTWISE_OPTIMIZERS = {torch.optim.Rprop}
+
 # A user-defined optimizer may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
 OWN_FLAG = "divides_and_skips"
@@ -88,11 +91,14 @@ class Optimizers:
         for optimizer in self.all:
             # One without trainable parameters moves something that no gradient reaches.
             learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-            if learning and type(optimizer) not in ON_DTENSORS and not _is_ours(optimizer):
+            if learning and not _is_known(optimizer):
                 try:
                     kind_of(optimizer)
                 except CannotTry as reason:
-                    fix = "type strategy=ddp, where every rank steps all parameters"
+                    fix = (
+                        "type strategy=ddp, where every rank steps all parameters; if each parameter is updated by "
+                        f"itself, set {OWN_DTENSORS} = True in its class"
+                    )
                     raise _cannot_step(optimizer, f"{who} steps only some of the parameters", reason, fix) from reason
 
     def parameters(self) -> list[nn.Parameter]:
@@ -276,18 +282,23 @@ def _knows_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer can step its parameters as they are: all plain ones, or it is right on DTensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     sharded = any(isinstance(p, DTensor) for p in parameters)
-    known = type(optimizer) in ON_DTENSORS or _is_ours(optimizer) or getattr(optimizer, OWN_DTENSORS, False)
-    return known or not sharded
+    return not sharded or _is_known(optimizer)
 
 
-def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer need not be tried: torch's, our own, or one whose author says so."""
+    ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, OWN_DTENSORS, False)
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs whole parameters; False: it treats every element of a shard by itself."""
+    """Return whether an optimizer gets whole parameters; False: it treats every element of a shard by itself.
+
+    A trial on small parameters proves that they are needed, and never that they are not: some optimizers treat only
+    large matrices as such, or begin to after many steps.
+    """
     try:
-        whole = kind_of(optimizer) == PER_PARAMETER
+        whole = kind_of(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
     except CannotTry as reason:
         fix = (
             "type strategy=ddp, which keeps full parameters on every rank; if it works on DTensors by itself, set "

@@ -86,6 +86,12 @@ def find(run: Run, task: Any) -> Cause | None:
         if isinstance(source, StreamSource):
             samples = first_of_stream(source, most)
 
+            # Every rank has samples of its own, and forwards may be collective: all ranks try, or none does.
+            reasons = run.runtime.collectives.gather_json(_why_not(samples))
+            if any(reasons):
+                _note(run, next(filter(None, reasons)))
+                return None
+
         cause, measured, reason = _of_loss(run, task, samples)
         # Every rank has samples of its own from a stream.
         if isinstance(source, StreamSource):
@@ -147,12 +153,20 @@ def _can_call(run: Run, task: Any) -> bool:
 # ---- the loss ----
 
 
+def _why_not(samples: Samples | None) -> str:
+    """Return why these samples say nothing about the loss; "" if they do."""
+    if samples is None:
+        return "a sample cannot be read"
+    if samples.finished and not samples.can_be_split:
+        return "the batches of the stream cannot be taken apart into samples"
+    return ""
+
+
 def _of_loss(run: Run, task: Any, samples: Samples | None) -> tuple[Cause | None, Measured | None, str]:
     """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
-    if samples is None:
-        return None, None, "a sample cannot be read"
-    if samples.finished and not samples.can_be_split:
-        return None, None, "the batches of the stream cannot be taken apart into samples"
+    if reason := _why_not(samples):
+        return None, None, reason
+    assert samples is not None
     probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
