@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch import meeting, supervisor
+from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import Count, Job
 from lockstep.launch.meeting import Record
 from lockstep.launch.supervisor import GONE_S, HOUR_S, MOST_RETURNS, Member
-from lockstep.launch.wire.protocol import Handover, Welcome
+from lockstep.launch.wire.protocol import Handover, JobEnd, Welcome
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -131,3 +132,13 @@ def test_a_node_returns_a_few_times_in_an_hour(member, clock, tmp_path, monkeypa
     assert f"has returned to it {MOST_RETURNS} times within an hour" in capfd.readouterr().err
     clock.now += HOUR_S
     assert member._look_for_another("no answer") is connection
+
+
+def test_only_the_coordinating_node_has_an_ending_that_it_coordinated(tmp_path, monkeypatch):
+    agent = SimpleNamespace(name="host-a", count=Count(1, 1), stop=lambda: None)
+    coordinator = Coordinator(Job({}, tmp_path, Count(1, 1)), agent, [])
+    sent = []
+    monkeypatch.setattr(coordinator, "_send_to_nodes", sent.append)
+    coordinator._carry_out(JobEnd(1))
+    assert sent == [JobEnd(1)]
+    assert coordinator.run() == JobEnd(1, coordinated=True)
