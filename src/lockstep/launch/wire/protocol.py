@@ -231,6 +231,7 @@ class JobEnd(Message):
     code: int
     failure: Failure | None = None
     restarts: int = 0
+    coordinated: bool = False  # whether the launcher that has this ending coordinated the job
 
 
 Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd
