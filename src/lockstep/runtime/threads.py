@@ -93,9 +93,8 @@ def _torchs_choices(env: Mapping[str, str]) -> set[int]:
     It takes OMP_NUM_THREADS, or all cores that the process may use. Its libraries differ in what they count: threads of
     the hardware or cores, and some do not look at the affinity.
     """
-    if NUMBER in env:
-        return {int(env[NUMBER])} if env[NUMBER].isdecimal() else set()
-    return hardware_counts()
+    given = env.get(NUMBER, "")
+    return hardware_counts() | ({int(given)} if given.isdecimal() else set())
 
 
 def cores_for(ranks: int) -> int:
