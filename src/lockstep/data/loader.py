@@ -215,8 +215,11 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
         classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
         for attributes in [*classes, getattr(dataset, "__dict__", {})]:
             yield from ((f"{level}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
-        # A Subset holds another dataset.
-        dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
+        # A Subset holds another dataset. One that looks its attributes up by itself may fail to.
+        try:
+            dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
+        except Exception:
+            return
 
 
 def start_worker(files: dict[int, int], worker: int) -> None:

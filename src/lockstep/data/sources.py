@@ -8,9 +8,14 @@ Streams, which have no position, are in streams.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
@@ -131,32 +136,60 @@ class MapSource:
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
-        samples = [self.reader((0, [index])) for index in sorted(ids)]
-        self._note_dataset()
-        return samples
+        with self.reading_here():
+            return [self.reader((0, [index])) for index in sorted(ids)]
+
+    def largest_input(self) -> Tensor | None:
+        """Return the largest tensor of the first sample, or None where it cannot be read before the loaders start."""
+        # What a dataset opens for its first sample must not be shared with loader processes.
+        innermost = self.reader.dataset
+        while isinstance(innermost, Subset):
+            innermost = innermost.dataset
+        if self.options.config.workers and not isinstance(innermost, TensorDataset | list | tuple):
+            return None
+        try:
+            leaves = tree_leaves(self.reader.samples((0, [0])))
+            tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+        except Exception:  # the first step reports it
+            return None
+        return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Return a micro-batch as this process reads it, to compare with what a loader process read."""
-        again = self.reader.read_again((micro.epoch, micro.ids))
-        self._note_dataset()
-        return again
+        with self.reading_here():
+            return self.reader.read_again((micro.epoch, micro.ids))
+
+    @contextmanager
+    def reading_here(self) -> Iterator[None]:
+        """Read in this process beside the loader processes: a dataset may keep what it read last, or count."""
+        changed_before = {name: self._held_by_loaders[name] for name in self._changed()}
+        try:
+            yield
+        finally:
+            self._note_dataset()
+            self._held_by_loaders |= changed_before
 
     def check_dataset(self) -> None:
         """Refuse a dataset that was changed in this process: its loader processes would read on from the old one."""
+        for name in self._changed():
+            raise UserError(
+                f"the dataset's {name} was changed after its loader processes had started, and they do not see it",
+                "they have copies of the dataset, and read ahead",
+                "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
+                "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
+                "checks.first_batch=false",
+            )
+
+    def _changed(self) -> Iterator[str]:
+        """Yield the names of attributes that are others than when they were noted."""
         now = plain_attributes(self.reader.dataset) if self._held_by_loaders else {}
         for name, old in self._held_by_loaders.items():
             new = now.get(name)
             if new is not None and new is not old and not (isinstance(old, int | float | str) and old == new):
-                raise UserError(
-                    f"the dataset's {name} was changed after its loader processes had started, and they do not see it",
-                    "they have copies of the dataset, and read ahead",
-                    "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
-                    "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
-                    "checks.first_batch=false",
-                )
+                yield name
 
     def _note_dataset(self) -> None:
-        """Note what loader processes have, since reading in this process may change it too (a counter, say)."""
+        """Note what the dataset holds, to compare it later."""
         if self.options.config.workers:
             self._held_by_loaders = plain_attributes(self.reader.dataset)
 
@@ -290,7 +323,9 @@ class MapSource:
                 "leave such samples out of the dataset, or leave exact out",
             )
         if self._filler is None:
-            self._filler = to_device(self.reader.some_batch(self.options.micro_batch), self.options.device)
+            with self.reading_here():
+                filler = self.reader.some_batch(self.options.micro_batch)
+            self._filler = to_device(filler, self.options.device)
         micro.data, micro.padding = self._filler, True
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:

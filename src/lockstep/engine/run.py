@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -223,9 +224,12 @@ class Run:
         `moves_rate`: a scheduler that follows evaluations follows this one.
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
-        evaluation = self.model_setup.evaluator.evaluate(
-            data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
-        )
+        # The data may be the training data.
+        here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
+        with here:
+            evaluation = self.model_setup.evaluator.evaluate(
+                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
+            )
 
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:

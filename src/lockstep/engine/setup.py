@@ -25,7 +25,7 @@ from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import open_source
+from lockstep.data.sources import MapSource, open_source
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
     LateHooks,
@@ -46,6 +46,7 @@ from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.start_check.random_numbers import generators_kept
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -187,7 +188,9 @@ class RunBuilder:
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
-        runtime.suit_threads(driver.model, plan.micro_batch)
+        with generators_kept(runtime.device):
+            sample = source.largest_input if isinstance(source, MapSource) else lambda: None
+            runtime.suit_threads(driver.model, plan.micro_batch, sample)
         about_data = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 

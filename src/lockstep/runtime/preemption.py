@@ -76,12 +76,16 @@ def handle_signals() -> Iterator[PreemptionNotice]:
 
 @contextmanager
 def _same_handler(number: int) -> Iterator[None]:
-    """Restore the handler of a signal that is changed while the context lasts."""
+    """Restore the handler of a signal that is taken away while the context lasts.
+
+    Only Python's main thread may: it is also the only one in which a handler can have been taken away.
+    """
     before = signal.getsignal(number)
     try:
         yield
     finally:
-        if signal.getsignal(number) is signal.SIG_DFL and before is not None:
+        taken_away = before not in (None, signal.SIG_DFL) and signal.getsignal(number) is signal.SIG_DFL
+        if taken_away and threading.current_thread() is threading.main_thread():
             signal.signal(number, before)
 
 

@@ -231,7 +231,7 @@ class JobEnd(Message):
     code: int
     failure: Failure | None = None
     restarts: int = 0
-    coordinated: bool = False  # whether the launcher that has this ending coordinated the job
+    coordinated: bool = field(default=False, compare=False)  # by the launcher that has this ending
 
 
 Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd

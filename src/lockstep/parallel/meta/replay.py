@@ -44,6 +44,8 @@ class Memory:
     nbytes: int
     value: Value | None = None  # None: made by something that cannot be run again
     empty: bool = False  # a parameter lies in it, or follows from one: there are no numbers, only a value
+    seen: bool = False  # by others than torch (numpy), who may change its numbers: they are kept whenever they are used
+    kept: Tensor | None = None  # all bytes, when they were last used
 
 
 @dataclass(eq=False)
