@@ -132,9 +132,11 @@ class FSDPDriver(ShardedDriver):
     def _forget_failed_backward(self) -> None:
         """Let the next backward begin afresh: after an exception torch believes that one is still going on."""
         state = self._sharded_modules()[0]._get_fsdp_state()
-        if hasattr(state, "_reset_iter_state"):  # torch 2.13
-            state._reset_iter_state()
         state._state_ctx.post_backward_final_callback_queued = False
+
+        # torch 2.13; before the first forward has reached FSDP there is nothing to reset.
+        if hasattr(state, "_reset_iter_state") and state._is_root:
+            state._reset_iter_state()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
