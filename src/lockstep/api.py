@@ -134,7 +134,7 @@ def train(
 
 
 def _is_rank_already(nnodes: str | None) -> bool:
-    # What a cloud sets for each machine is no riddle if the command itself says how many machines there are.
+    # Cloud platforms set these variables per machine; with --nnodes they are not ambiguous.
     if nnodes is not None and "LOCAL_RANK" not in os.environ:
         return False
 

@@ -394,7 +394,7 @@ def test_training_ends_with_the_same_parameters(pool: Pool, single: dict[str, An
 
 
 def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
-    """A job: the weights before the first step, in a loop of the user's own."""
+    """A job: the weights before the first step, in a custom loop."""
     with open_watched(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as builder:
         run = OwnRun(builder)
         with run.init_module():

@@ -1,4 +1,4 @@
-"""A scheduler of the user's own: stepped by Lockstep, saved with the run; a rate that anybody else sets is an error."""
+"""The user's scheduler: stepped by Lockstep, saved with the run; a rate that anybody else sets is an error."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
-from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_rate
+from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_learning_rate
 from lockstep.optim.registry import build_optimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
@@ -142,7 +142,7 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
-        self._on_failure.callback(stop_watching)  # a loop of the user's own may have been left in the middle
+        self._on_failure.callback(stop_watching)  # a custom loop may have been left in the middle
         late_hooks = LateHooks(model, names_before)
         for name, part in self.driver.extra_state.items():
             self.add_part(name, part)
@@ -322,7 +322,7 @@ class RunBuilder:
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
         optimizers = setup.optimizers.all
-        rate = make_rate(
+        rate = make_learning_rate(
             self.config.lr, self.resolved.sources, optimizers, setup.schedulers, plan.steps, plan.global_batch
         )
         self._on_failure.callback(rate.release)

@@ -34,7 +34,7 @@ class PreemptionNotice:
         self._process = os.getpid()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        # A loader process that was forked from this one ignores the signal: its rank needs it until the save is done.
+        # A worker process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
 
@@ -52,7 +52,7 @@ class PreemptionNotice:
         self.waits = True  # what follows is not interrupted
         print(f"lockstep: {name} came before the first step; there is nothing to save", file=sys.stderr, flush=True)
 
-        # Loader processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
+        # Worker processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
         # when one is killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in multiprocessing.active_children():

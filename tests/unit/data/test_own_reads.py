@@ -69,7 +69,7 @@ def test_what_lockstep_reads_itself_is_no_change(empties: bool, seeded: bool, tm
 
 def test_a_change_by_the_user_is_still_refused(tmp_path: Path) -> None:
     """Though the dataset is read in this process, by an evaluation, before the next step."""
-    with pytest.raises(lockstep.UserError, match="dataset's epoch was changed after its loader processes"):
+    with pytest.raises(lockstep.UserError, match="dataset's epoch was changed after its worker processes"):
         train(Regression(changes=True), tmp_path, data={"workers": 1}, evaluate={"every": 1})
 
 

@@ -33,7 +33,7 @@ def test_fit_in_another_thread(tmp_path: Path) -> None:
         values: dict[str, Any] = {"steps": 2, "global_batch": 4, "device": "cpu", "log": {"progress": "off"}}
         return lockstep.fit(Line(), run_dir=str(tmp_path), **values).summary["applied"]
 
-    # As in a process that has had no loader processes.
+    # As in a process that has had no worker processes.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         with ThreadPoolExecutor(1) as threads:

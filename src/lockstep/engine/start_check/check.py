@@ -59,7 +59,7 @@ NEVER_MEANT = ("data", "augmentation", "left-gradient")
 def find(run: Run, task: Any) -> Cause | None:
     """Return what is wrong with the loss or its data, or None. Collective.
 
-    `task` is None for a loop of the user's own, whose loss cannot be called: then only the data is compared.
+    `task` is None for a custom loop, whose loss cannot be called: then only the data is compared.
     """
     source = run.source
     alone = run.runtime.world.alone
@@ -76,7 +76,7 @@ def find(run: Run, task: Any) -> Cause | None:
         most = min(most, max(FEWEST, most // 4), MOST)
         samples = None
         if isinstance(source, MapSource):
-            source.start_loaders()
+            source.start_workers()
             request = source.next_request(most)
             samples = read(source, request)
             if not alone and (cause := data.differs(run, source, request, samples)):
@@ -100,14 +100,14 @@ def find(run: Run, task: Any) -> Cause | None:
 
 
 def keep_for_own_loop(run: Run) -> KeptState | None:
-    """Note the state before the first forward of the user's own loop; None if there is nothing to check."""
+    """Note the state before the first forward of a custom loop; None if there is nothing to check."""
     if run.config.checks.loss == "off" or run.stepper.counters.step > 0:
         return None
     return KeptState(run.driver.model, None, (), copies_parameters=False)
 
 
 def check_own_loop(run: Run, kept: KeptState) -> None:
-    """Refuse a forward of the user's own loop that changed more than it may. It is called before its backward."""
+    """Refuse a forward of a custom loop that changed more than it may. It is called before its backward."""
     changes = kept.changes()
     statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
     changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]

@@ -86,7 +86,7 @@ def read(source: MapSource, request: Request) -> Samples | None:
     """Return the samples of a request; None if one cannot be read, which the first step will report in its place."""
     try:
         with source.reading_here():
-            return Samples(source.reader.samples(request), len(request[1]), source.reader.collate)
+            return Samples(source.reader.samples(request), len(request.ids), source.reader.collate)
     except Exception:
         return None
 

@@ -187,7 +187,7 @@ def _compare(value: Value, held: dict[Memory, torch.UntypedStorage]) -> None:
     for place, sample in value.samples:
         if not same_bits(sample_of(place.tensor(held[value.memory])), sample):
             raise other_weights(
-                f"model() changes a tensor of shape {list(place.shape)} by something else than torch's functions "
+                f"model() changes a tensor of shape {list(place.shape)} by something other than torch's functions "
                 "(numpy, for example)",
                 "set it with torch.from_numpy(...)",
             )
