@@ -53,7 +53,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def _run(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor]], one_by_one: bool) -> list[Tensor]:
     """Return the made-up parameters after a few steps, put together again: one tensor for each that was split."""
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # of the host only: those of a GPU are not restored
     tried, parts = _copy(optimizer, split, generator)
     for scale in SCALES:
         for (whole, dim), tensors in parts:
