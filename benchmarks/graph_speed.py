@@ -5,7 +5,7 @@ hand-written eager loop of the same model.
     python benchmarks/graph_speed.py --models lstm --turns 10
 
 The hand-written loop takes its batches from the device already, casts to bf16, clips, uses the task's own optimizer,
-and never waits between turns. Lockstep reads its batches: those of hrm in loader processes, as in the recipe's presets
+and never waits between turns. Lockstep reads its batches: those of hrm in worker processes, as in the recipe's presets
 for GPUs (`--workers 0` shows what reading costs in the process that hands out kernels). Turns of all of them alternate;
 each ends with a synchronisation. Of a way the median of its turns is told, how many times faster than the hand-written
 loop that is, and how long a step waits for its batch.
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for the turns of a model")
-    parser.add_argument("--workers", type=int, help="loader processes, instead of a model's own number")
+    parser.add_argument("--workers", type=int, help="worker processes, instead of a model's own number")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here")

@@ -333,6 +333,15 @@ def test_a_stream_is_checked_with_its_first_samples_and_loses_none(kind: type[So
     assert all(torch.equal(checked.weights[name], weight) for name, weight in unchecked.weights.items())
 
 
+def test_an_error_of_a_stream_is_not_lost_by_looking_at_it(tmp_path: Any) -> None:
+    class Broken(Sound):
+        def data(self) -> Any:
+            return (Sentences()[index] if index < 2 else 1 / 0 for index in range(16))
+
+    with pytest.raises(ZeroDivisionError):
+        train(Broken(), tmp_path)
+
+
 def test_a_stream_whose_batches_hold_a_count_is_left_out_with_a_word(tmp_path: Any) -> None:
     class Counted(Sound):
         def data(self) -> Any:

@@ -134,7 +134,7 @@ def train(
 
 
 def _is_rank_already(nnodes: str | None) -> bool:
-    # What a cloud sets for each machine is no riddle if the command itself says how many machines there are.
+    # Cloud platforms set these variables per machine; with --nnodes they are not ambiguous.
     if nnodes is not None and "LOCAL_RANK" not in os.environ:
         return False
 
@@ -407,12 +407,13 @@ def _launch(
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
 
+    # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure
-    if culprit is None:
+    if culprit is None or not ending.coordinated:
         return ending
 
     # Rank 0 may only have recorded a lost peer. The launcher knows which rank failed first.
-    message = f"rank {culprit.rank}: {culprit.message}"
+    message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
     with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
     with suppress(OSError):  # on a full disk the report is the least of the problems

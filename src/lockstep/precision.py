@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config import RunConfig, ScalerConfig
 from lockstep.errors import UserError
@@ -304,12 +304,6 @@ class DynamicScaler:
     def factor_on_sums(self) -> float:
         """The factor that the gradient of a micro-batch's loss sum starts with."""
         return self.value / (self.reference_weight or 1.0)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.value
-
-    def unscale(self, grads: list[Tensor]) -> None:
-        torch._foreach_mul_(grads, 1.0 / self.value)
 
     def update(self, overflowed: bool) -> None:
         """Adapt the scale to the outcome of a step, which is the same on all ranks."""

@@ -93,7 +93,7 @@ class StepResult:
     step: int  # counts all steps from 0, including skipped ones
     applied: bool  # False: neither the optimizer nor the schedule advanced
     weight: float  # of all ranks together
-    grad_norm: float  # of the weighted mean's gradient, before clipping
+    grad_norm: float  # of the gradient of the mean loss, before clipping
     skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
 
     # What the ranks agreed on, through the step's control word.

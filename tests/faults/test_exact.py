@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from faults.runs import Ended, train
 from faults.torture import digests
 from lockstep.faults import Fault
@@ -21,6 +23,7 @@ def logged(run: Path) -> dict[int, list[Any]]:
     return {line["step"]: [line["loss"], line["weight"], line["grad_norm"], line["metrics"]] for line in lines}
 
 
+@pytest.mark.long
 def test_eight_three_five_one(tmp_path: Path) -> None:
     undisturbed = train(tmp_path / "undisturbed", *WORDS, nproc=1)
     assert undisturbed.code == 0, undisturbed.output

@@ -63,7 +63,12 @@ def first_screen(output: str) -> str:
     return "\n".join(line.rstrip() for line in lines[start:stop]) + "\n"
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("killed", "exception", "abort", "stopped", "hangs", "nan")  # the others: `make test-long`
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_the_first_screen(tmp_path: Path, name: str) -> None:
     fault, code = CASES[name]
     words = (*ONCE, *MORE.get(name, ()))

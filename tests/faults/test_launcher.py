@@ -386,7 +386,7 @@ def test_folders_are_removed(run, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     code = """
     import multiprocessing.util
-    multiprocessing.util.get_temp_dir()  # loader processes have one for their sockets
+    multiprocessing.util.get_temp_dir()  # worker processes have one for their sockets
     me.note(oct(me.folder.stat().st_mode & 0o777))
     if me.attempt == 0: me.kill()
     """

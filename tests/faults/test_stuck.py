@@ -1,4 +1,4 @@
-"""A model or a first batch that never comes: signals end such a process at once, and no loader process stays."""
+"""A model or a first batch that never comes: signals end such a process at once, and no worker process stays."""
 
 from __future__ import annotations
 

@@ -114,6 +114,7 @@ def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
     assert "takes over" not in second.said
 
 
+@pytest.mark.long
 def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     """A machine comes late, the one that coordinates is killed, and comes back: each sample is trained once."""
     exact = (*TINY, "exact=true")

@@ -155,7 +155,7 @@ def train(world: World, store: Any, task: type[Task], values: dict[str, Any]) ->
 
 
 def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Trace:
-    """A job: the same training as a loop of the user's own."""
+    """A job: the same training as a custom loop."""
     with open_watched(world, store, values) as builder:
         own = OwnRun(builder)
         train_by_hand(own, task)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.optim.optimizers import ON_DTENSORS, Optimizers
+from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_whole
 from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, CannotTry, kind_of
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -88,6 +88,14 @@ class GlobalNorm(Plain):
         return grad / torch.stack(norms).norm()
 
 
+class ClipsLarge(Plain):
+    """Clips all gradients together, once they are large."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        norms = [q.grad.norm() for group in self.param_groups for q in group["params"]]
+        return grad * (100.0 / torch.stack(norms).norm()).clamp(max=1.0)
+
+
 # ---- what they are taken for ----
 
 
@@ -115,9 +123,16 @@ def test_muon_needs_whole_matrices() -> None:
     assert kind_of(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
 
 
-def test_what_couples_parameters_is_neither() -> None:
+@pytest.mark.parametrize("kind", [GlobalNorm, ClipsLarge])
+def test_what_couples_parameters_is_neither(kind: Any) -> None:
     with pytest.raises(CannotTry, match="depends on the others"):
-        kind_of(GlobalNorm(small().parameters()))
+        kind_of(kind(small().parameters()))
+
+
+def test_a_trial_never_proves_that_shards_are_enough() -> None:
+    """Lion is elementwise; so, on small parameters, is what looks at matrices only if they are large."""
+    assert _needs_whole(Lion(small().parameters()))
+    assert not _needs_whole(torch.optim.Rprop(small().parameters()))
 
 
 # ---- as in plain PyTorch ----

@@ -38,7 +38,7 @@ class Case:
     global_batch: int
     micro_batch: int | None
     tail: str
-    job: str  # `fit`, or the user's own loop
+    job: str  # `fit`, or the custom loop
     model: str
     dtype: torch.dtype
     optimizer: str

@@ -1,4 +1,4 @@
-"""Loader processes do not change what is trained; errors of a dataset or collate name the sample and the way out."""
+"""Worker processes do not change what is trained; errors of a dataset or collate name the sample and the way out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.data.loader import SampleReader
+from lockstep.data.loader import Request, SampleReader
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -70,7 +70,7 @@ class Numbers(IterableDataset):
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 3), (2, 2)])
-def test_a_streams_steps_are_those_without_loader_processes(pool: Pool, size: int, workers: int) -> None:
+def test_a_streams_steps_are_those_without_worker_processes(pool: Pool, size: int, workers: int) -> None:
     without = pool.run(seen, Numbers(23), {"steps": 7, "micro_batch": 2}, world=size)
     values = {"steps": 7, "micro_batch": 2, "data.workers": workers}
     assert pool.run(seen, Numbers(23), values, world=size) == without
@@ -138,12 +138,12 @@ def seen_in_file(world: World, store: Any, path: Path, named: bool, values: dict
     if not named:
         dataset.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         dataset.file.write(path.read_bytes())
-    dataset[0]  # opened in the rank, before the loader processes are forked
+    dataset[0]  # opened in the rank, before the worker processes are forked
     return seen(world, store, dataset, values)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_loader_processes_have_their_own_place_in_an_open_file(pool: Pool, tmp_path: Path, named: bool) -> None:
+def test_worker_processes_have_their_own_place_in_an_open_file(pool: Pool, tmp_path: Path, named: bool) -> None:
     path = tmp_path / "numbers"
     np.arange(400.0).tofile(path)
     values = {"global_batch": 40, "steps": 30, "data.workers": 3}
@@ -182,7 +182,7 @@ class SplitsInParts(Numbers):
 
 
 class Reshuffled(Numbers):
-    """Every loader process has an order of its own."""
+    """Every worker process has an order of its own."""
 
     def __iter__(self) -> Iterator[float]:
         info = get_worker_info()
@@ -227,13 +227,13 @@ class Curriculum(Seeing):
         self.dataset.level = 100 * step
 
 
-def test_what_loader_processes_would_change_is_refused(pool: Pool) -> None:
+def test_what_worker_processes_would_change_is_refused(pool: Pool) -> None:
     errors = pool.errors(seen, OwnGenerator(), {"data.workers": 1}, world=2)
-    assert_user_errors(errors, "a loader process reads other samples", "data.workers=0", "checks.first_batch=false")
+    assert_user_errors(errors, "a worker process reads other samples", "data.workers=0", "checks.first_batch=false")
     errors = pool.errors(seen, OwnGeneratorInBatches(), {"data.workers": 1}, world=1)
-    assert_user_errors(errors, "a loader process reads other samples")
+    assert_user_errors(errors, "a worker process reads other samples")
     errors = pool.errors(fit, Seeing(Level(), Counting()), VALUES | {"data.workers": 2}, world=1)
-    assert_user_errors(errors, "a loader process reads other samples")
+    assert_user_errors(errors, "a worker process reads other samples")
     errors = pool.errors(seen, NeedsAWorker(), {"data.workers": 1}, world=1)
     assert_user_errors(errors, "this rank cannot read the samples", "'NoneType' object", "get_worker_info() is None")
     for stream in (SplitsItself(40), SplitsInParts(40), Reshuffled(40)):
@@ -257,7 +257,7 @@ def test_a_stream_that_splits_itself_by_rank_is_not_split_once_more(pool: Pool, 
     one, two = pool.run(seen, SplitsByRank(40), values | {"data.sharding": "own"}, world=2)
     assert one == [[0, 2], [4, 6], [8, 10]]
     assert two == [[1, 3], [5, 7], [9, 11]]
-    # A single loader process of a rank may have an order of its own: it is the same on all ranks.
+    # A single worker process of a rank may have an order of its own: it is the same on all ranks.
     one, two = pool.run(seen, Reshuffled(12), {"data.workers": 1}, world=2)
     assert sorted(number for batch in one + two for number in batch) == list(range(12))
 
@@ -287,7 +287,7 @@ def seen_connected(world: World, store: Any, dataset: Any, values: dict[str, Any
         return seen(world, store, dataset, values)
 
 
-def test_loader_processes_share_no_connection(pool: Pool) -> None:
+def test_worker_processes_share_no_connection(pool: Pool) -> None:
     (found,) = pool.run(seen, OpenedLate(), {"data.workers": 2}, world=1)
     assert found == [[1.0] * 4] * 3
     for dataset in (Connected(), Level()):
@@ -316,8 +316,8 @@ class Rows(Dataset):
 
 ODD = {
     "none": (None, ("the dataset returned None for sample 6 in epoch 0", "Task.collate")),
-    "longer": ((torch.ones(2), 6, 7), ("sample 6 has another form than sample 4", "tuple of 3")),
-    "shape": ((torch.ones(3), 6), ("sample 6 has another form than sample 4", "(3,)", "padding")),
+    "longer": ((torch.ones(2), 6, 7), ("sample 6 has a different structure from sample 4", "tuple of 3")),
+    "shape": ((torch.ones(3), 6), ("sample 6 has a different structure from sample 4", "(3,)", "padding")),
 }
 
 
@@ -392,5 +392,5 @@ def test_a_micro_batch_that_collate_empties_weighs_nothing(
 def test_an_id_outside_of_a_tensor_dataset_is_named() -> None:
     reader = SampleReader(TensorDataset(torch.zeros(4, 2)), default_collate, seed=0)
     with pytest.raises(IndexError) as error:
-        reader((1, [2, 9]))
+        reader(Request(1, [2, 9]))
     assert "this is samples 2, 9 in epoch 1" in error.value.__notes__[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import itertools
 from collections.abc import Callable
@@ -229,6 +230,28 @@ class Numbered(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class PastTorch(nn.Module):
+    """A few rows of large tensors, changed by others than torch, before and between the uses of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, view in {"numpy": Tensor.numpy, "array": np.asarray, "dlpack": np.from_dlpack}.items():
+            table = torch.randn(5000, 16)
+            view(table)[1] = 0
+            self.register_parameter(name, nn.Parameter(table))
+
+        table = torch.randn(5000, 16)
+        ctypes.memset(table.data_ptr() + 64, 0, 64)
+        self.scaled = nn.Parameter(table * 2)
+
+        array = np.zeros((5000, 16))
+        table = torch.from_numpy(array)
+        self.first, self.second = (nn.Parameter(torch.empty(5000, 16)) for _ in range(2))
+        self.first.data.copy_(table)
+        array[1] = 1
+        self.second.data.copy_(table)
+
+
 def numbered() -> nn.Module:
     Numbered.made = 0
     return nn.Sequential(Numbered(3, 3), Numbered(3, 3))
@@ -304,6 +327,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "swapped": Swapped,
     "own first": OwnFirst,
     "numpy": lambda: nn.Sequential(FromNumpy(3, 3), FromNumpy(3, 3)),
+    "past torch": PastTorch,
     "numbered": numbered,
     "seeded": seeded,
     "seeded for a moment": seeded_for_a_moment,
@@ -370,7 +394,7 @@ def test_training_ends_with_the_same_parameters(pool: Pool, single: dict[str, An
 
 
 def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
-    """A job: the weights before the first step, in a loop of the user's own."""
+    """A job: the weights before the first step, in a custom loop."""
     with open_watched(world, store, {"strategy": "fsdp", "global_batch": 4, "steps": 1} | values) as builder:
         run = OwnRun(builder)
         with run.init_module():
@@ -399,8 +423,16 @@ def test_in_a_loop_of_ones_own_every_rank_starts_with_the_same_bits(pool: Pool) 
 
 def past_torch() -> nn.Module:
     model, numbers = nn.Module(), torch.zeros(3)
-    numbers.numpy()[:] = 1
+    ctypes.memset(numbers.untyped_storage().data_ptr(), 1, numbers.nbytes)
     model.scale = nn.Parameter(numbers)
+    return model
+
+
+def written_late() -> nn.Module:
+    model, numbers = nn.Module(), torch.zeros(50_000)
+    array = numbers.numpy()
+    model.scale = nn.Parameter(numbers)
+    array[1] = 1
     return model
 
 
@@ -427,6 +459,7 @@ def by_all_others() -> nn.Module:
     ("make", "words"),
     [
         (past_torch, ["other weights", "shape [3]", "numpy", "torch.from_numpy"]),
+        (written_late, ["other weights", "numpy", "after a module has it", "or with torch"]),
         (unset, ["'bias'", "unset", "set all of them"]),
         (from_outside, ["64 MiB", "numpy, a file"]),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ["'0.weight' of Sequential has no shape"]),

@@ -1,4 +1,4 @@
-"""A scheduler of the user's own: stepped by Lockstep, saved with the run; a rate that anybody else sets is an error."""
+"""The user's scheduler: stepped by Lockstep, saved with the run; a rate that anybody else sets is an error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
+from lockstep.optim.scheduler_state import _differences
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -280,6 +282,13 @@ def test_a_plateau_with_other_settings_is_refused(pool: Pool, tmp_path: Path) ->
     assert_user_errors(errors, "ReduceLROnPlateau: factor 0.5 -> 0.1", "the run began with")
     errors = pool.errors(fit_with, OtherRates(plateau(0.5), evaluated=True), values, world=1)
     assert_user_errors(errors, "ReduceLROnPlateau: lr [0.02, 0.01] -> [0.01, 0.005]")
+
+
+def test_what_a_checkpoint_stores_in_another_type_is_no_change() -> None:
+    then = {"factor": 0.5, "min_lrs": [1e-5, 0.0], "betas": [0.9, 0.95]}
+    now = {"factor": np.float64(0.5), "min_lrs": [np.float64(1e-5), 0.0], "betas": (0.9, 0.95)}
+    assert list(_differences("", then, now)) == []
+    assert list(_differences("", then, now | {"factor": np.float64(0.25)})) == [("factor", 0.5, 0.25)]
 
 
 def test_a_rewind_goes_back_in_a_changed_schedule(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loops of the user's own that make several updates: two optimizers in turn, several passes over a batch, SAM.
+"""Custom loops that make several updates: two optimizers in turn, several passes over a batch, SAM.
 
 All of them are compared with plain PyTorch, in float64.
 """
@@ -388,7 +388,7 @@ def goes_on_after_the_end(step: Any, model: Any, first: Any, second: Any) -> Non
 MISTAKES = [
     (names_none, 1, ("does not say which of the 2 optimizers to step", "step.apply(optimizer)")),
     (names_the_other, 1, ("step 0 has no gradient for any parameter of the optimizer",)),
-    (names_a_stranger, 1, ("something else than the optimizers of run.setup",)),
+    (names_a_stranger, 1, ("something other than the optimizers of run.setup",)),
     (measures_last, 1, ("step.measure() was called in the last of 1 passes", "passes=2")),
     (applies_once, 2, ("step 0 ended without step.apply() in pass 2 of 2",)),
     (applies_without_a_pass, 2, ("step.apply() was called after 0 of",)),

@@ -233,7 +233,7 @@ def allowed(world: World, store: Any, set_hook: Callable[[Any], Any], values: di
 
 
 def late(world: World, store: Any, values: dict[str, Any], at: str) -> None:
-    """A job: a loop of the user's own that sets a hook after `setup`."""
+    """A job: a custom loop that sets a hook after `setup`."""
     with open_watched(world, store, VALUES | {"checks.every": 1} | values) as builder:
         own, task = OwnRun(builder), Hooked()
         plain: Any = task.model()

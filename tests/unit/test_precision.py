@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep import precision
+from lockstep.classic.dynamic_scaler import DynamicScaler as ClassicScaler
 from lockstep.config import KEYS, ScalerConfig, resolve
 from lockstep.errors import UserError
 from lockstep.precision import (
@@ -61,7 +62,7 @@ def test_hysteresis_forgives_rare_overflows():
 
 
 def test_scaling_and_unscaling():
-    scaler = DynamicScaler(ScalerConfig(initial=1024.0))
+    scaler = ClassicScaler(init_scale=1024.0)
     loss = torch.tensor(1e-6)
     assert scaler.scale(loss).item() == pytest.approx(1.024e-3)
     grads = [torch.full((3,), 512.0)]

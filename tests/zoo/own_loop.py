@@ -1,4 +1,4 @@
-"""A loop of the user's own, for `lockstep verify SCRIPT.py`. BROKEN in the environment: sum, or weight."""
+"""A custom loop, for `lockstep verify SCRIPT.py`. BROKEN in the environment: sum, or weight."""
 
 import os
 

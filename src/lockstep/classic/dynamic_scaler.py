@@ -40,6 +40,9 @@ class DynamicScaler(precision.DynamicScaler):
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.value
+
     def unscale(self, grads: torch.optim.Optimizer | Iterable[torch.Tensor]) -> None:
         """Take the scale out of the gradients, once a step: call it before clipping, or `step` does it.
 
@@ -52,7 +55,7 @@ class DynamicScaler(precision.DynamicScaler):
             parameters = [p for group in grads.param_groups for p in group["params"]]
             grads = [p.grad for p in parameters if p.grad is not None]
         grads = list(grads)
-        super().unscale(grads)
+        torch._foreach_mul_(grads, 1.0 / self.value)
 
         # The host waits for the device here, as GradScaler does.
         overflowed = not all(bool(grad.isfinite().all()) for grad in grads)

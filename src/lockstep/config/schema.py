@@ -137,7 +137,7 @@ class EvaluateConfig(Section):
 
 class DataConfig(Section):
     # No workers by default: most small datasets load faster than processes start.
-    workers: int = _key(0, "loader processes per rank; 0: load in the training process", ge=0)
+    workers: int = _key(0, "worker processes per rank; 0: load in the training process", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
     pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
     shuffle: bool = _key(True, "shuffle the samples again in every epoch")
@@ -234,7 +234,7 @@ class ChecksConfig(Section):
     # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
     first_batch: bool = _key(
         True,
-        "check on the first step that ranks read different samples, and loader processes the right ones",
+        "check on the first step that ranks read different samples, and worker processes the right ones",
     )
     loss: LossCheck = _key(
         "all", "check the loss before the first step; off: not; or what is meant to be so", example="batch-coupled"

@@ -6,23 +6,15 @@ are copied on a separate stream, one micro-batch ahead, while the GPU computes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import fcntl
-import multiprocessing
 import operator
-import os
-import signal
 import socket
-import stat
-import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,20 +22,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.data.sample_errors import batch_to_send, explain_collate, is_empty, name_samples, unless_refused
+from lockstep.data.worker_process import open_files, start_worker
 from lockstep.errors import UserError
-from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
-# (epoch, sample ids) of one micro-batch
-Request = tuple[int, Sequence[int]]
-
-# After SIGTERM a loader process ends by itself, unless its rank ends it before.
-LOADER_GRACE_S = 120.0
-
 NESTED = 8  # datasets within each other that are looked at
 
-DESCRIPTORS = "/proc/self/fd"  # of Linux: opening an entry opens its file once more
+
+class Request(NamedTuple):
+    """The samples of one micro-batch."""
+
+    epoch: int
+    ids: Sequence[int]
+
+    @property
+    def where(self) -> str:
+        """The place that an error message names."""
+        return f"in epoch {self.epoch}"
 
 
 @dataclass
@@ -72,35 +68,32 @@ class SampleReader:
     def __call__(self, request: Request) -> Any:
         # Indexing draws no random numbers: nothing is seeded.
         if self._gathers:
-            rows = torch.from_numpy(np.asarray(request[1]))
+            rows = torch.from_numpy(np.asarray(request.ids))
             try:
                 return [tensor[rows] for tensor in self.dataset.tensors]
-            except IndexError as error:  # a sampler of the user's own gave an id that the dataset does not have
-                name_samples(error, rows.tolist(), f"in epoch {request[0]}")
+            except IndexError as error:  # the user's sampler gave an id that the dataset does not have
+                name_samples(error, rows.tolist(), request.where)
                 raise
-        epoch, ids = request
-        where = f"in epoch {epoch}"
-        return collate_named(self.collate, self.samples(request), [int(i) for i in ids], where, self._plain)
+        ids = [int(i) for i in request.ids]
+        return collate_named(self.collate, self.samples(request), ids, request.where, self._plain)
 
     def samples(self, request: Request) -> list[Any]:
         """Return the samples of a request, not collated."""
-        epoch, ids = request
-        where = f"in epoch {epoch}"
-        numbers = [int(i) for i in ids]
+        ids = [int(i) for i in request.ids]
         if self._reads_in_batches:
             # One seed for all: the samples of a micro-batch are drawn together.
-            self._seed(epoch, numbers[0])
-            return self._read(self.dataset.__getitems__, numbers, numbers, where)
+            self._seed(request.epoch, ids[0])
+            return self._read(self.dataset.__getitems__, ids, ids, request.where)
 
         # Each sample has its own seed, so that it does not depend on those read before it.
         samples = []
-        for index in numbers:
-            self._seed(epoch, index)
-            samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], where))
+        for index in ids:
+            self._seed(request.epoch, index)
+            samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], request.where))
         return samples
 
     def read_again(self, request: Request) -> Any:
-        """Read a micro-batch twice: state that reading or collating changes is another one by then."""
+        """Read twice and return the second: a stateful dataset or collate then gives a different batch."""
         if not self._gathers:
             self(request)
         return self(request)
@@ -108,7 +101,7 @@ class SampleReader:
     def some_batch(self, size: int) -> Any:
         """Return a batch that is not empty, to compute with where a collate has left nothing."""
         for start in range(0, len(self.dataset), size):
-            batch = self((0, range(start, min(start + size, len(self.dataset)))))
+            batch = self(Request(0, range(start, min(start + size, len(self.dataset)))))
             if not is_empty(batch):
                 return batch
         raise UserError(
@@ -160,11 +153,11 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     sent: int = 0  # by this process
 
     def __getitem__(self, index: Request) -> Any:
-        # Of what a process sends, the first is like the rest.
+        # Check only the first batch of each worker; the rest have the same structure.
         first = self.sent == 0
         self.sent += 1
-        ids = [int(i) for i in index[1]]
-        return batch_to_send(lambda: self.reader(index), ids, f"in epoch {index[0]}", check=first)
+        ids = [int(i) for i in index.ids]
+        return batch_to_send(lambda: self.reader(index), ids, index.where, check=first)
 
 
 def read_all(
@@ -191,7 +184,7 @@ def read_all(
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return what a loader process has a copy of: numbers, texts, lists and arrays that the dataset holds by name."""
+    """Return what a worker process has a copy of: numbers, texts, lists and arrays that the dataset holds by name."""
     plain = (int, float, str, list, tuple, np.ndarray, Tensor)
     return {name: value for name, value in _attributes(dataset) if isinstance(value, plain)}
 
@@ -201,7 +194,7 @@ def check_no_connection(dataset: Any) -> None:
     for name, value in _attributes(dataset):
         if isinstance(value, socket.socket | Connection):
             raise UserError(
-                f"the dataset's {name} is an open connection, which loader processes would share",
+                f"the dataset's {name} is an open connection, which worker processes would share",
                 f"{value!r}: answers to one process would reach another",
                 "open it when a process reads its first sample, in __getitem__ or __iter__, and not before (compare "
                 "os.getpid()); or type data.workers=0",
@@ -215,72 +208,11 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
         classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
         for attributes in [*classes, getattr(dataset, "__dict__", {})]:
             yield from ((f"{level}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
-        # A Subset holds another dataset.
-        dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
-
-
-def start_worker(files: dict[int, int], worker: int) -> None:
-    """Prepare a loader process, which was forked when `files` (see `open_files`) were open."""
-    _die_with_rank()
-    outlive_signals()
-    reopen(files)
-
-
-def _die_with_rank() -> None:
-    """End with the rank, even in the middle of a sample: if its launcher is killed too, nobody else would see to it."""
-    rank = multiprocessing.parent_process()
-    # A fork server, of which this process may be a child, ends with the rank as well.
-    if rank is not None and rank.pid is not None and multiprocessing.get_start_method() == "fork":
-        die_with_parent(rank.pid)
-    else:
-        signal_on_parents_death(signal.SIGKILL)
-
-
-def open_files() -> dict[int, int]:
-    """Return the descriptors of the files that this process may read from, and where it is in each."""
-    offsets: dict[int, int] = {}
-    folder = Path(DESCRIPTORS)
-    for descriptor in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []:
-        # The listing's own descriptor is closed by now.
-        with contextlib.suppress(OSError):
-            readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
-            if readable and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                offsets[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return offsets
-
-
-def reopen(files: dict[int, int]) -> None:
-    """Give this process its own position in each file: forked processes share one, and would move it under each other.
-
-    The descriptors keep their numbers, so file objects and libraries that hold them need not know.
-    """
-    for descriptor, offset in files.items():
-        # A file that may not be opened again stays shared; the first micro-batch is compared with the rank's own.
-        with contextlib.suppress(OSError):
-            # A temporary file also has flags that would make another one, or follow no link to it.
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
-            own = os.open(f"{DESCRIPTORS}/{descriptor}", flags)
-            os.lseek(own, offset, os.SEEK_SET)
-            os.dup2(own, descriptor, inheritable=False)
-            os.close(own)
-
-
-def outlive_signals() -> None:
-    """Make a loader process survive the signals of a preemption.
-
-    Schedulers signal all processes of a job, but a rank needs its loaders until it has saved. They end with the
-    rank, or LOADER_GRACE_S after a SIGTERM.
-    """
-    # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _exit_later)
-
-
-def _exit_later(number: int, frame: Any) -> None:
-    timer = threading.Timer(LOADER_GRACE_S, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
+        # A Subset holds another dataset. One that looks its attributes up by itself may fail to.
+        try:
+            dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
+        except Exception:
+            return
 
 
 # ---- to the device ----
@@ -364,8 +296,8 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
 # ---- ahead of the GPU ----
 
 
-def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
-    """Yield batches on the device, each after `link` sent the next one.
+def one_ahead(batches: Iterator[Any], stream: SideStream) -> Iterator[Any]:
+    """Yield batches on the device, each after `stream` sent the next one.
 
     A batch that cannot be read raises its error in its turn, not one batch early.
     """
@@ -375,27 +307,27 @@ def one_ahead(batches: Iterator[Any], link: SideStream) -> Iterator[Any]:
     try:
         while problem is None:
             try:
-                waiting.append(link.send(next(batches)))
+                waiting.append(stream.send(next(batches)))
             except Exception as error:  # or StopIteration
                 problem = error
 
             if waiting and (problem or len(waiting) > 1):
-                yield link.receive(waiting.pop(0))
+                yield stream.receive(waiting.pop(0))
 
         if not isinstance(problem, StopIteration):
             raise problem
     finally:
         # Batches that are dropped: their memory must not be reused before the copy has ended.
         for sent in waiting:
-            link.receive(sent)
+            stream.receive(sent)
 
 
 class SideStream:
     """Copies batches to the device on a separate CUDA stream.
 
-    Its memory belongs to the stream that computes: a batch that is no longer needed makes room for the next but one,
-    however far the host has run ahead. A copy therefore begins when the work that was queued before it is done, and
-    overlaps with the work of the batch in between.
+    The memory of a batch belongs to the stream that computes: when the batch is no longer needed, its memory is reused
+    by the batch after next, however far the host has run ahead. A copy therefore begins when the work that was queued
+    before it is done, and overlaps with the work of the batch in between.
     """
 
     def __init__(self, device: torch.device):

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lockstep.errors import UserError, some_names
 
-# What torch says in a loader process, which is forked from a rank that has opened the GPU: if it opens it again, and if
+# What torch says in a worker process, which is forked from a rank that has opened the GPU: if it opens it again, and if
 # it computes with a tensor that is there.
 _IN_A_FORK = re.compile("re-initialize CUDA in forked subprocess|CUDA error: initialization error")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A UserError that travels from a loader process to its rank: torch would turn it into a RuntimeError."""
+    """A UserError that travels from a worker process to its rank: torch would turn it into a RuntimeError."""
 
     texts: tuple[str, str, str]
 
@@ -30,7 +30,7 @@ class Refusal:
 
 
 def unless_refused(batch: Any) -> Any:
-    """Return the batch, or raise the error that a loader process sent in its place."""
+    """Return the batch, or raise the error that a worker process sent in its place."""
     if isinstance(batch, Refusal):
         raise UserError(*batch.texts)
     return batch
@@ -56,7 +56,7 @@ def _lengths(batch: Any) -> Any:
 def name_samples(error: Exception, ids: Sequence[int], where: str) -> None:
     """Add to an error of the user's code which samples it comes from. Its type and its traceback stay."""
     which = f"sample {ids[0]}" if len(ids) == 1 else f"samples {some_names([str(i) for i in ids])}"
-    fix = "mend it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
+    fix = "fix it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
     error.add_note(f"lockstep: this is {which} {where}; {fix}")
 
 
@@ -76,7 +76,8 @@ def explain_collate(error: Exception, samples: Sequence[Any], ids: Sequence[int]
     odd = next((place for place, outline in enumerate(outlines) if outline != outlines[0]), None)
     if plain and odd is not None:
         return UserError(
-            f"sample {ids[odd]} has another form than sample {ids[0]} {where}, so they do not fit into one batch",
+            f"sample {ids[odd]} has a different structure from sample {ids[0]} {where}, so they do not fit into one "
+            "batch",
             f"{outlines[odd]} and {outlines[0]}; {said}",
             "give all samples one form in the dataset, by padding for instance; or write Task.collate(samples)",
         )
@@ -115,7 +116,7 @@ class _Nowhere:
 
 
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
-    """Return what a loader process sends: the batch that `read` returns, or a Refusal. `check`: `check_sendable`."""
+    """Return what a worker process sends: the batch that `read` returns, or a Refusal. `check`: `check_sendable`."""
     try:
         batch = read()
         if check:
@@ -132,7 +133,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
 
 def _on_device(found: str) -> UserError:
     return UserError(
-        "a loader process cannot compute on a GPU, nor send what is on one",
+        "a worker process cannot compute on a GPU, nor send what is on one",
         found,
         "leave tensors on the CPU in the dataset and in collate: Lockstep copies every micro-batch to the GPU, one "
         "ahead; or type data.workers=0",
@@ -140,14 +141,14 @@ def _on_device(found: str) -> UserError:
 
 
 def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
-    """Check that a loader process can send the batch: otherwise it would be lost, and its rank would wait for it."""
+    """Check that a worker process can send the batch: otherwise it would be lost, and its rank would wait for it."""
     try:
         _WithoutTensors(_Nowhere()).dump(batch)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"a loader process cannot send its batch to the rank: {type(error).__name__}: {error}",
+            f"a worker process cannot send its batch to the rank: {type(error).__name__}: {error}",
             f"samples {some_names([str(i) for i in ids])} {where}, a {type(batch).__name__}",
             "return tensors (detached), numbers, text, or lists and dicts of them from the dataset and from collate; "
             "or type data.workers=0",

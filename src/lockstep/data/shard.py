@@ -36,10 +36,10 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
     return Window(epoch, start, min(start + batch, length))
 
 
-def micro_slice(window: Window, micro: int, index: int) -> tuple[int, int]:
+def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int, int]:
     """Return the positions [start, stop) of one micro-batch of a window. The last one may be short."""
-    start = window.start + index * micro
-    return start, min(start + micro, window.stop)
+    start = window.start + index * micro_batch_size
+    return start, min(start + micro_batch_size, window.stop)
 
 
 def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:

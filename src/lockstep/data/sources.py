@@ -8,9 +8,14 @@ Streams, which have no position, are in streams.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
@@ -109,13 +114,14 @@ class MapSource:
         self._ahead: Iterator[Any] | None = None
         self._ahead_at = 0
         self._filler: Any = None  # takes the place of an emptied micro-batch
-        self._held_by_loaders: dict[str, Any] = {}  # see `plain_attributes`
+        self._held_by_workers: dict[str, Any] = {}  # see `plain_attributes`
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
         window = self._window(self.position)
-        micros = self._micro_batches(window)
         after = self._after(window)
+        self.assigned_until = max(self.assigned_until, after)
+        micros = self._micro_batches(window)
         return StepBatches(
             len(micros),
             self._deliver(window, micros),
@@ -131,48 +137,79 @@ class MapSource:
     def some_samples(self, most: int = 8) -> list[Any]:
         """Return a few samples from all over the dataset, each as a batch of one."""
         ids = {index * len(self.reader.dataset) // most for index in range(most)}
-        samples = [self.reader((0, [index])) for index in sorted(ids)]
-        self._note_dataset()
-        return samples
+        with self.reading_here():
+            return [self.reader(Request(0, [index])) for index in sorted(ids)]
+
+    def largest_input(self) -> Tensor | None:
+        """Return the largest tensor of the first sample, or None where it cannot be read before the workers start."""
+        # What a dataset opens for its first sample must not be shared with worker processes.
+        innermost = self.reader.dataset
+        while isinstance(innermost, Subset):
+            innermost = innermost.dataset
+        if self.options.config.workers and not isinstance(innermost, TensorDataset | list | tuple):
+            return None
+        try:
+            leaves = tree_leaves(self.reader.samples(Request(0, [0])))
+            tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+        except Exception:  # the first step reports it
+            return None
+        return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return a micro-batch as this process reads it, to compare with what a loader process read."""
-        again = self.reader.read_again((micro.epoch, micro.ids))
-        self._note_dataset()
-        return again
+        """Return a micro-batch as this process reads it, to compare with what a worker process read."""
+        with self.reading_here():
+            return self.reader.read_again(Request(micro.epoch, micro.ids))
+
+    @contextmanager
+    def reading_here(self) -> Iterator[None]:
+        """Read in this process beside the worker processes: a dataset may keep what it read last, or count."""
+        changed_before = {name: self._held_by_workers[name] for name in self._changed()}
+        try:
+            yield
+        finally:
+            self._note_dataset()
+            self._held_by_workers |= changed_before
 
     def check_dataset(self) -> None:
-        """Refuse a dataset that was changed in this process: its loader processes would read on from the old one."""
-        now = plain_attributes(self.reader.dataset) if self._held_by_loaders else {}
-        for name, old in self._held_by_loaders.items():
+        """Refuse a dataset that was changed in this process: its worker processes would read on from the old one."""
+        for name in self._changed():
+            raise UserError(
+                f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
+                "they have copies of the dataset, and read ahead",
+                "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
+                "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
+                "checks.first_batch=false",
+            )
+
+    def _changed(self) -> Iterator[str]:
+        """Yield the names of attributes that are others than when they were noted."""
+        now = plain_attributes(self.reader.dataset) if self._held_by_workers else {}
+        for name, old in self._held_by_workers.items():
             new = now.get(name)
             if new is not None and new is not old and not (isinstance(old, int | float | str) and old == new):
-                raise UserError(
-                    f"the dataset's {name} was changed after its loader processes had started, and they do not see it",
-                    "they have copies of the dataset, and read ahead",
-                    "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
-                    "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
-                    "checks.first_batch=false",
-                )
+                yield name
 
     def _note_dataset(self) -> None:
-        """Note what loader processes have, since reading in this process may change it too (a counter, say)."""
+        """Note what the dataset holds, to compare it later."""
         if self.options.config.workers:
-            self._held_by_loaders = plain_attributes(self.reader.dataset)
+            self._held_by_workers = plain_attributes(self.reader.dataset)
 
     @property
-    def reads_alike(self) -> bool:
-        """Whether a loader process must read what this process reads: samples are drawn with seeds of their own."""
+    def workers_must_match(self) -> bool:
+        """Whether workers and rank must read identical samples; true when each sample is seeded."""
         return self.options.config.workers > 0 and self.options.config.seed_samples
 
-    def next_request(self, most: int) -> Request:
-        """Return the epoch and the ids of the next samples, at most those of one step: the same on every rank."""
-        window = self._window(self.position)
-        ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, window.stop))
-        return window.epoch, ids.tolist()
+    def next_request(self, most: int, beyond_step: bool = False) -> Request:
+        """Return a request for the next samples, the same on every rank.
 
-    def start_loaders(self) -> None:
-        """Start the loader processes, if there are any.
+        It ends with the step at the latest, or with the epoch if it may go `beyond_step`.
+        """
+        window = self._window(self.position)
+        stop = min(window.start + most, self.length if beyond_step else window.stop)
+        return Request(window.epoch, self.sampler.ids(window.epoch, window.start, stop).tolist())
+
+    def start_workers(self) -> None:
+        """Start the worker processes, if there are any.
 
         Called before this process reads: what a dataset opens for its first sample must not be shared with them.
         """
@@ -186,9 +223,8 @@ class MapSource:
     def upcoming(self, most: int = 64) -> list[Any]:
         """Return the epoch and the ids of the next samples. A resumed run must find the same, whatever its batch."""
         # Only up to the end of the epoch: what follows depends on the batch.
-        window = self._window(self.position)
-        ids = self.sampler.ids(window.epoch, window.start, min(window.start + most, self.length))
-        return [window.epoch, *ids.tolist()]
+        request = self.next_request(most, beyond_step=True)
+        return [request.epoch, *request.ids]
 
     def pass_over(self, span: tuple[int, int]) -> None:
         """Never train on these positions again: they spoiled a step."""
@@ -246,10 +282,14 @@ class MapSource:
         return -(-window.size // self.options.micro_batch)
 
     def _micro_batches(self, window: Window) -> list[MicroBatch]:
-        """Return this rank's micro-batches, still without data. A rank without work runs one as padding."""
+        """Return this rank's micro-batches, still without data. A rank without work runs one as padding.
+
+        Each step calls it twice if batches are read ahead: first `_requests`, then `take`. `_deliver` pairs the batches
+        of the one with the micro-batches of the other by their order alone, so both calls must return the same. They
+        do, because the callers move `assigned_until`, before which `assign_by` changes nothing.
+        """
         count = self._count(window)
         rank, size = self.data_world.rank, self.data_world.size
-        self.assigned_until = max(self.assigned_until, self._after(window))
 
         if self.options.interleaved:
             own = range(rank, count, size)
@@ -276,7 +316,7 @@ class MapSource:
         reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
         ahead = self._read_ahead(window) if reads_ahead else None
         for micro in micros:
-            micro.data = next(ahead) if ahead is not None else self.reader((window.epoch, micro.ids))
+            micro.data = next(ahead) if ahead is not None else self.reader(Request(window.epoch, micro.ids))
             if is_empty(micro.data):
                 self._fill(micro)
             yield micro
@@ -290,7 +330,9 @@ class MapSource:
                 "leave such samples out of the dataset, or leave exact out",
             )
         if self._filler is None:
-            self._filler = to_device(self.reader.some_batch(self.options.micro_batch), self.options.device)
+            with self.reading_here():
+                filler = self.reader.some_batch(self.options.micro_batch)
+            self._filler = to_device(filler, self.options.device)
         micro.data, micro.padding = self._filler, True
 
     def _read_ahead(self, window: Window) -> Iterator[Any]:
@@ -311,9 +353,10 @@ class MapSource:
         return one_ahead(batches, SideStream(self.options.device)) if self.options.device.type == "cuda" else batches
 
     def _requests(self, position: int) -> Iterator[Request]:
-        """Yield the epoch and the ids of this rank's micro-batches from a position on, without end."""
+        """Yield a request for each of this rank's micro-batches from a position on, without end."""
         while True:
             window = self._window(position)
-            for micro in self._micro_batches(window):
-                yield window.epoch, micro.ids
             position = self._after(window)
+            self.assigned_until = max(self.assigned_until, position)
+            for micro in self._micro_batches(window):
+                yield Request(window.epoch, micro.ids)

@@ -1,4 +1,4 @@
-"""Batch sources over streams: every rank and every loader process reads its own shard of an iterable dataset."""
+"""Batch sources over streams: every rank and every worker process reads its own shard of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_named, is_plain, open_files, pin, start_worker, to_device
+from lockstep.data.loader import collate_named, is_plain, pin, to_device
 from lockstep.data.sample_errors import Refusal, batch_to_send, check_sendable, is_empty, name_samples, unless_refused
 from lockstep.data.source_options import SourceOptions
+from lockstep.data.worker_process import open_files, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -45,17 +46,25 @@ class StreamSource:
         self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
         self._ended = False
         self._first: StepBatches | None = None  # what was looked at before its turn
+        self._failed: Exception | None = None  # how that ended, if not well
 
         # The first sample of the whole stream, which all ranks must find there; None if it is not known.
         self.beginning: Any = None
 
     def first_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch of the next step, which `take` will return as well."""
-        self._first = self._first or self.take()
-        return next(iter(self._first))
+        try:
+            self._first = self._first or self.take()
+            return next(iter(self._first))
+        except Exception as error:
+            self._failed = error
+            raise
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
+        # An iterator that has raised only says that it has ended.
+        if self._failed is not None:
+            raise self._failed
         if self._first is not None:
             first, self._first = self._first, None
             return first
@@ -137,14 +146,14 @@ class StreamSource:
             micro.data, micro.padding = full[0].data, True
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return the first micro-batch of the epoch, as the last loader process reads it, and not the first."""
+        """Return the epoch's first micro-batch as read by the last worker."""
         # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
         workers = self.options.config.workers
         return unless_refused(next(iter(self._loader(workers, only=workers - 1))))[1]
 
     @property
-    def reads_alike(self) -> bool:
-        """Whether all loader processes must read the same stream. One that shards itself need not."""
+    def workers_must_match(self) -> bool:
+        """Whether all worker processes must read the same stream. One that shards itself need not."""
         return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
@@ -189,7 +198,7 @@ def _as_it_is(item: Any) -> Any:
 class _Shard(IterableDataset):
     """The micro-batches of one worker of one rank of a stream, as (number of samples, batch, beginning).
 
-    `stride`: a rank has every k-th sample, and its loader processes take its micro-batches in turns, so that the
+    `stride`: a rank has every k-th sample, and its worker processes take its micro-batches in turns, so that the
     batches are the same without them. All read the whole stream, with the same random numbers at the same position, so
     a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
     `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
@@ -201,7 +210,7 @@ class _Shard(IterableDataset):
     collate: Callable[[list[Any]], Any]
     options: SourceOptions
     epoch: int
-    only: int | None = None  # the loader process that reads everything; None: they take turns
+    only: int | None = None  # the worker process that reads everything; None: they take turns
     beginning: Any = None
 
     def __iter__(self) -> Iterator[tuple[int, Any, Any] | Refusal]:
@@ -230,7 +239,7 @@ class _Shard(IterableDataset):
                 return
             if not micro_batch:
                 return
-            # torch asks its loader processes in turns, so the batches arrive in this order.
+            # torch asks its worker processes in turns, so the batches arrive in this order.
             if number % workers == worker:
                 yield self._batch(
                     *map(list, zip(*micro_batch, strict=True)), check=info is not None and number < workers

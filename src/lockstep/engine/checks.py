@@ -347,7 +347,7 @@ def _trainable_changed(change: str) -> UserError:
 
 
 class GradientGuard:
-    """Notices in a loop of the user's own that gradients are dropped or changed between two calls of the step.
+    """Notices in a custom loop that gradients are dropped or changed between two calls of the step.
 
     A few parameters of each optimizer show it: zero_grad() and clip_grad_norm_() change all of them, and somebody who
     sets the gradient of one parameter to None may mean it. torch does not count what clip_grad_norm_() changes in

@@ -44,7 +44,7 @@ class StepContext:
     precision: Precision
     scaler: DynamicScaler | None  # with fp16
     global_batch: int
-    reports_loss: bool  # the losses of this rank count; False where another rank computes the same ones
+    reports_loss: bool  # the losses of this rank count; False if another rank reports the same losses
     word_has_loss: bool  # the control word carries the loss, for spike detection
     mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
     requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save and save_failed
@@ -55,15 +55,15 @@ class StepContext:
 class StepControl:
     """One step on this rank, from its first micro-batch to the control word.
 
-    A loop of the user's own may make several passes over the batches of a step, each with an update of its own.
+    A custom loop may make several passes over the batches of a step, each with its own update.
     """
 
-    def __init__(self, context: StepContext, batches: StepBatches, step: int, number: int = 0, passes: int = 1):
+    def __init__(self, context: StepContext, batches: StepBatches, step: int, pass_index: int = 0, passes: int = 1):
         self.batches = batches
         self.step = step
-        self.number = number  # of this pass
+        self.pass_index = pass_index
         self.passes = passes  # of the step
-        self.moved: Sequence[int] = ()  # the numbers of the optimizers that the update steps
+        self.to_step: Sequence[int] = ()  # indices of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the one being computed
         self.backwards_done = 0
 
@@ -81,12 +81,12 @@ class StepControl:
     @property
     def ends_step(self) -> bool:
         """Whether this is the last pass over the batches of the step."""
-        return self.number + 1 == self.passes
+        return self.pass_index + 1 == self.passes
 
     @property
-    def update_number(self) -> int:
-        """The number of this pass's update among all of the run, from 1."""
-        return self.step * self.passes + self.number + 1
+    def update_count(self) -> int:
+        """The updates of the run so far, with this pass's and with skipped ones."""
+        return self.step * self.passes + self.pass_index + 1
 
     @property
     def last(self) -> bool:
@@ -197,11 +197,11 @@ class StepControl:
             self.metrics += metric_terms(loss)
 
         # The control word needs the sums, so these are added now.
-        self._weight = self._weight + self._number(loss.weight, WEIGHT_GRID)
+        self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
         if self._context.word_has_loss:
-            self._loss = self._loss + self._number(loss.total.detach(), LOSS_GRID)
+            self._loss = self._loss + self._as_float64(loss.total.detach(), LOSS_GRID)
 
-    def _number(self, value: Any, grid: float) -> float | Tensor:
+    def _as_float64(self, value: Any, grid: float) -> float | Tensor:
         """Return the value as float64. Exact mode rounds it to a grid, on which sums do not depend on their order."""
         number = value.detach().double() if _on_gpu(value) else float(value)
         return on_grid(number, grid) if self._context.config.exact else number

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import SampleReader, read_all, to_device
+from lockstep.data.loader import Request, SampleReader, read_all, to_device
 from lockstep.data.sample_errors import is_empty
 from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
@@ -127,7 +127,7 @@ class Evaluator:
 
         # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
         results = []
-        requests = ((0, ids) for ids in [*ranges, *repeated])
+        requests = (Request(0, ids) for ids in [*ranges, *repeated])
         for data in read_all(reader, requests, self.config.data.workers, prefetch=2):
             self.runtime.heartbeat.beat("evaluate")
 

@@ -2,7 +2,7 @@
 
 This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
 once; so the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Loader processes read ahead, so a new assignment takes effect at a later position in the data, which all ranks agree on
+Worker processes read ahead, so a new assignment takes effect at a later position in the data, which all ranks agree on
 first.
 """
 
@@ -139,7 +139,7 @@ class LoadBalancer:
 
     def _assign_again(self, step: int, own: Pace) -> None:
         """Change the assignment if it pays. Collective: all ranks gather the same figures, and so decide alike."""
-        # Loader processes have already read batches of the present one, so ranks also send where it ends for them.
+        # Worker processes have already read batches of the present one, so ranks also send where it ends for them.
         gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)

@@ -81,7 +81,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
 
 def _own_method(task: Any, name: str) -> Callable[..., Any] | None:
-    """Return the task's own method of this name, or None: those of Task do nothing, so no step need call them."""
+    """Return the task's method of this name. None if the task does not override it; Task's default is a no-op."""
     # A task need not be a subclass of Task, and its methods need not be bound.
     method = getattr(task, name, None)
     return None if getattr(method, "__func__", method) is getattr(Task, name) else method
@@ -123,7 +123,7 @@ def _show(task: Task, run: Run) -> str | None:
     run.driver.model.eval()
     run.runtime.heartbeat.beat("user code")  # the launcher allows more time in this phase
     try:
-        # Inputs may grow with every token: preparing for each shape would take far longer than the calls.
+        # Inputs may grow with every token: compiling or capturing every new shape would cost more than it saves.
         with torch.no_grad(), run_eagerly(run.driver.model), run.driver.many_forwards() as warning:
             if warning:
                 run.recorder.event("warning", reason=f"show(): {warning}")

@@ -26,7 +26,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
-NOTICE_S = 2.0  # within which all ranks that can notice that they are out of step do so
+NOTICE_S = 2.0  # seconds to wait for other ranks to report that they are out of step
 MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
 MIN_LOSSES = 8  # losses seen before one can stand out as a spike
 MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
@@ -40,7 +40,7 @@ class Outcome:
     reduced: Reduced
     loss_limit: float  # a mean loss above it is a spike
     word: ControlWord  # summed over all ranks
-    grad_norm: float  # of the weighted mean's gradient; nan if the weight is 0
+    grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
     @property
     def finite(self) -> bool:
@@ -158,7 +158,8 @@ class Outcomes:
     def _out_of_step(self, step: int, marks: int) -> OutOfStep:
         """Return the error of ranks in different collectives, and find out which of them are in one of their own."""
         runtime = self._runtime
-        # Those that took another's tensor for gradients notice it, like this one; the other waits for the gradients.
+        # Ranks that received a foreign tensor as gradients report here; the rank that sent it is still waiting in its
+        # own collective.
         noticed = runtime.who_says(f"out-of-step/{step}", seconds=NOTICE_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in noticed]
         who, whom = listed(odd) if odd else "another rank", listed(noticed) if odd else "this one"

@@ -1,4 +1,4 @@
-"""The user's own loop, on the same step:
+"""A custom loop, on the same step:
 
 with lockstep.start(global_batch=64, steps=1000) as run:
     model, optimizer = run.setup(model, optimizer)
@@ -197,7 +197,7 @@ class OwnRun:
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
         # The control word of the next step carries it to the other ranks.
-        self._run.stepper.context.requests.stop = True
+        self._run.stepper.request(stop=True)
 
     def close(self, left_by: str = "") -> None:
         """Save the weights and write the report, if there was a loop. `left_by`: what ended the loop, if known."""
@@ -277,7 +277,7 @@ class OwnStep:
             )
 
         # Not at the end of the pass before: its gradients stay until now.
-        if self._control.number != self.passes_done:
+        if self._control.pass_index != self.passes_done:
             self._begin_pass()
 
         for micro in self._batches if self.passes_done == 0 else self._kept:
@@ -290,9 +290,11 @@ class OwnStep:
 
             # The loop's body runs here, under autocast. It must call `backward` once.
             start_watching(self._driver.before_inner_gradient)
-            with self._control.autocast():
-                yield micro.data
-            stop_watching()
+            try:
+                with self._control.autocast():
+                    yield micro.data
+            finally:
+                stop_watching()
             if self._control.backwards_done != self._taken:
                 raise self._miscounted("0 times")
 
@@ -325,10 +327,10 @@ class OwnStep:
         The gradients of the others are dropped. Returns the newest outcome known (on a GPU, the previous).
         """
         self._check_pass("step.apply()")
-        moved = self._numbers(optimizers)
+        to_step = self._indices(optimizers)
         reduced = self._driver.reduced()
-        if moved is not None:
-            reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(moved))
+        if to_step is not None:
+            reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(to_step))
             if not reduced.parameters:
                 raise UserError(
                     f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
@@ -336,7 +338,7 @@ class OwnStep:
                     "pass the optimizer of the parameters that the loss depends on",
                 )
 
-        self.result = self._run.stepper.apply(self._control, reduced, moved)
+        self.result = self._run.stepper.apply(self._control, reduced, to_step)
         self._end_pass()
         return self.result
 
@@ -384,7 +386,7 @@ class OwnStep:
                 "run.steps(dataset, passes=2)",
             )
 
-        done = self._control.backwards_done if self._control.number == self.passes_done else 0
+        done = self._control.backwards_done if self._control.pass_index == self.passes_done else 0
         # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
@@ -394,8 +396,8 @@ class OwnStep:
             )
         self._gradients.check(call)
 
-    def _numbers(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
-        """Return the numbers of the optimizers to step; None stands for all."""
+    def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
+        """Return the indices of the optimizers to step; None stands for all."""
         known = self._run.model_setup.optimizers.all
         if len(known) == 1 and not optimizers:
             return None
@@ -406,16 +408,16 @@ class OwnStep:
                 "step.apply(optimizer) for one of them, the gradients of the others are dropped; or name them all",
             )
 
-        numbers = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
-        if None in numbers:
+        indices = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
+        if None in indices:
             raise UserError(
-                "step.apply(optimizer) got something else than the optimizers of run.setup",
+                "step.apply(optimizer) got something other than the optimizers of run.setup",
                 "",
                 "pass what run.setup returned: model, first, second = run.setup(model, first, second)",
             )
 
         # With all of them there is nothing to drop.
-        distinct = {number for number in numbers if number is not None}
+        distinct = {index for index in indices if index is not None}
         return sorted(distinct) if len(distinct) < len(known) else None
 
     def _miscounted(self, times: str) -> UserError:

@@ -1,4 +1,4 @@
-"""One run in this process, from its first step on: what `fit` and the user's own loop have in common.
+"""One run in this process, from its first step on: what `fit` and a custom loop have in common.
 
 A Run is made of finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
 the skeleton of the loop, `end_step()` ends a step, and `maintain()` does what is due between two steps. It decides
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +53,7 @@ class ModelSetup:
     evaluator: Evaluator
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
-    schedulers: Any = None  # of the user's own, as `make_rate` takes them
+    schedulers: Any = None  # the user's, as `make_learning_rate` takes them
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,7 +64,7 @@ class Run:
     config: RunConfig
     runtime: Runtime
     name: str
-    started: float  # wall-clock time, moved back by what the run took before it was resumed
+    started: float  # start time, less the seconds trained before the resume
     folder: RunFolder
     recorder: Recorder
 
@@ -89,7 +90,7 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
-    _said_what_moves_the_rate: bool = field(init=False, default=False)
+    _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
 
     @property
@@ -101,7 +102,7 @@ class Run:
     def check_start(self, task: Any = None) -> None:
         """Refuse a loss or data that would train the wrong model, before the first step. Collective.
 
-        `task` is None in the user's own loop.
+        `task` is None in a custom loop.
         """
         if self.stepper.counters.step > 0:
             return  # the run was checked when it began
@@ -117,7 +118,7 @@ class Run:
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
 
-            # Ranks and loader processes compare digests of their first batches. Later ones follow from the same
+            # Ranks and worker processes compare digests of their first batches. Later ones follow from the same
             # arithmetic.
             if check_first:
                 batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
@@ -173,8 +174,8 @@ class Run:
             self.model_setup.guard.check_structure()
 
         # The control word of the next step carries both to the other ranks.
-        self.stepper.context.requests.save_failed = self.checkpoints.poll()
-        self.stepper.context.requests.save = self.checkpoints.save_is_due_by_clock()
+        save_failed = self.checkpoints.poll()
+        self.stepper.request(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
 
     def maintain(self, repeat_evaluation: bool = False) -> None:
         """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
@@ -199,7 +200,7 @@ class Run:
             began = time.perf_counter()
             self.save_checkpoint(repeat_evaluation)
             self._save_agreed = False
-            self.stepper.context.requests.save = False
+            self.stepper.request(save=False)
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step of this process the optimizers have their state, so the size of a snapshot is
@@ -223,9 +224,12 @@ class Run:
         `moves_rate`: a scheduler that follows evaluations follows this one.
         `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
         """
-        evaluation = self.model_setup.evaluator.evaluate(
-            data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
-        )
+        # The data may be the training data.
+        here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
+        with here:
+            evaluation = self.model_setup.evaluator.evaluate(
+                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
+            )
 
         # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
         if evaluation is None:
@@ -235,14 +239,14 @@ class Run:
 
         self.evaluation = evaluation
         if moves_rate and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
-            self._say_what_moves_the_rate(evaluation.step)
+            self._warn_second_evaluation(evaluation.step)
         return evaluation
 
-    def _say_what_moves_the_rate(self, step: int) -> None:
-        if self._said_what_moves_the_rate:
+    def _warn_second_evaluation(self, step: int) -> None:
+        if self._warned_second_evaluation:
             return
 
-        self._said_what_moves_the_rate = True
+        self._warned_second_evaluation = True
         reason = (
             f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
             f"step {step}: pass moves_rate=False for every dataset but the one that it should follow"
@@ -266,7 +270,7 @@ class Run:
 
     def end_training(self) -> None:
         """Log the last step, write the last checkpoint and then the weights. Raise if the run learned nothing."""
-        self.close_loaders()
+        self.close_source()
         last = self.stepper.wait_for_outcome()
         self._accept_requests(last)
 
@@ -325,7 +329,7 @@ class Run:
             if self.config.log.progress != "off":
                 print(f"report   {Path(self.folder.shown) / report.name}")
 
-    def close_loaders(self) -> None:
+    def close_source(self) -> None:
         # A user-defined source need not have anything to close.
         if hasattr(self.source, "close"):
             self.source.close()
@@ -335,7 +339,7 @@ class Run:
     def _end_preempted(self) -> NoReturn:
         """End this process with `Preempted`. All ranks have saved at the same step."""
         step = self.stepper.counters.step
-        self.close_loaders()
+        self.close_source()
 
         # A checkpoint that could not be committed is no place to resume from.
         newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None

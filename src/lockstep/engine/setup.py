@@ -25,7 +25,7 @@ from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import open_source
+from lockstep.data.sources import MapSource, open_source
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks import (
     LateHooks,
@@ -46,6 +46,7 @@ from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.start_check.random_numbers import generators_kept
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -55,7 +56,7 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
-from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_rate
+from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_learning_rate
 from lockstep.optim.registry import build_optimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
@@ -141,7 +142,7 @@ class RunBuilder:
         names_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
-        self._on_failure.callback(stop_watching)  # a loop of the user's own may have been left in the middle
+        self._on_failure.callback(stop_watching)  # a custom loop may have been left in the middle
         late_hooks = LateHooks(model, names_before)
         for name, part in self.driver.extra_state.items():
             self.add_part(name, part)
@@ -187,7 +188,9 @@ class RunBuilder:
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
-        runtime.suit_threads(driver.model, plan.micro_batch)
+        with generators_kept(runtime.device):
+            sample = source.largest_input if isinstance(source, MapSource) else lambda: None
+            runtime.suit_threads(driver.model, plan.micro_batch, sample)
         about_data = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
@@ -319,7 +322,7 @@ class RunBuilder:
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
         optimizers = setup.optimizers.all
-        rate = make_rate(
+        rate = make_learning_rate(
             self.config.lr, self.resolved.sources, optimizers, setup.schedulers, plan.steps, plan.global_batch
         )
         self._on_failure.callback(rate.release)

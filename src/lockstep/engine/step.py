@@ -3,7 +3,7 @@
     control = self.begin(batches)                                        sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
     factor  = clipping x N / (global weight x loss scale)                N = 1, or the ranks if DDP left a mean
-    finite and no spike?  optimizer.step(factor) : skip                  the same answer on every rank
+    if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
 A loop that the user writes runs the micro-batches itself, between `begin` and `apply`.
 
@@ -106,9 +106,9 @@ class Stepper:
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
 
-    def begin(self, batches: StepBatches, number: int = 0, passes: int = 1) -> StepControl:
-        """Begin a step, or the pass `number` of the `passes` that it makes over its batches."""
-        self.control = StepControl(self.context, batches, self.counters.step, number, passes)
+    def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepControl:
+        """Begin a step, or one of the `passes` that it makes over its batches."""
+        self.control = StepControl(self.context, batches, self.counters.step, pass_index, passes)
         return self.control
 
     def apply(
@@ -116,10 +116,11 @@ class Stepper:
     ) -> StepResult | None:
         """Divide once, clip and step: everything that changes the size of a gradient is one factor.
 
-        `optimizers`: the numbers of those to step, all by default. The gradients of the others must be gone.
+        `optimizers`: indices of the optimizers to step; the caller must already have cleared all other gradients. None:
+        all of them.
         """
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
-        control.moved = self.update.all if optimizers is None else optimizers
+        control.to_step = self.update.optimizer_indices if optimizers is None else optimizers
         control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
         self.context.runtime.heartbeat.beat("update")
 
@@ -135,8 +136,12 @@ class Stepper:
             return self._apply_late(control, reduced, norm)
         return self._apply_now(control, reduced, norm)
 
+    def request(self, **flags: bool) -> None:
+        """Set `stop`, `save` or `save_failed` for the next control word, which carries them to the other ranks."""
+        self.context.requests = replace(self.context.requests, **flags)
+
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
-        """End a pass without an update, and leave the mean's gradient where it is."""
+        """End a pass without an update, and leave the gradient of the mean loss where it is."""
         word = reduced.codec.unpack(reduced.packed.tolist())
         norm = torch.linalg.vector_norm(reduced.norms)
         weight = float(word.weight) or math.nan
@@ -153,7 +158,7 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
         outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
-            self.update.step(reduced.parameters, factor, control.update_number, control.moved)
+            self.update.step(reduced.parameters, factor, control.update_count, control.to_step)
             self._count(control, 1)
 
         return self._conclude(outcome)
@@ -164,7 +169,7 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
         loss_limit = self.outcomes.spikes.limit()
         rejected = rejected_on_device(reduced, grad_norm, loss_limit)
-        self.update.step_on_device(factor, rejected, control.update_number, control.moved)
+        self.update.step_on_device(factor, rejected, control.update_count, control.to_step)
         self._count(control, 1)  # assumed; `wait_for_outcome` takes it back if the device skipped
 
         # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
@@ -193,7 +198,7 @@ class Stepper:
 
     def _count(self, control: StepControl, change: int) -> None:
         self.counters.applied += change * control.ends_step
-        self.learning_rate.count(control.moved, change)
+        self.learning_rate.count(control.to_step, change)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:
@@ -201,7 +206,7 @@ class Stepper:
         return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the norm of the mean's gradient, and the one factor that gradients are multiplied by.
+        """Return the norm of the gradient of the mean loss, and the one factor that gradients are multiplied by.
 
         `norm` and `weight` are numbers, or tensors on the device.
         """

@@ -108,10 +108,21 @@ class Restarts:
 
 
 class Attempt:
-    """The ranks of one attempt: where they run, and how they ended. `ranks` says how many run on each node."""
+    """The ranks of one attempt: where they run, and how they ended.
 
-    def __init__(self, number: int, ranks: Mapping[int, int], started_from: int | None, watchdog: Watchdog):
+    `ranks` says how many run on each node, and `hosts` what the nodes are called, also those that have left since.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ranks: Mapping[int, int],
+        hosts: Mapping[int, str],
+        started_from: int | None,
+        watchdog: Watchdog,
+    ):
         self.number = number
+        self.hosts = hosts
 
         # Rank -> its slot: the node, and its number among that node's ranks. A slot stays on the same machine in the
         # next attempt, while a rank may move.

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
@@ -285,7 +286,7 @@ class Coordinator:
                 self._send_to_nodes(command)
             case JobEnd():
                 self._send_to_nodes(command)
-                self._ending = command
+                self._ending = replace(command, coordinated=True)
             case _:
                 assert_never(command)
 

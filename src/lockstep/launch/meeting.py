@@ -10,6 +10,7 @@ machines of a job share its run folder, so there is no other judge of who may tr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -30,6 +31,9 @@ _LOST_NAME = re.compile(r"\.lost-(\d{1,15})-(\d{1,9})", re.ASCII)
 # Digits of the count, which is written in place.
 _DIGITS = 20
 
+# A record that is listed and then not there: the next term has begun, so the folder is listed again, this often.
+_LISTINGS = 5
+
 
 @dataclass(frozen=True)
 class Record:
@@ -41,29 +45,37 @@ class Record:
 
 
 def newest(run: Path) -> Record | None:
-    """Return the record of the newest term; None if no node coordinates here, or the folder cannot be read."""
+    """Return the record of the newest term; None if no node coordinates here. Raises OSError if nobody can tell."""
+    for _ in range(_LISTINGS - 1):
+        with suppress(FileNotFoundError):
+            return _newest_listed(run)
+
+    return _newest_listed(run)
+
+
+def _newest_listed(run: Path) -> Record | None:
     for term in sorted(_terms(run), reverse=True):
         try:
-            values = json.loads(_text(run, term)[_DIGITS:])
+            values = json.loads(records.read_bytes(_record_path(run, term), most=4096)[_DIGITS:])
             return records.parse(Record, {"term": term, **values})
         except (ValueError, TypeError):
-            continue  # it was removed a moment ago, or is not one of ours
+            continue  # not one of ours
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFBIG):  # a pipe, or a large file: not one of ours
+                raise
 
     return None
 
 
 def count_of(run: Path, term: int) -> str:
-    """Return what the record's count is now: it changes each second while the coordinator lives."""
-    return _text(run, term)[:_DIGITS]
-
-
-def _text(run: Path, term: int) -> str:
+    """Return what the record's count is now, which changes each second while the coordinator lives; "" if unknown."""
     # It is opened each time: only then does a network file system ask its server.
-    return records.read(_record_path(run, term), most=4096)
+    return records.read(_record_path(run, term), most=4096)[:_DIGITS]
 
 
 def _terms(run: Path) -> list[int]:
-    with suppress(OSError):
+    """Return the terms that have a record. Raises OSError if the folder is there and cannot be read."""
+    with suppress(FileNotFoundError):
         return [int(match[1]) for name in os.listdir(run) if (match := _RECORD_NAME.fullmatch(name))]
 
     return []
@@ -120,6 +132,10 @@ class Term(Watch):
         """The job is over: there is nothing to take over."""
         self.path.unlink(missing_ok=True)
 
+        # The next job begins with the same number again.
+        with suppress(OSError):
+            _remove_reports(self.path.parent, self.record.term)
+
 
 def begin_term(run: Path, after: int | None, host: str, address: str) -> Term | None:
     """Begin the term that follows the term `after`, or all there were. Returns None if another node was faster."""
@@ -144,15 +160,20 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> Term | 
         path.unlink(missing_ok=True)
         return None
 
-    _remove_earlier(run, number)
+    for term in _terms(run):
+        if term < number:
+            _record_path(run, term).unlink(missing_ok=True)
+
+    # An earlier job in this folder may have had a term of this number.
+    _remove_reports(run, number)
 
     return Term(run, Record(number, host, address))
 
 
-def _remove_earlier(run: Path, number: int) -> None:
+def _remove_reports(run: Path, last: int) -> None:
+    """Remove what nodes said of the coordinators up to the term `last`."""
     for name in os.listdir(run):
-        match = _RECORD_NAME.fullmatch(name) or _LOST_NAME.fullmatch(name)
-        if match and int(match[1]) < number:
+        if (match := _LOST_NAME.fullmatch(name)) and int(match[1]) <= last:
             (run / name).unlink(missing_ok=True)
 
 
@@ -202,6 +223,10 @@ class Vigil:
     alive: bool = False  # whether the count has changed since the vigil began
 
     def look(self, term: int, count: str, now: float) -> None:
+        if not count:
+            self.forget()
+            return
+
         if self._seen is None or self._seen[0] != term:
             self._since, self._majority_since, self.alive = now, None, False
         elif self._seen[1] != count:
@@ -209,8 +234,15 @@ class Vigil:
 
         self._seen = (term, count)
 
+    def forget(self) -> None:
+        """Begin anew with the next look: a folder that cannot be read is no sign of life, and none of death."""
+        self._seen = None
+
     def reason(self, lost: set[int], now: float) -> str | None:
         """Return why this node takes over now, or None if it does not. `lost` are the nodes in the same situation."""
+        if self._seen is None:
+            return None
+
         before = sum(0 < number < self.number for number in self.members)
         if now - self._since >= self.patience + before * self.turn:
             return f"no sign of life in the run folder for {self.patience:.0f} s"

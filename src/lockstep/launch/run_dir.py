@@ -304,10 +304,22 @@ def hold(run: Path) -> Iterator[None]:
     if held is not None:
         held.close()
 
-    with _open_lock(run / LAUNCHER_LOCK) as file:
-        if _acquire(file, LAUNCHER_WAIT_S) is False:
-            raise _in_use(run, "a launcher whose job is there right now")
+    with _launcher_lock(run):
         yield
+
+
+def _launcher_lock(run: Path) -> IO[str]:
+    file = _open_lock(run / LAUNCHER_LOCK)
+    if _acquire(file, LAUNCHER_WAIT_S) is False:
+        file.close()
+        raise _in_use(run, "a launcher whose job is there right now")
+
+    # As in `lock`: whoever holds a file that was removed holds nothing.
+    if not _is_at(file, run / LAUNCHER_LOCK):
+        file.close()
+        return _launcher_lock(run)
+
+    return file
 
 
 def has_launcher(run: Path) -> bool:

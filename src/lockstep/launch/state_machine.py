@@ -114,7 +114,7 @@ class JobStateMachine:
         self.restarts = Restarts.inherited(known, now)
 
         # A placeholder without ranks, until an attempt starts here.
-        self.attempt = Attempt(known.attempt, {}, None, Watchdog(self.settings.hang))
+        self.attempt = Attempt(known.attempt, {}, {}, None, Watchdog(self.settings.hang))
 
         # No attempt starts, and nothing ends, before this time.
         self._not_before = now if inherited is None else now + FENCE_S
@@ -250,7 +250,8 @@ class JobStateMachine:
             self._enter(JobPhase.RUN)
             ranks = dict(sorted(self.cluster.wanted.items()))
             watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
-            self.attempt = Attempt(self.attempt.number + 1, ranks, self.committed(), watchdog)
+            hosts = {number: self.cluster.nodes[number].host for number in ranks}
+            self.attempt = Attempt(self.attempt.number + 1, ranks, hosts, self.committed(), watchdog)
             self._commands.append(StartAttempt(self.attempt.number, ranks))
             self._not_started = ranks.keys() - {0}  # the coordinating node starts its own at once
             self._start_by = now + START_S
@@ -295,7 +296,7 @@ class JobStateMachine:
         if failure is not None and failure.is_complaint and ended:
             node, _ = self.attempt.slots[ended[0]]
             place = self.attempt.exits[ended[0]].place
-            return left_early(ended[0], self.cluster.nodes[node].host, failure, place)
+            return left_early(ended[0], self.attempt.hosts[node], failure, place)
 
         return failure
 

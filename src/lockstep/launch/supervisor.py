@@ -63,8 +63,12 @@ STALE_S = 10.0
 # How much longer than the next lower number a node waits before it takes over, so that they do not compete.
 TURN_TO_TAKE_OVER_S = 2.0
 
-# How often a node returns to a coordinator that lives: each return interrupts the training.
+# How long a node looks for a record before it believes that the job is over.
+GONE_S = 3.0
+
+# How often in an hour a node returns to a coordinator that lives: each return interrupts the training.
 MOST_RETURNS = 3
+HOUR_S = 3600.0
 
 
 def supervise(job: Job) -> JobEnd:
@@ -145,7 +149,7 @@ class Member:
         self._number = COORDINATOR
         self._heard: Handover | None = None
         self._own_host = ""
-        self._returns = 0
+        self._returns: list[float] = []  # when it returned to it
 
         # Why the last try to reach a coordinator failed.
         self._why = ""
@@ -175,7 +179,7 @@ class Member:
             # The node that can bind the first address coordinates a new job. But it may be one that comes back: then
             # another node has taken over, whose address is in the list or in the run folder.
             listener = self._claim_first()
-            record = self._record()
+            record, readable = self._record()
             others = self._addresses[1:] if listener else self._addresses
             if record and not (listener and record.address == address_of(listener)):
                 others = [*others, record.address]
@@ -187,7 +191,10 @@ class Member:
             # A record whose count stands still was left by a job that is no more.
             if record:
                 vigil.look(record.term, meeting.count_of(self._job.run_dir, record.term), now)
-            if listener and (record is None or vigil.reason(set(), now)) and (office := self._open_office(listener)):
+            else:
+                vigil.forget()
+            free = readable and (record is None or vigil.reason(set(), now) is not None)
+            if listener and free and (office := self._open_office(listener)):
                 return office
 
             if not announced and waited > 1.0:
@@ -210,12 +217,18 @@ class Member:
             return claim(self._addresses[0])
         except UserError:
             # A machine that is lost may have taken its name along.
-            if len(self._addresses) > 1 or self._record():
+            record, readable = self._record()
+            if len(self._addresses) > 1 or record or not readable:
                 return None
             raise
 
-    def _record(self) -> Record | None:
-        return meeting.newest(self._job.run_dir)
+    def _record(self) -> tuple[Record | None, bool]:
+        """Return the newest record in the run folder, and whether that could be read; if not, one may be there."""
+        try:
+            return meeting.newest(self._job.run_dir), True
+        except OSError as error:
+            self._why = f"the run folder cannot be read: {error.strerror or error}"
+            return None, False
 
     def _reach(self, *addresses: str) -> Connection | None:
         for address in dict.fromkeys(addresses):
@@ -232,7 +245,12 @@ class Member:
             # This raises if another job is there: before its record is removed.
             folder.enter_context(hold(self._job.run_dir))
             forget_wishes(self._job.run_dir)
-            term = meeting.begin_term(self._job.run_dir, None, self._name, address_of(listener))
+            try:
+                term = meeting.begin_term(self._job.run_dir, None, self._name, address_of(listener))
+            except OSError as error:
+                self._why = error.strerror or str(error)
+                return None
+
             return Office(folder.pop_all(), listener, term) if term else None
 
     def _stopped(self) -> JobEnd:
@@ -313,6 +331,10 @@ class Member:
         return orders
 
     def _adopt(self, welcome: Welcome) -> None:
+        # It said so under the number that it had; it gets a new one each time.
+        if self._followed:
+            meeting.withdraw(self._job.run_dir, self._followed.term, self._number)
+
         job = adopt(self._job, welcome)
         if self._agent is not None and job != self._job:
             self._agent.close()
@@ -321,13 +343,12 @@ class Member:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
         if self._followed and self._followed.term != welcome.term:
-            self._returns = 0
+            self._returns = []
 
-        record = self._record()
+        record, _ = self._record()
         named = record if record and record.term == welcome.term else None
         self._followed = named or Record(welcome.term, "the coordinating node", self._addresses[0])
         self._number = welcome.number
-        meeting.withdraw(job.run_dir, welcome.term, welcome.number)
 
     def _obey(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
         next_beat = 0.0
@@ -368,23 +389,33 @@ class Member:
         say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
 
         vigil = Vigil(self._number, self._heard.members, LOST_AFTER_S, TURN_TO_TAKE_OVER_S)
-        began = time.monotonic()
+        began = last_seen = time.monotonic()
         while (now := time.monotonic()) - began < CONNECT_S:
             if self._signals:
                 return self._stopped()
 
-            record = self._record()
+            record, readable = self._record()
             if record is None:
-                return self._alone(why)
+                # The job is over if there is no record for a while. What cannot be read says nothing.
+                if readable and now - last_seen >= GONE_S:
+                    return self._alone(why)
 
+                last_seen = last_seen if readable else now
+                vigil.forget()
+                time.sleep(RETRY_S)
+                continue
+
+            last_seen = now
             vigil.look(record.term, meeting.count_of(run_dir, record.term), now)
+            still_lives = record.term == followed.term and vigil.alive
+            if still_lives and self._returned_too_often(now):
+                return self._alone(f"{why}; this node has returned to it {MOST_RETURNS} times within an hour")
+
             if connection := self._return_to(record, vigil.alive):
                 return connection
 
             # Others in the same situation count those who are.
-            if record.term == followed.term and vigil.alive:
-                if self._returns >= MOST_RETURNS:
-                    return self._alone(why)
+            if still_lives:
                 meeting.report_lost(run_dir, record.term, self._number)
 
             reason = vigil.reason(meeting.who_lost(run_dir, record.term), time.monotonic())
@@ -394,6 +425,10 @@ class Member:
             time.sleep(RETRY_S)
 
         return self._alone(why)
+
+    def _returned_too_often(self, now: float) -> bool:
+        self._returns = [when for when in self._returns if now - when < HOUR_S]
+        return len(self._returns) >= MOST_RETURNS
 
     def _return_to(self, record: Record, alive: bool) -> Connection | None:
         """Try to reach the node that coordinates: a successor at once, the one that was lost only if it lives."""
@@ -406,7 +441,7 @@ class Member:
         if is_successor:
             say(f"lockstep: {record.host} ({record.address}) has taken over: joining it")
         else:
-            self._returns += 1
+            self._returns.append(time.monotonic())
         return connection
 
     def _take_over(self, record: Record, why: str) -> Office | None:

@@ -19,8 +19,8 @@ from lockstep.runtime.layout import balance, by_mesh
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
-# These divide gradients by `grad_scale` inside their fused kernel. Subclasses are not trusted to, nor are others that
-# say they support gradient scaling: they may expect a GradScaler to call them.
+# These divide gradients by `grad_scale` inside their fused kernel. Exact types only: subclasses, and optimizers that
+# merely declare AMP support, may not do this.
 DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 # These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
@@ -38,11 +38,14 @@ ON_DTENSORS = (
 )
 
 # A user-defined optimizer may set this attribute to True: it works on DTensors by itself.
-OWN_DTENSORS = "works_on_shards"
+DTENSOR_ATTRIBUTE = "works_on_shards"
+
+# These fail on DTensors, but step the elements of a shard as plain tensors.
+ELEMENTWISE_OPTIMIZERS = {torch.optim.Rprop}
 
 # A user-defined optimizer may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
 # everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
-OWN_FLAG = "divides_and_skips"
+DIVIDES_AND_SKIPS_ATTRIBUTE = "divides_and_skips"
 
 GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
@@ -88,11 +91,14 @@ class Optimizers:
         for optimizer in self.all:
             # One without trainable parameters moves something that no gradient reaches.
             learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-            if learning and type(optimizer) not in ON_DTENSORS and not _is_ours(optimizer):
+            if learning and not _is_known(optimizer):
                 try:
                     kind_of(optimizer)
                 except CannotTry as reason:
-                    fix = "type strategy=ddp, where every rank steps all parameters"
+                    fix = (
+                        "type strategy=ddp, where every rank steps all parameters; if each parameter is updated by "
+                        f"itself, set {DTENSOR_ATTRIBUTE} = True in its class"
+                    )
                     raise _cannot_step(optimizer, f"{who} steps only some of the parameters", reason, fix) from reason
 
     def parameters(self) -> list[nn.Parameter]:
@@ -107,25 +113,25 @@ class Optimizers:
 
     def step(
         self,
-        number: int,
-        moved: Sequence[int] | None = None,
+        update_count: int,
+        to_step: Sequence[int] | None = None,
         divisor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Step the optimizers whose numbers are in `moved`, or all of them.
+        """Step the optimizers with the indices `to_step`, or all of them.
 
-        `number` counts the updates of the run, including skipped ones; it seeds the bits of stochastic rounding.
+        `update_count` is that of the run, with skipped updates; it seeds the bits of stochastic rounding.
         `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
         """
         self._updating = True  # `_refuse` lets these steps pass
 
         # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
-        for optimizer in self.all if moved is None else [self.all[i] for i in moved]:
+        for optimizer in self.all if to_step is None else [self.all[i] for i in to_step]:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
             if self.masters:
-                self.masters.step(optimizer, divisor, number, self._call)
+                self.masters.step(optimizer, divisor, update_count, self._call)
             elif self._several_meshes and id(optimizer) not in self._stand_ins:
                 parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                 with only_these(optimizer, parts):
@@ -158,7 +164,7 @@ class Optimizers:
     def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
         """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips."""
         return all(
-            getattr(optimizer, OWN_FLAG, False)
+            getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
             or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
             for optimizer in self.all
         )
@@ -203,8 +209,8 @@ class ShardedOptimizers(Optimizers):
 
     def step(
         self,
-        number: int,
-        moved: Sequence[int] | None = None,
+        update_count: int,
+        to_step: Sequence[int] | None = None,
         divisor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
@@ -212,7 +218,7 @@ class ShardedOptimizers(Optimizers):
 
         The arguments are those of `Optimizers.step`.
         """
-        super().step(number, moved, divisor, skip)
+        super().step(update_count, to_step, divisor, skip)
         with torch.no_grad():
             for owner, parameters in enumerate(self._owned):
                 # A flat buffer has one dtype.
@@ -276,22 +282,27 @@ def _knows_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer can step its parameters as they are: all plain ones, or it is right on DTensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     sharded = any(isinstance(p, DTensor) for p in parameters)
-    known = type(optimizer) in ON_DTENSORS or _is_ours(optimizer) or getattr(optimizer, OWN_DTENSORS, False)
-    return known or not sharded
+    return not sharded or _is_known(optimizer)
 
 
-def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer need not be tried: torch's, our own, or one whose author says so."""
+    ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs whole parameters; False: it treats every element of a shard by itself."""
+    """Return whether an optimizer gets whole parameters; False: it treats every element of a shard by itself.
+
+    A trial on small parameters proves that they are needed, and never that they are not: some optimizers treat only
+    large matrices as such, or begin to after many steps.
+    """
     try:
-        whole = kind_of(optimizer) == PER_PARAMETER
+        whole = kind_of(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
     except CannotTry as reason:
         fix = (
             "type strategy=ddp, which keeps full parameters on every rank; if it works on DTensors by itself, set "
-            f"{OWN_DTENSORS} = True in its class"
+            f"{DTENSOR_ATTRIBUTE} = True in its class"
         )
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 

@@ -1,4 +1,4 @@
-"""Learning rates by a scheduler of the user's own: torch's LRScheduler, of which transformers' schedules are examples.
+"""Learning rates by the user's scheduler: torch's LRScheduler, of which transformers' schedules are examples.
 
 Lockstep steps it, once for every applied step of its optimizer, and saves its state with the run. ReduceLROnPlateau is
 stepped by evaluations instead, with the mean loss of the first in each step. What the code of a resumed run has changed
@@ -31,7 +31,7 @@ def is_scheduler(value: Any) -> bool:
     return isinstance(value, LRScheduler) or (callable(value) and not isinstance(value, others))
 
 
-def make_rate(
+def make_learning_rate(
     config: LrConfig,
     sources: Mapping[str, str],
     optimizers: list[torch.optim.Optimizer],
@@ -39,9 +39,10 @@ def make_rate(
     total_steps: int,
     global_batch: int,
 ) -> LearningRate | SchedulerRate:
-    """Return what sets the rates: the schedule of the settings, or the user's own, which settings must not contradict.
+    """Return what sets the rates: the configured schedule, or the user's scheduler.
 
-    `sources`: where each setting comes from. `schedulers`: one scheduler, a list of them, a function, or None.
+    Raises if the settings conflict with the user's scheduler. `sources`: where each setting comes from. `schedulers`:
+    one scheduler, a list of them, a function, or None.
     """
     own = [] if schedulers is None else as_list(schedulers)
     torch_schedulers = [scheduler for scheduler in own if isinstance(scheduler, LRScheduler)]

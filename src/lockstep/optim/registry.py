@@ -29,7 +29,7 @@ class OptimizerKind:
     options: tuple[str, ...]
     state_bytes: float  # bytes per element of a large matrix
     about: str  # what its state holds, for the banner
-    # Classes of optimizers that allocate this state with their first update, the user's own ones included.
+    # Classes of optimizers that allocate this state with their first update, the user's included.
     classes: tuple[str, ...] = ()
     # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
     needs_full_rows: bool = False

@@ -106,7 +106,7 @@ class GuardedRates:
             if _mark(group["lr"]) != noted:
                 was = "" if isinstance(noted, tuple) else f"; Lockstep set {noted:.6g}"
                 raise UserError(
-                    f"the learning rate of parameter group {number} was changed by somebody else than Lockstep",
+                    f"the learning rate of parameter group {number} was changed by something other than Lockstep",
                     f"it is {float(group['lr']):.6g}{was}: a scheduler that your code steps, or an assignment to "
                     'param_groups[...]["lr"]',
                     self.advice,
@@ -116,7 +116,7 @@ class GuardedRates:
         """Learn that these optimizers made a step (`change` is 1), or that the device skipped it after all (-1)."""
 
     def observe(self, loss: float, step: int) -> bool:
-        """Learn the mean loss of an evaluation of a step's weights. False: another one of this step came before."""
+        """Pass an evaluation loss to the scheduler. Return False if this step already had one."""
         return True
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.optim.schedule import set_rate
@@ -113,11 +114,12 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any
         yield name, _plain(then), _plain(now)
 
 
-def _are_states(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
 def _plain(value: Any) -> Any:
+    """Return a value as a checkpoint reads it back: numpy's numbers as Python's, tuples as lists."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
     return dict(value) if isinstance(value, Counter) else value
 
 

@@ -29,7 +29,7 @@ class Update:
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
         self.before_next: Callable[[], None] = lambda: None  # waits for a save that is still copying
-        self.all = range(len(optimizers.all))  # the numbers of the optimizers
+        self.optimizer_indices = range(len(optimizers.all))
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated
@@ -54,15 +54,15 @@ class Update:
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
-    def step(self, parameters: list[nn.Parameter], factor: float, number: int, moved: Sequence[int]) -> None:
+    def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, to_step: Sequence[int]) -> None:
         """Apply a step that the host accepted.
 
-        `number` counts the updates of the run, including skipped ones; `moved` names the optimizers to step.
+        `update_count` is that of the run, with skipped updates; `to_step` has the indices of the optimizers to step.
         """
         self.before_next()
         if self._fused:
             # The optimizers divide, hence the inverse.
-            self._optimizers.step(number, moved, torch.tensor(1.0 / factor, device=self._device))
+            self._optimizers.step(update_count, to_step, torch.tensor(1.0 / factor, device=self._device))
             return
 
         # A pipeline stage may have nothing to train.
@@ -71,12 +71,12 @@ class Update:
             if self._clips_elements:
                 clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
 
-        self._optimizers.step(number, moved)
+        self._optimizers.step(update_count, to_step)
 
-    def step_on_device(self, factor: Tensor, skip: Tensor, number: int, moved: Sequence[int]) -> None:
-        """Apply the step unless `skip` is true on the device. `number` and `moved` are as in `step`."""
+    def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, to_step: Sequence[int]) -> None:
+        """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
         self.before_next()
-        self._optimizers.step(number, moved, (1.0 / factor).float(), skip.float())
+        self._optimizers.step(update_count, to_step, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
         """Multiply the gradients in place by a factor, and return them."""

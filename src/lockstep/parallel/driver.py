@@ -43,7 +43,8 @@ class RankRole:
     data_size: int = 1  # how many different data_ranks there are
     reports_loss: bool = True  # whether this rank's loss and weight count; one rank per data_rank reports them
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks that hold a tensor, where not all do
-    duplicates: frozenset[str] = frozenset()  # tensors of this rank that a lower rank also holds, sharded alike
+    # Tensors whose identical shard a lower rank also holds (so this rank need not save them).
+    duplicates: frozenset[str] = frozenset()
     facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
@@ -134,7 +135,7 @@ class Driver(Protocol):
 class BaseDriver(Driver):
     """Runs micro-batches in turn and leaves the sums over ranks to subclasses (`_reduce`).
 
-    A user's own loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
+    A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
 
     role = RankRole()

@@ -12,7 +12,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import faults
 from lockstep.config import RunConfig
@@ -48,10 +48,24 @@ class Runtime:
     def is_main(self) -> bool:
         return self.world.rank == 0
 
-    def suit_threads(self, model: nn.Module, samples: int) -> None:
-        """Settle how many threads compute `model` with micro-batches of this many samples."""
-        # numel() of a sharded parameter (a DTensor) is that of the full tensor, which is what a rank computes with.
-        self.threads.suit([p.numel() for p in model.parameters() if p.dim() > 1], samples)
+    def suit_threads(self, model: nn.Module, samples: int, sample: Callable[[], Tensor | None]) -> None:
+        """Settle how many threads compute `model` with micro-batches of this many samples.
+
+        `sample` returns the largest input of one, or None if it is not known. It is called only if the number depends
+        on it.
+        """
+        if self.threads.share is None:
+            return
+
+        # The shape of a sharded parameter (a DTensor) is that of the full tensor, which is what a rank computes with.
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        positions, one = None, sample() if matrices and self.threads.share > 1 else None
+        if one is not None:
+            # Numbers of tokens are positions. Of other inputs the first matrix takes a part at a time: all features of
+            # a vector, or a patch of a picture, which may overlap with others.
+            part = matrices[0][0].numel() if one.is_floating_point() else 1
+            positions = samples * max(1, one.numel() // part)
+        self.threads.suit([p.numel() for p in matrices], positions if matrices else samples)
         torch.set_num_threads(self.threads.count)
 
     def store_barrier(self, name: str, timeout: timedelta, hopeless: Callable[[], bool] = lambda: False) -> bool:

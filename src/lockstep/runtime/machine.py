@@ -17,6 +17,18 @@ def available_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
+    """Return all counts of this machine's processors: those there are, those of the affinity, and as physical cores."""
+    everything = set(range(os.cpu_count() or 1))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
+    counts = set()
+    for group in (everything, allowed):
+        files = [cpus / f"cpu{number}" / "topology" / "thread_siblings_list" for number in group]
+        cores = {file.read_text() for file in files if file.is_file()}
+        counts |= {len(group), len(cores) or len(group)}
+    return counts
+
+
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
     """Return how many cores the control groups of this process allow it (cgroup v2), or None if they set no limit."""
     # The line "0::/a/b": every group on that path may have a limit, and the least one holds. In a container the path is

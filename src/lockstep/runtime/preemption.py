@@ -34,7 +34,7 @@ class PreemptionNotice:
         self._process = os.getpid()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        # A loader process that was forked from this one ignores the signal: its rank needs it until the save is done.
+        # A worker process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
             return
 
@@ -52,7 +52,7 @@ class PreemptionNotice:
         self.waits = True  # what follows is not interrupted
         print(f"lockstep: {name} came before the first step; there is nothing to save", file=sys.stderr, flush=True)
 
-        # Loader processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
+        # Worker processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
         # when one is killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in multiprocessing.active_children():
@@ -76,12 +76,16 @@ def handle_signals() -> Iterator[PreemptionNotice]:
 
 @contextmanager
 def _same_handler(number: int) -> Iterator[None]:
-    """Restore the handler of a signal that is changed while the context lasts."""
+    """Restore the handler of a signal that is taken away while the context lasts.
+
+    Only Python's main thread may: it is also the only one in which a handler can have been taken away.
+    """
     before = signal.getsignal(number)
     try:
         yield
     finally:
-        if signal.getsignal(number) is signal.SIG_DFL and before is not None:
+        taken_away = before not in (None, signal.SIG_DFL) and signal.getsignal(number) is signal.SIG_DFL
+        if taken_away and threading.current_thread() is threading.main_thread():
             signal.signal(number, before)
 
 

@@ -2,8 +2,8 @@
 
 Threads meet after every kernel. On cores that others use as well, one of them is often not running then, and the rest
 wait for it: a small model was 30 times slower with two threads than with one. So the number is chosen by the size of
-the work, and is one for a small model. It is not measured, because it decides the order in which kernels add, and a run
-that is repeated must choose alike.
+the work, and is one for a small model with small samples. It is not measured, because it decides the order in which
+kernels add, and a run that is repeated must choose alike.
 
 Nothing here imports torch: what OpenMP reads from the environment must be there before torch is imported.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lockstep.errors import plural
-from lockstep.runtime.machine import available_cores
+from lockstep.runtime.machine import available_cores, hardware_counts
 
 NUMBER = "OMP_NUM_THREADS"
 
@@ -26,9 +26,9 @@ SHARE = "LOCKSTEP_CORES"
 # Where users say how threads wait for each other, by the name of the OpenMP library: any, GNU's, LLVM's.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
-# The least work for which a kernel is shared between threads, in multiplications: elements of a weight matrix x samples
-# of a micro-batch. On one core it takes about as long as a few changes of threads.
-LEAST_WORK = 2**20
+# The least work for which a kernel is shared between threads, in multiplications: elements of a weight matrix x
+# positions of a sample (tokens, patches of a picture) x samples of a micro-batch. One core takes about a millisecond.
+LEAST_WORK = 2**24
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Threads:
     ) -> Self:
         """Return the number for a rank that shares this machine with `ranks` - 1 others, before its model is known.
 
-        `asked` is the setting `threads`, and `usual` the number that torch has by itself.
+        `asked` is the setting `threads`, and `usual` the number that torch has before the run.
         """
         if asked is not None:
             return cls(asked, "as asked")
@@ -58,20 +58,26 @@ class Threads:
         if NUMBER in env and env[NUMBER] != env.get(SHARE):
             return cls(usual, NUMBER)
 
+        if usual not in _torchs_choices(env):
+            return cls(usual, "set by the program")
+
         # Beside a GPU there is little to compute, and only if parameters or optimizers are kept in host memory.
         if not on_cpu:
             return cls(usual, "")
 
         return cls(1, "until the model is known", share=cores_for(ranks))
 
-    def suit(self, matrices: list[int], samples: int) -> None:
-        """Settle the number, given the elements of each weight matrix and the samples of a micro-batch."""
+    def suit(self, matrices: list[int], positions: int | None) -> None:
+        """Settle the number, given the elements of each weight matrix and the positions that a micro-batch has.
+
+        Where these are not known (None), the work may be large.
+        """
         if self.share is None:
             return
 
         # The average counts, since threads meet after each kernel, small or large.
-        work = samples * sum(matrices) // max(1, len(matrices))
-        small = work < LEAST_WORK and self.share > 1
+        average = sum(matrices) // max(1, len(matrices))
+        small = positions is not None and positions * average < LEAST_WORK and self.share > 1
         self.count = 1 if small else self.share
         cores = plural(self.share, "core")
         self.reason = f"small layers; threads={self.share} uses all its cores" if small else f"{cores} for this rank"
@@ -79,6 +85,16 @@ class Threads:
 
     def __str__(self) -> str:
         return plural(self.count, "CPU thread") + (f" ({self.reason})" if self.reason else "")
+
+
+def _torchs_choices(env: Mapping[str, str]) -> set[int]:
+    """Return the numbers that torch may have chosen by itself; another one was set by the program.
+
+    It takes OMP_NUM_THREADS, or all cores that the process may use. Its libraries differ in what they count: threads of
+    the hardware or cores, and some do not look at the affinity.
+    """
+    given = env.get(NUMBER, "")
+    return hardware_counts() | ({int(given)} if given.isdecimal() else set())
 
 
 def cores_for(ranks: int) -> int:

@@ -125,7 +125,7 @@ class RecordedRun(Run):
             source.data_world = World(*orders["part"])
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
-            source.reader = lambda request: reader((request[0], [*request[1], *request[1]]))  # pyrefly: ignore
+            source.reader = lambda request: reader(request._replace(ids=[*request.ids, *request.ids]))  # pyrefly: ignore
 
         # Every micro-batch is recorded on its way through the driver.
         driver: Any = self.driver

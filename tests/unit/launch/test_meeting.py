@@ -1,5 +1,6 @@
 """Who coordinates a job, as its run folder tells; no process and no clock has a part in it."""
 
+import os
 import shutil
 
 import pytest
@@ -67,6 +68,33 @@ def test_a_record_that_is_none_of_ours(tmp_path, text):
     assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").record.term == 8
 
 
+def test_a_takeover_between_the_list_and_the_look(tmp_path, monkeypatch):
+    begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    listed = meeting._terms
+
+    def slow(run):
+        found = listed(run)
+        monkeypatch.setattr(meeting, "_terms", listed)
+        begin_term(run, 1, "b", "10.0.0.2:29400")
+        return found
+
+    monkeypatch.setattr(meeting, "_terms", slow)
+    assert meeting.newest(tmp_path).host == "b"
+
+
+def test_no_record_is_not_one_that_cannot_be_read(tmp_path, monkeypatch):
+    assert meeting.newest(tmp_path) is None
+    assert meeting.newest(tmp_path / "missing") is None
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        meeting.newest(tmp_path / "file")
+    os.mkfifo(tmp_path / ".coordinator-8")
+    assert meeting.newest(tmp_path) is None
+    monkeypatch.setattr(meeting, "_terms", lambda run: [9])  # a list that a network file system keeps for too long
+    with pytest.raises(FileNotFoundError):
+        meeting.newest(tmp_path)
+
+
 # When a node takes over
 
 
@@ -116,3 +144,26 @@ def test_who_cannot_reach_the_coordinator(tmp_path):
     assert meeting.who_lost(tmp_path, 1) == {5}
     begin_term(tmp_path, 1, "b", "10.0.0.2:29400")
     assert not list(tmp_path.glob(".lost-*"))
+
+
+def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
+    """Its terms have the same numbers; and one node that is cut off would seem to be most of them."""
+    term = begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    meeting.report_lost(tmp_path, 1, 1)
+    meeting.report_lost(tmp_path, 2, 1)
+    term.end()
+    assert meeting.who_lost(tmp_path, 1) == set()
+    assert meeting.who_lost(tmp_path, 2) == {1}  # of a successor that this one does not know yet
+    meeting.report_lost(tmp_path, 1, 2)  # by a node that has not seen the end
+    begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    assert meeting.who_lost(tmp_path, 1) == set()
+
+
+def test_a_count_that_cannot_be_read_stands_for_nothing():
+    made = vigil(1, [0, 1])
+    made.look(1, "", 104.0)
+    assert made.reason(set(), 200.0) is None
+    made.look(1, "0", 200.0)
+    assert not made.alive
+    assert made.reason(set(), 204.0) is None
+    assert made.reason(set(), 205.0)

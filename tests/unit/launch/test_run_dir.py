@@ -12,7 +12,11 @@ from lockstep import api
 from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
+from lockstep.launch import run_dir
+from lockstep.launch.failure import Failure
+from lockstep.launch.job import Count
 from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
+from lockstep.launch.wire.protocol import JobEnd
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -84,6 +88,41 @@ def test_a_lock_that_is_removed_while_one_waits_for_it_is_made_anew(tmp_path):
     (tmp_path / ".lock").unlink()
     again = lock(tmp_path)
     assert (tmp_path / ".lock").stat().st_ino == os.fstat(again.fileno()).st_ino != os.fstat(held.fileno()).st_ino
+
+
+def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(tmp_path, monkeypatch):
+    """It held nothing, and trained beside the successor of the job that it had waited for."""
+    monkeypatch.setattr("lockstep.launch.run_dir.LAUNCHER_WAIT_S", 0.2)
+    acquire, successors = run_dir._acquire, []
+
+    def taken_over_meanwhile(file, timeout):
+        if timeout == 0.2 and not successors:
+            break_locks(tmp_path)
+            command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+            successors.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert successors[0].stdout.readline() == b"holds\n"
+        return acquire(file, timeout)
+
+    monkeypatch.setattr(run_dir, "_acquire", taken_over_meanwhile)
+    try:
+        with pytest.raises(UserError, match="a launcher whose job is there right now"), hold(tmp_path):
+            pass
+    finally:
+        successors[0].communicate()
+
+
+@pytest.mark.parametrize(
+    ("rank", "coordinated", "recorded"),
+    [(1, True, ["rank 1: it broke"]), (-1, True, ["it broke"]), (1, False, []), (-1, False, [])],
+)
+def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, rank, coordinated, recorded):
+    """A lost node is no rank; and the other launchers have the same folder."""
+    ending = JobEnd(1, Failure(rank, "host-a", 1.0, "node", "it broke"), coordinated=coordinated)
+    monkeypatch.setattr(api, "supervise", lambda job: ending)
+    assert api._launch({}, tmp_path, Count(1, 1)) is ending
+    events = tmp_path / "events.jsonl"
+    lines = events.read_text().splitlines() if events.exists() else []
+    assert [json.loads(line)["message"] for line in lines] == recorded
 
 
 def stored_run(folder: Path, config: str, sources: dict[str, str]) -> Path:

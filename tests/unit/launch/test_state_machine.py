@@ -747,6 +747,18 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
     assert "ended with code 0 while other ranks were training" in stage.said
 
 
+def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
+    stage = Stage(ONE, TWO)
+    stage.join(1)
+    stage.tick()
+    assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
+    stage.exit(1, 0)
+    stage.machine.gone(1, "vanished", stage.now)
+    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.tick()
+    assert "rank 1 on host-1 failed" in stage.said
+
+
 def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, place="task.py:12")
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")

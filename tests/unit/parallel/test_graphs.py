@@ -266,7 +266,7 @@ class Rooted(nn.Module):
 
 @pytest.mark.parametrize("also", [False, True], ids=["never used", "used later"])
 def test_a_result_without_a_gradient_spoils_nothing(also):
-    """0 x inf is nan: no gradient is something else than a gradient of zeros."""
+    """0 x inf is nan: no gradient is something other than a gradient of zeros."""
     plain = Rooted()
     model = copy.deepcopy(plain)
     found, device, said = graphed(model)

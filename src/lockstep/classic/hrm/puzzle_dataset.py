@@ -44,7 +44,7 @@ class PuzzleDataset(IterableDataset):
 
     A pass over `train` visits every group once, in a new order each time, in full batches only. A pass over `test`
     visits every example once, in order, and the last batch may be shorter. All ranks agree on a global batch, and each
-    takes its slice. Loader processes share the batches; they also count the passes, so keep them alive
+    takes its slice. Worker processes share the batches; they also count the passes, so keep them alive
     (`persistent_workers=True`).
     """
 
@@ -59,7 +59,7 @@ class PuzzleDataset(IterableDataset):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        # A loader process takes every n-th batch.
+        # A worker process takes every n-th batch.
         batches = self._iter_train() if self.split == "train" else self._iter_test()
         worker = get_worker_info()
         return batches if worker is None else islice(batches, worker.id, None, worker.num_workers)

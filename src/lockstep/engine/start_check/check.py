@@ -59,7 +59,7 @@ NEVER_MEANT = ("data", "augmentation", "left-gradient")
 def find(run: Run, task: Any) -> Cause | None:
     """Return what is wrong with the loss or its data, or None. Collective.
 
-    `task` is None for a loop of the user's own, whose loss cannot be called: then only the data is compared.
+    `task` is None for a custom loop, whose loss cannot be called: then only the data is compared.
     """
     source = run.source
     alone = run.runtime.world.alone
@@ -76,7 +76,7 @@ def find(run: Run, task: Any) -> Cause | None:
         most = min(most, max(FEWEST, most // 4), MOST)
         samples = None
         if isinstance(source, MapSource):
-            source.start_loaders()
+            source.start_workers()
             request = source.next_request(most)
             samples = read(source, request)
             if not alone and (cause := data.differs(run, source, request, samples)):
@@ -86,6 +86,12 @@ def find(run: Run, task: Any) -> Cause | None:
         if isinstance(source, StreamSource):
             samples = first_of_stream(source, most)
 
+            # Every rank has samples of its own, and forwards may be collective: all ranks try, or none does.
+            reasons = run.runtime.collectives.gather_json(_why_not(samples))
+            if any(reasons):
+                _note(run, next(filter(None, reasons)))
+                return None
+
         cause, measured, reason = _of_loss(run, task, samples)
         # Every rank has samples of its own from a stream.
         if isinstance(source, StreamSource):
@@ -94,14 +100,14 @@ def find(run: Run, task: Any) -> Cause | None:
 
 
 def keep_for_own_loop(run: Run) -> KeptState | None:
-    """Note the state before the first forward of the user's own loop; None if there is nothing to check."""
+    """Note the state before the first forward of a custom loop; None if there is nothing to check."""
     if run.config.checks.loss == "off" or run.stepper.counters.step > 0:
         return None
     return KeptState(run.driver.model, None, (), copies_parameters=False)
 
 
 def check_own_loop(run: Run, kept: KeptState) -> None:
-    """Refuse a forward of the user's own loop that changed more than it may. It is called before its backward."""
+    """Refuse a forward of a custom loop that changed more than it may. It is called before its backward."""
     changes = kept.changes()
     statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
     changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
@@ -147,12 +153,20 @@ def _can_call(run: Run, task: Any) -> bool:
 # ---- the loss ----
 
 
+def _why_not(samples: Samples | None) -> str:
+    """Return why these samples say nothing about the loss; "" if they do."""
+    if samples is None:
+        return "a sample cannot be read"
+    if samples.finished and not samples.can_be_split:
+        return "the batches of the stream cannot be taken apart into samples"
+    return ""
+
+
 def _of_loss(run: Run, task: Any, samples: Samples | None) -> tuple[Cause | None, Measured | None, str]:
     """Return the cause that this rank found, what it measured, and why it could not judge, if so."""
-    if samples is None:
-        return None, None, "a sample cannot be read"
-    if samples.finished and not samples.can_be_split:
-        return None, None, "the batches of the stream cannot be taken apart into samples"
+    if reason := _why_not(samples):
+        return None, None, reason
+    assert samples is not None
     probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all

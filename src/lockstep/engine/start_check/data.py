@@ -1,12 +1,13 @@
-"""What the ranks, and their loader processes, read: the same dataset everywhere, and then different samples of it."""
+"""What the ranks, and their worker processes, read: the same dataset everywhere, and then different samples of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state_tree import digest
+from lockstep.data.loader import Request
 from lockstep.data.sources import MapSource
 from lockstep.data.streams import StreamSource
 from lockstep.engine.start_check.samples import Samples, read
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # ---- the same dataset ----
 
 
-def differs(run: Run, source: MapSource, request: Any, samples: Samples | None) -> Cause | None:
+def differs(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Compare lengths and samples of all ranks."""
     own_digests = samples.digests() if samples else []
     first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
@@ -33,13 +34,13 @@ def differs(run: Run, source: MapSource, request: Any, samples: Samples | None) 
     if not run.config.data.seed_samples:
         return None
     for rank, (_, digests) in enumerate(others, start=1):
-        for index, a, b in zip(request[1], first[1], digests, strict=False):
+        for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
                 return _sample_differs(run, source, request, own_digests, int(index), rank)
     return None
 
 
-def _sample_differs(run: Run, source: MapSource, request: Any, digests: list[str], index: int, rank: int) -> Cause:
+def _sample_differs(run: Run, source: MapSource, request: Request, digests: list[str], index: int, rank: int) -> Cause:
     """Read the samples once more on all ranks, to tell random samples from other samples."""
     repeated = read(source, request)
     again = repeated.digests() if repeated else []
@@ -66,8 +67,8 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         # Read all of them now: an error while reading is gathered too and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
-        if own_digest and isinstance(source, MapSource | StreamSource) and source.reads_alike:
-            _check_loaders(source, micro_batches[0], own_digest)
+        if own_digest and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
+            _check_workers(source, micro_batches[0], own_digest)
         if isinstance(source, StreamSource) and source.beginning is not None:
             beginning = digest(source.beginning)
     except UserError as error:
@@ -118,29 +119,29 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_loaders(source: MapSource | StreamSource, micro: MicroBatch, read_by_loader: str) -> None:
-    """Check that a loader process has read what is read without it: data.workers must not change the training."""
+def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_worker: str) -> None:
+    """Check that a worker process has read what is read without it: data.workers must not change the training."""
     try:
         again = source.read_again(micro)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            "this rank cannot read the samples that a loader process has read",
+            "this rank cannot read the samples that a worker process has read",
             f"{type(error).__name__}: {error}",
-            "let the dataset be read without a loader process too (get_worker_info() is None there); or type "
+            "let the dataset be read without a worker process too (get_worker_info() is None there); or type "
             "checks.first_batch=false",
         ) from error
-    if digest(again) == read_by_loader:
+    if digest(again) == read_by_worker:
         return
     if isinstance(source, StreamSource):
         raise UserError(
-            f"the {source.options.config.workers} loader processes do not read the same stream",
+            f"the {source.options.config.workers} worker processes do not read the same stream",
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
             "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )
     raise UserError(
-        "a loader process reads other samples than this rank does",
+        "a worker process reads other samples than this rank does",
         f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
         "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
         "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "

@@ -85,7 +85,8 @@ def first_of_stream(source: StreamSource, most: int) -> Samples | None:
 def read(source: MapSource, request: Request) -> Samples | None:
     """Return the samples of a request; None if one cannot be read, which the first step will report in its place."""
     try:
-        return Samples(source.reader.samples(request), len(request[1]), source.reader.collate)
+        with source.reading_here():
+            return Samples(source.reader.samples(request), len(request.ids), source.reader.collate)
     except Exception:
         return None
 

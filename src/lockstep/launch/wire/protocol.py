@@ -232,6 +232,7 @@ class JobEnd(Message):
     code: int
     failure: Failure | None = None
     restarts: int = 0
+    coordinated: bool = field(default=False, compare=False)  # by the launcher that has this ending
 
 
 Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd

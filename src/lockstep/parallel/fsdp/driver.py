@@ -116,6 +116,9 @@ class FSDPDriver(ShardedDriver):
             with super().many_forwards():
                 warning = "every forward gathers the model again: twice its parameters do not fit"
                 yield None if stays_gathered else warning
+        except BaseException:
+            self._forget_failed_backward()
+            raise
         finally:
             # Back to the configured setting, with nothing left gathered.
             for module in modules:
@@ -125,6 +128,15 @@ class FSDPDriver(ShardedDriver):
             # A backward that failed leaves gradients, to which the first step would add.
             for _, full in self._gathered():
                 full.grad = None
+
+    def _forget_failed_backward(self) -> None:
+        """Let the next backward begin afresh: after an exception torch believes that one is still going on."""
+        state = self._sharded_modules()[0]._get_fsdp_state()
+        state._state_ctx.post_backward_final_callback_queued = False
+
+        # torch 2.13; before the first forward has reached FSDP there is nothing to reset.
+        if hasattr(state, "_reset_iter_state") and state._is_root:
+            state._reset_iter_state()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)

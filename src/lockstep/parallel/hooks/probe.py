@@ -84,11 +84,11 @@ def _nonlinearity(call: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
     of_first, of_second = call(first), call(second)
 
     if not _same(call(first + second), of_first + of_second, tolerance):
-        return "the sum of two gradients gave something else than the two of them"
+        return "the sum of two gradients gave something other than the two of them"
 
     for size in SIZES:
         if not _same(call(first * size), of_first * size, tolerance):
-            return f"a gradient that was {size:.0e} times as large gave something else than {size:.0e} times as much"
+            return f"a gradient that was {size:.0e} times as large gave something other than {size:.0e} times as much"
 
     nothing = torch.full_like(first, torch.nan)
     try:

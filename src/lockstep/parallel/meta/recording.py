@@ -111,6 +111,7 @@ def recording() -> Iterator[None]:
     try:
         with hook, recorder, _AsOnHost():
             yield
+        recorder.check_seen()
     except UserError:
         raise
     except Exception as error:
@@ -123,10 +124,14 @@ class _AsOnHost(TorchFunctionMode):
 
     ANSWERS = {"is_meta": False, "is_cpu": True, "device": CPU}
     GETTERS = {getattr(Tensor, name).__get__: answer for name, answer in ANSWERS.items()}
+    # These give a tensor's memory to others, who may write into it.
+    SHOW = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.GETTERS and memories.is_empty(args[0]):
             return self.GETTERS[func]
+        if func in self.SHOW and (memory := memories.of(args[0])):
+            memory.seen = True
         # torch would make a tensor of the number on the meta device, where it is lost.
         if func is Tensor.__setitem__ and isinstance(args[2], int | float | complex) and memories.is_empty(args[0]):
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=CPU)
@@ -141,6 +146,7 @@ class _Recorder(TorchDispatchMode):
         self._kept_bytes = 0
         self._freed = Freed()
         self._paused = False
+        self._left: list[tuple[torch.UntypedStorage, Memory]] = []  # by parameters, and seen by others than torch
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,12 +158,28 @@ class _Recorder(TorchDispatchMode):
 
     def emptied(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter without memory that stands for one with memory."""
-        memory = self._operand(parameter, crosses=True).memory
-        memory.empty = True
-        self._freed.add(memory.nbytes)
+        self._freed.add(self._empty(parameter).nbytes)
         made = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
         made.__dict__.update(parameter.__dict__)
         return made
+
+    def _empty(self, tensor: Tensor) -> Memory:
+        memory = self._operand(tensor, crosses=True).memory
+        if memory.seen and not memory.empty:
+            self._left.append((tensor.untyped_storage(), memory))
+        memory.empty = True
+        return memory
+
+    def check_seen(self) -> None:
+        """Refuse what others than torch have written into a parameter's memory: the parameter has left it by then."""
+        for storage, memory in self._left:
+            if memory.kept is not None and not torch.equal(_bytes_of(storage), memory.kept):
+                raise other_weights(
+                    "model() changes a parameter by something else than torch's functions (numpy, for example) after a "
+                    "module has it",
+                    "change it before that, or with torch",
+                )
+            memory.kept = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -174,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         if _name(func) == "set_":
             # The tensor moves to another memory, which has its own value.
             for tensor in tensors[1:]:
-                self._operand(tensor, crosses=True).memory.empty = True
+                self._empty(tensor)
             return func(*_without_memory(args), **kwargs)
 
         written = _written(func, args, kwargs)
@@ -292,7 +314,7 @@ class _Recorder(TorchDispatchMode):
             raise other_weights("model() initialises weights by conjugated views", "call resolve_conj() on them")
 
         memory = memories.of(tensor)
-        if memory is None or memory.value is None:
+        if memory is None or memory.value is None or not _is_known(tensor):
             memory = self._kept(tensor)
         elif crosses and not memory.empty and not Recipe(memory.value).may_be_unset:
             memory.value.samples.append((Place.of(tensor), sample_of(tensor)))
@@ -307,6 +329,10 @@ class _Recorder(TorchDispatchMode):
                 "make it on the CPU",
             )
 
+        memory = memories.of(tensor) or memories.add(storage, Memory(storage.nbytes(), seen=True))
+        if memory.value and memory.kept is not None and torch.equal(_bytes_of(storage), memory.kept):
+            return memory
+
         self._kept_bytes += storage.nbytes()
         if self._kept_bytes > MAX_KEPT_BYTES:
             raise UserError(
@@ -316,11 +342,8 @@ class _Recorder(TorchDispatchMode):
                 "draw them with torch, load them as a checkpoint, or type init=host",
             )
 
-        kept = storage.cpu() if storage.device != CPU else storage.clone()
-        memory = memories.of(tensor) or memories.add(storage, Memory(storage.nbytes()))
-        place = Place(torch.uint8, (storage.nbytes(),), (1,), 0)
-        numbers = place.tensor(kept)
-        call = Call(next(_numbers), numbers.clone, (), {}, results=[(0, memory, place)])
+        numbers = memory.kept = _bytes_of(storage).clone()
+        call = Call(next(_numbers), numbers.clone, (), {}, results=[(0, memory, Place.of(numbers))])
         memory.value = Value(memory, call)
         call.values = [memory.value]
         return memory
@@ -356,7 +379,11 @@ def _is_alias(result: Any) -> bool:
 
 def _is_known(tensor: Tensor) -> bool:
     memory = memories.of(tensor)
-    return memory is not None and memory.value is not None
+    return memory is not None and memory.value is not None and (memory.empty or not memory.seen)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return Place(torch.uint8, (storage.nbytes(),), (1,), 0).tensor(storage).cpu()
 
 
 def _is_device(leaf: Any, kind: str) -> bool:

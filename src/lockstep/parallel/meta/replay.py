@@ -44,6 +44,8 @@ class Memory:
     nbytes: int
     value: Value | None = None  # None: made by something that cannot be run again
     empty: bool = False  # a parameter lies in it, or follows from one: there are no numbers, only a value
+    seen: bool = False  # by others than torch (numpy), who may change its numbers: they are kept whenever they are used
+    kept: Tensor | None = None  # all bytes, when they were last used
 
 
 @dataclass(eq=False)
@@ -185,7 +187,7 @@ def _compare(value: Value, held: dict[Memory, torch.UntypedStorage]) -> None:
     for place, sample in value.samples:
         if not same_bits(sample_of(place.tensor(held[value.memory])), sample):
             raise other_weights(
-                f"model() changes a tensor of shape {list(place.shape)} by something else than torch's functions "
+                f"model() changes a tensor of shape {list(place.shape)} by something other than torch's functions "
                 "(numpy, for example)",
                 "set it with torch.from_numpy(...)",
             )

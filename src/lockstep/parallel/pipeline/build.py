@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import SampleReader
+from lockstep.data.loader import Request, SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import keep_no_cache
@@ -42,7 +42,7 @@ def make_stages(
     data: returns the samples; an automatic split reads two of them. None: there are no samples
     device: where the stages will run
     """
-    # The user's own list comes first, then the structure of the model, then a trace of its forward.
+    # The user's list comes first, then the structure of the model, then a trace of its forward.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
     if layers is not None:
         stages = [SequentialStage(group) for group in split_layers(layers, count)]
@@ -56,7 +56,7 @@ def make_stages(
             WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
         )
 
-    # A user's own loop has no data to look at.
+    # A custom loop has no data to look at.
     if data is None:
         raise UserError(
             f"{type(model).__name__} cannot be split into stages",
@@ -85,4 +85,4 @@ def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) ->
 
     # Read as a run reads them, with the same transforms; the first two of epoch 0.
     read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
-    return model_input(task.loss, model, read((0, range(min(2, len(data))))))
+    return model_input(task.loss, model, read(Request(0, range(min(2, len(data))))))

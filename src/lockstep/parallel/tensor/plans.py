@@ -138,7 +138,7 @@ def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict
     ways: the size of a tp group
     others: how many such groups there are
     """
-    # In a user's own loop there is no task, and the model may have a plan instead.
+    # In a custom loop there is no task, and the model may have a plan instead.
     if hasattr(task, "tensor_plan"):
         asked = task.tensor_plan(model)
     else:

@@ -11,7 +11,7 @@ SMALL_MODEL: dict[str, Any] = {
     "puzzle_emb_weight_decay": 0.1,
 }  # fmt: skip
 
-# A loader process makes 19,000 puzzles a second, and a small model takes 40,000. Each line of the log makes the host
+# A worker process makes 19,000 puzzles a second, and a small model takes 40,000. Each line of the log makes the host
 # wait for the device, so there are few.
 GPU: dict[str, Any] = {
     "precision": "bf16", "global_batch": 384, "data": {"workers": 8}, "log": {"every": 100},
