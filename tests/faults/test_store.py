@@ -24,7 +24,7 @@ store = dist.distributed_c10d._get_default_store()
 store.set(f"address of {me.rank}", f"here is {me.rank}")
 store.wait(["address of 0", "address of 1"])
 (me.run_dir / f"variables-{me.rank}").write_text(repr(dict(os.environ)))
-me.note(f"{os.environ['MASTER_PORT']} {me.folder}")
+me.note(f"{os.environ.get('LOCKSTEP_STORE_PORT')} {me.folder}")
 while not (me.run_dir / "attacked").exists():
     me.train(0.1)
 assert store.get(f"address of {1 - me.rank}").decode() == f"here is {1 - me.rank}"
@@ -39,6 +39,12 @@ dist.destroy_process_group()
 context.join(World.from_env(), torch.device("cpu"))
 dist.all_reduce(one)
 assert one.item() == 4.0
+
+# A script may also make the process group itself, as torch's documentation has it.
+dist.destroy_process_group()
+dist.init_process_group("gloo", init_method="env://")
+dist.all_reduce(one)
+assert one.item() == 8.0
 """
 
 

@@ -38,7 +38,7 @@ from lockstep.launch.wire.protocol import (
 )
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import Zygote, kill_rank
-from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE
+from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE, STORE_PORT
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import loopback_interface
 from lockstep.runtime.meeting.proof import Secret
@@ -212,7 +212,7 @@ class Agent:
         key_file = folder / "store.key"
         key_file.touch(mode=0o600)
         key_file.write_bytes(store_secret(self.secret, start.store).key)
-        return {STORE_KEY_FILE: str(key_file)}
+        return {STORE_KEY_FILE: str(key_file), STORE_PORT: str(start.store_port)}
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.

@@ -307,14 +307,17 @@ class Coordinator:
         store = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-        port = listener.getsockname()[1]
+
+        store_port = 0
         if several:
             assert self._agent.secret is not None
+            listener = socket.create_server((address, 0), family=family, backlog=1024)
+            store_port = listener.getsockname()[1]
             self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.ranks.values()))
-        else:
-            # Nobody listens there. A script that makes a process group itself, from MASTER_PORT, finds it free.
-            listener.close()
+
+        # For scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
+        with socket.create_server((address, 0), family=family) as unused:
+            port = unused.getsockname()[1]
 
         # Ranks are numbered node by node.
         first_rank = 0
@@ -327,6 +330,7 @@ class Coordinator:
                 group_rank=group_rank,
                 address=address,
                 port=port,
+                store_port=store_port,
                 store=store,
             )
             self._send(number, start)

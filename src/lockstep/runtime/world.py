@@ -20,9 +20,11 @@ class World:
     master_addr: str | None = None
     master_port: int | None = None
 
-    # From our launcher only. On one machine, the file of the ranks' store; on several, the file with the store's key.
+    # From our launcher only. On one machine, the file of the ranks' store; on several, the file with the store's key,
+    # and the store's port at `master_addr`. Nobody listens at `master_port`: it is left to the user's script.
     store_file: str | None = None
     key_file: str | None = None
+    store_port: int = 0
 
     @property
     def alone(self) -> bool:

@@ -43,7 +43,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def member(tmp_path, monkeypatch):
     """Node 2 of three, which followed the coordinator of term 1 and can reach nobody."""
-    monkeypatch.setattr(supervisor, "Agent", lambda job, name: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(supervisor, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
     job = Job({"resume_command": "again"}, tmp_path, Count(1, 1), Count(2, 3), join=ADDRESS)
     made = Member(job, "host-c", [])
     made._followed, made._number = Record(1, "host-a", ADDRESS), 2

@@ -86,7 +86,8 @@ def test_a_slurm_step_answers_what_half_a_set_leaves_open() -> None:
 
 def test_our_launcher_says_where_its_ranks_meet() -> None:
     assert World.from_env(TORCHRUN | {"LOCKSTEP_STORE_FILE": "/a/store"}).store_file == "/a/store"
-    assert World.from_env(TORCHRUN | {"LOCKSTEP_STORE_KEY_FILE": "/a/key"}).key_file == "/a/key"
+    guarded = World.from_env(TORCHRUN | {"LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"})
+    assert (guarded.key_file, guarded.store_port) == ("/a/key", 5001)
     assert World.from_env(TORCHRUN).store_file is World.from_env(TORCHRUN).key_file is None
 
 

@@ -163,7 +163,8 @@ class Start(AttemptMessage):
     world_size: int
     group_rank: int  # the node's number in this attempt
     address: str
-    port: int
+    port: int  # free when the attempt began
+    store_port: int  # 0 for ranks on one machine
     store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
 
 

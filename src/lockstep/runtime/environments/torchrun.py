@@ -11,6 +11,7 @@ from lockstep.runtime.world import World, whole_number
 # those of several machines do.
 STORE_FILE = "LOCKSTEP_STORE_FILE"
 STORE_KEY_FILE = "LOCKSTEP_STORE_KEY_FILE"
+STORE_PORT = "LOCKSTEP_STORE_PORT"
 
 
 # What makes a process a rank. The first two alone may describe a machine: some clouds set them once for each.
@@ -60,4 +61,5 @@ def read(env: Mapping[str, str]) -> World | None:
         master_port=whole_number(env, "MASTER_PORT", 29500),
         store_file=env.get(STORE_FILE),
         key_file=env.get(STORE_KEY_FILE),
+        store_port=whole_number(env, STORE_PORT, 0),
     )

@@ -49,7 +49,7 @@ def meet(world: World, timeout: timedelta | None) -> dist.Store:
 
     if world.key_file is not None:
         secret = Secret(Path(world.key_file).read_bytes(), world.key_file)
-        guarded = GuardedStore(world.master_addr, world.master_port, secret, timeout)
+        guarded = GuardedStore(world.master_addr, world.store_port, secret, timeout)
         return dist.PrefixStore(f"lockstep/{next(_MEETINGS)}", guarded)
 
     # torchrun's agent may already listen on MASTER_PORT and serve the store itself.

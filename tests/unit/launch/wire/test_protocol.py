@@ -54,7 +54,7 @@ MESSAGES = [
     Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
     Stacks(3, {0: "line\nline"}, {0: [{}]}),
-    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, "a1"),
+    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
     NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
     Announce("text with \u00e9"),
 ]
@@ -270,7 +270,7 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
 @pytest.fixture
 def member(tmp_path, monkeypatch):
     """A node that has not been welcome anywhere."""
-    monkeypatch.setattr("lockstep.launch.supervisor.Agent", lambda job, name: SimpleNamespace(count=job.nproc))
+    monkeypatch.setattr("lockstep.launch.supervisor.Agent", lambda job, name, secret: SimpleNamespace(count=job.nproc))
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
     job = Job({"layers": layers, "path": []}, tmp_path / "a", Count(1, 1), join="127.0.0.1:29400")
     return Member(job, "host", [])
@@ -281,7 +281,7 @@ WELCOME = Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it agai
 
 def test_orders_may_come_together_with_the_welcome(line, member):
     made, there = line
-    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, "a1")
+    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, 5001, "a1")
     there.say(Announce("early"), WELCOME, order, Handover([0, 2]))
     assert member._introduce(made) == [Announce("early"), order]
     assert not (member._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own

@@ -67,7 +67,9 @@ def exercised(store: dist.Store) -> list[Any]:
     store.wait(["key", "b"], SHORT)
     answers += [wait_for(store, ["key"], SHORT), wait_for(store, ["absent "], SHORT), store.has_extended_api()]
     answers += [store.clone().get("key")]
-    with suppress(ValueError):
+
+    # Torch 2.11 has no such method.
+    with suppress(ValueError, AttributeError):
         store.barrier("all", 1, SHORT)
     return answers
 
