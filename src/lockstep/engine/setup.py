@@ -258,6 +258,10 @@ class RunBuilder:
         with contextlib.suppress(Exception):
             self._on_failure.close()
 
+        # Metrics that have arrived from the device.
+        with contextlib.suppress(Exception):
+            self.recorder.poll()
+
         with contextlib.suppress(Exception):
             # The error is printed once, by the process that started this one; a launcher prints the first of all ranks.
             self.recorder.hide()
