@@ -101,7 +101,7 @@ class Job:
     def decided(self) -> list[Any]:
         """The layers of settings that this launcher has chosen: the run folder, unless the user has named one.
 
-        On several machines the coordinator's choice replaces that of the other nodes.
+        On several machines the coordinator's choice applies to all nodes.
         """
         return _plain([layer for layer in self.spec.get("layers", []) if layer[0] == FROM_LAUNCHER])
 

@@ -316,7 +316,7 @@ class NodeLauncher:
         self._number = welcome.number
 
     def _execute_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
-        """Carry out orders and send what happens on this node. `orders` are those that came with the welcome."""
+        """Carry out orders and send what happens on this node. `orders` came with the welcome."""
         next_beat = 0.0
         while True:
             for message in orders:
@@ -401,7 +401,7 @@ class NodeLauncher:
         return len(self._reconnects) >= MAX_RECONNECTS
 
     def _reconnect(self, info: TermInfo, alive: bool) -> Connection | None:
-        """Try to connect to the coordinator: to a successor at once, to the one that was lost only if it is alive."""
+        """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
         assert self._followed is not None
         is_successor = info.term > self._followed.term
         connection = self._reach(info.address) if is_successor or alive else None
@@ -455,7 +455,7 @@ class NodeLauncher:
 
 def adopt(job: Job, welcome: Welcome) -> Job:
     """Return the job with the coordinator's choice of the run folder."""
-    # The coordinator's choices replace those of this node's launcher.
+    # The coordinator's choices replace the choices of this node's launcher.
     layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
     spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
 

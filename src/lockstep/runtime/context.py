@@ -187,7 +187,7 @@ def join(
         store=store,
         rank=world.rank,
         world_size=world.size,
-        # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
+        # Without a device NCCL would guess one, and every rank would open a context on GPU 0.
         device_id=device if backend == "nccl" else None,
         timeout=timeout,
     )
@@ -247,7 +247,7 @@ def choose_device(asked: str, world: World) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of this GPU, which is the same in all processes and differs from that of any other GPU."""
+    """Return a name that all processes have in common for this GPU, and that no other GPU has."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -22,7 +22,7 @@ class Flags:
 
     stop: int = 0  # end the loop
     exhausted: int = 0  # this rank's stream has ended
-    new_metrics: int = 0  # this rank saw a metric that not all ranks know
+    new_metrics: int = 0  # this rank has a metric that other ranks may not have yet
     save: int = 0  # a checkpoint is due
     preempt: int = 0  # this rank received a preemption signal
     save_failed: int = 0  # this rank could not write its file of the checkpoint

@@ -128,7 +128,7 @@ def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
     padded = shard.new_zeros(shape)
     padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
 
-    # As bytes: gloo does not know every dtype.
+    # As bytes: gloo does not support every dtype.
     shards = padded.new_empty(len(lengths), *shape)
     dist.all_gather(list(shards.flatten(1).view(torch.uint8)), padded.flatten().view(torch.uint8), group=group)
 

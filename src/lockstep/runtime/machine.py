@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
-    """Return the counts of this machine's processors: all and those of the affinity, as hardware threads and cores."""
+    """Return the numbers of hardware threads and cores: of the whole machine, and within the affinity."""
     everything = set(range(os.cpu_count() or 1))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
     counts = set()

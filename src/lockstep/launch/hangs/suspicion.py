@@ -212,7 +212,7 @@ def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> Limit
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
-    """Return the ranks for which the others wait: those that do not wait themselves, or are behind."""
+    """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
     if awaited := [view.rank for view in views if not view.traits.waits or view.step < newest]:
