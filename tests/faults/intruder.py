@@ -195,7 +195,7 @@ def _attack(port: int, tap: Tap, connections: int, megabytes: int) -> None:
 def main() -> None:
     from faults.torture import digests
     from lockstep.launch.wire import door
-    from lockstep.runtime.meeting import proof
+    from lockstep.runtime.rendezvous import proof
     from ports import free_port
 
     parser = argparse.ArgumentParser()

@@ -18,7 +18,7 @@ from faults import intruder
 from faults.runs import TINY, Started
 from faults.torture import digests
 from lockstep.launch.wire import door
-from lockstep.runtime.meeting import proof
+from lockstep.runtime.rendezvous import proof
 from ports import free_port
 
 STAY = "me.note(); me.train(600)"

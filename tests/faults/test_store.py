@@ -11,7 +11,7 @@ from launchers import Launcher, events, pid_of, until
 
 from faults import intruder
 from lockstep.launch.wire.door import find_secret
-from lockstep.runtime.meeting import proof
+from lockstep.runtime.rendezvous import proof
 from ports import free_port
 
 # Ranks join as in a run, say where, and train. What a rank believes is read again after the stranger was there.

@@ -14,7 +14,7 @@ from faults import intruder
 from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
-from lockstep.launch import meeting
+from lockstep.launch import election
 from lockstep.launch.run_dir import latest_step
 from ports import free_port
 
@@ -95,7 +95,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
 def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
     """The coordinator lives, as the run folder shows: it is not replaced, and the node comes back."""
     (first,) = nodes(1, ENOUGH, (1, 2))
-    record = until(lambda: meeting.newest(tmp_path))
+    record = until(lambda: election.newest(tmp_path))
     broken = threading.Event()
 
     def relay(data: bytes) -> bytes:

@@ -17,7 +17,7 @@ from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store,
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.meeting.store import wait_for
+from lockstep.runtime.rendezvous.store import wait_for
 
 
 def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, name: str, limit: timedelta) -> Path:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.data.sample_errors import batch_to_send, explain_collate, is_empty, name_samples, unless_refused
-from lockstep.data.worker_process import open_files, start_worker
+from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
@@ -180,7 +180,7 @@ def read_all(
         pin_memory=pin_memory,
         worker_init_fn=partial(start_worker, open_files()),
     )
-    return map(unless_refused, loader)
+    return map(unless_refused, start_reading(loader))
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:

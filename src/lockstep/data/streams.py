@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lockstep.data.loader import collate_named, is_plain, pin, to_device
 from lockstep.data.sample_errors import Refusal, batch_to_send, check_sendable, is_empty, name_samples, unless_refused
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.worker_process import open_files, start_worker
+from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -149,7 +149,7 @@ class StreamSource:
         """Return the epoch's first micro-batch as read by the last worker."""
         # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
         workers = self.options.config.workers
-        return unless_refused(next(iter(self._loader(workers, only=workers - 1))))[1]
+        return unless_refused(next(start_reading(self._loader(workers, only=workers - 1))))[1]
 
     @property
     def workers_must_match(self) -> bool:
@@ -162,7 +162,7 @@ class StreamSource:
             self.dataset.set_epoch(self.epoch)
 
         workers = self.options.config.workers
-        batches = map(unless_refused, self._loader(workers))
+        batches = map(unless_refused, start_reading(self._loader(workers)))
 
         # Batches that are read in this process are pinned in this process.
         if self.options.pins_memory and not workers and self.options.device.type != "cpu":

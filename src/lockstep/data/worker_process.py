@@ -12,15 +12,28 @@ import os
 import signal
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
+from lockstep.runtime.preemption import WORKER_NAME
 
 # After SIGTERM a worker process ends by itself, unless its rank ends it before.
 WORKER_GRACE_S = 120.0
 
 DESCRIPTORS = "/proc/self/fd"  # of Linux: opening an entry opens its file once more
+
+
+def start_reading(loader: DataLoader) -> Iterator[Any]:
+    """Start the loader's worker processes, under the name by which a preemption finds them, and return its batches."""
+    batches = iter(loader)
+    for process in getattr(batches, "_workers", []):
+        process.name = WORKER_NAME
+
+    return batches
 
 
 def start_worker(files: dict[int, int], worker: int) -> None:

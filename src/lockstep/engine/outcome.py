@@ -160,7 +160,7 @@ class Outcomes:
         runtime = self._runtime
         # Ranks that received a foreign tensor as gradients report here; the rank that sent it is still waiting in its
         # own collective.
-        noticed = runtime.who_says(f"out-of-step/{step}", seconds=NOTICE_S)
+        noticed = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in noticed]
         who, whom = listed(odd) if odd else "another rank", listed(noticed) if odd else "this one"
         return OutOfStep(

@@ -1,7 +1,7 @@
 """The agent of one node: it starts the node's ranks, watches them, asks them to save and exit, and kills them.
 
-It decides nothing. Orders of the coordinator go in (`do`), and messages for it come out (`poll`, `node_beat`). Every
-node has an agent, including the coordinating one.
+It decides nothing. The coordinator's orders go in (`do`), and messages for the coordinator come out (`poll`,
+`node_beat`). Every node has an agent, including the coordinating node.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import failure, records
+from lockstep.launch.election import TERM_FILE
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import Job
-from lockstep.launch.meeting import RECORD
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
-from lockstep.launch.wire.protocol import (
+from lockstep.launch.wire.messages import (
     CollectStacks,
     Exited,
     Kill,
@@ -41,7 +41,7 @@ from lockstep.launch.zygote import Zygote, kill_rank
 from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE, STORE_PORT
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import loopback_interface
-from lockstep.runtime.meeting.proof import Secret
+from lockstep.runtime.rendezvous.proof import Secret
 from lockstep.runtime.threads import share_cores
 
 # The network interface at whose address gloo listens.
@@ -50,8 +50,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # How long the zygote may take to report the end of killed ranks.
 RANKS_KILL_S = 5.0
 
-# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so
-# together they must stay below the silence after which a node counts as lost.
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
+# sum must stay below the silence after which a node counts as lost.
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
@@ -65,8 +65,8 @@ class LocalAttempt:
         # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
 
-        # A pipe that carries no data. Ranks read from `alive` and kill themselves when the other end is closed: by us,
-        # or by the kernel because we are dead.
+        # A pipe that carries no data. Ranks read from `alive` and kill themselves when the other end is closed, by this
+        # process or by the kernel because this process is dead.
         self.alive, write_end = os.pipe()
         self._lifeline = os.fdopen(write_end, "wb", buffering=0)
 
@@ -98,13 +98,13 @@ class Agent:
     def __init__(self, job: Job, name: str, secret: Secret | None = None):
         self._job = job
         self.name = name
-        self.secret = secret  # the job's; None on a single machine
+        self.secret = secret  # the job's secret; None on a single machine
 
-        # How many ranks the node can run, and would run if it joined now: as many as last time.
+        # How many ranks the node can run, and with how many it would join now: as many as it ran last.
         self.count = job.nproc
 
-        # The record of the coordinator's term, on the node that coordinates.
-        self.record: Path | None = None
+        # On the coordinating node, the path of the term file.
+        self.term_file: Path | None = None
 
         # The first zygote starts at once: it imports torch while the nodes gather.
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
@@ -113,10 +113,10 @@ class Agent:
         self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
 
-        # The last attempt whose ranks were started, or asked of the zygote.
+        # The newest attempt whose ranks were requested from the zygote.
         self._started = -1
 
-        # Whether a zygote died while importing; a new one would too.
+        # Whether a zygote died while importing; a new zygote would die as well.
         self._cannot_import = False
 
         # What the next `poll` returns.
@@ -141,10 +141,10 @@ class Agent:
                 self._kill(current)
 
             case Kill():
-                # An attempt that this node does not know, or closed, has no ranks here.
+                # The attempt has no ranks on this node, or has none any more.
                 self._events.append(RanksGone(message.attempt))
             case Preempt() | CollectStacks():
-                pass  # of an attempt that is over here
+                pass  # for an attempt that is over on this node
 
             case _:
                 raise ValueError(f"{type(message).__name__} is not an order")
@@ -165,7 +165,7 @@ class Agent:
         except OSError as error:
             raise not_writable(self._job.run_dir, error) from None
 
-        # The user's own variables win over those of the flight recorder.
+        # The user's own variables take precedence over the flight recorder's.
         shared = flight_recorder.environment(logs) | self._zygote.env
         shared |= {
             "WORLD_SIZE": str(start.world_size),
@@ -175,15 +175,15 @@ class Agent:
             "MASTER_PORT": str(start.port),
             FOLDER: str(current.folder),
             ATTEMPT: str(start.attempt),
-            **self._meeting(start, current.folder),
+            **self._store_environment(start, current.folder),
         }
 
-        # Counted before any rank runs: a larger number later means that the kernel killed one for its memory.
+        # Counted before any rank runs: a larger number later means that the kernel killed a rank for lack of memory.
         oom_kills = failure.oom_kills()
         for local in range(start.count):
             rank = start.first_rank + local
 
-            # Rank 0 has the terminal. All attempts append to the same logs, so remember where this one begins.
+            # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
             log = logs / f"rank-{rank}.log" if rank else None
             began = log.stat().st_size if log and log.exists() else 0
             current.ranks[rank] = failure.LocalRank(rank, self.name, current.folder, log, began, oom_kills)
@@ -191,23 +191,24 @@ class Agent:
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
 
             # Rank 0 ends if its coordinator is superseded.
-            if rank == 0 and self.record:
-                env[RECORD] = str(self.record)
+            if rank == 0 and self.term_file:
+                env[TERM_FILE] = str(self.term_file)
 
             self._zygote.fork(rank, env, self._job.spec, log, current.alive)
 
         self._started = start.attempt
         self.count = replace(self._job.nproc, preferred=start.count)
 
-    def _meeting(self, start: Start, folder: Path) -> dict[str, str]:
-        """Return the variables that tell ranks where they meet."""
-        # Ranks of one machine need no port, neither for their store nor for gloo: the folder is this user's alone.
+    def _store_environment(self, start: Start, folder: Path) -> dict[str, str]:
+        """Return the environment variables from which ranks open their store."""
+        # Ranks of one machine use a file as their store, in a folder that only this user can read, and gloo listens
+        # where no other machine can connect.
         if not start.store:
             loopback = loopback_interface()
             gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in self._zygote.env else {}
             return {STORE_FILE: str(folder / "store"), **gloo}
 
-        # In a file, not in a variable: programs may record their environment.
+        # The key is in a file, not in a variable, because programs may record their environment.
         assert self.secret is not None
         key_file = folder / "store.key"
         key_file.touch(mode=0o600)
@@ -236,7 +237,7 @@ class Agent:
         """Ask the ranks to save and exit. Their loader processes get no signal: ranks need them until the save."""
         current.preempted = True
 
-        # Before the zygote is ready no rank exists: so report them as preempted.
+        # Before the zygote is ready no rank exists, so all are reported as preempted.
         if not self._zygote.ready:
             self._zygote.forget()
             self._events += [
@@ -259,11 +260,11 @@ class Agent:
         current.kill()
 
     def stop(self) -> None:
-        """Kill the ranks, if there are any, and wait until they are gone. Nobody is told about it."""
+        """Kill the ranks, if there are any, and wait until they are gone. No message about it is sent."""
         if self._current is not None:
             self._kill(self._current)
 
-        # A zygote that does not report their end is killed, and they with it, before this limit.
+        # A zygote that does not report their end is killed before this deadline, and its ranks die with it.
         deadline = time.monotonic() + 2 * RANKS_KILL_S
         while self._current is not None and time.monotonic() < deadline:
             self.poll()
@@ -275,6 +276,7 @@ class Agent:
     # ---- what happens on the node ----
 
     def poll(self) -> list[Message]:
+        """Return the messages about what has happened since the last call."""
         current = self._current
         for report in self._zygote.poll():
             if current is not None and report["rank"] in current.ranks:
@@ -307,14 +309,14 @@ class Agent:
             elif current.preempted:
                 _preempt_rank(pid)
         elif rank.pid == pid:
-            # The last heartbeat goes first: it may carry settings that no earlier one had.
+            # The last heartbeat is sent first: it may carry settings that no earlier heartbeat had.
             self._events.append(self.node_beat())
             del current.ranks[rank.number]
             rank_exit = failure.examine(rank, report["code"], time.time())
             self._events.append(Exited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:
-        """Replace a zygote that died and kill the ranks that it forked: their exit codes would be lost."""
+        """Replace a zygote that died and kill the ranks that it forked, whose exit codes would be lost."""
         self._cannot_import = not self._zygote.ready
         self._zygote.close()
 
@@ -360,7 +362,7 @@ class Agent:
 
 def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
-    # The launchers' secret is not for ranks: programs there may record their environment.
+    # Ranks must not get the job's secret: programs may record their environment.
     inherited = {name: value for name, value in os.environ.items() if name != SECRET}
     share_cores(inherited, count)
     return inherited
@@ -372,10 +374,10 @@ def _preempt_rank(pid: int) -> None:
 
 
 def _collect_stacks(current: LocalAttempt) -> Stacks:
-    """Return where each living rank is. A rank that does not answer in time has an empty stack and no collectives."""
+    """Return the stacks of all living ranks. A rank that does not answer in time has an empty stack, no collectives."""
     answers = stacks.collect(current.folder, current.pids, RANKS_STACKS_S)
     answering = [rank for rank, text in answers.items() if text]
     recorded = flight_recorder.collect(current.folder, answering, COLLECTIVES_S)
 
-    # The last collectives are enough to compare ranks and keep the message small.
+    # The last 100 collectives are enough to compare ranks, and keep the message small.
     return Stacks(current.number, answers, {rank: entries[-100:] for rank, entries in recorded.items()})

@@ -1,26 +1,30 @@
-"""The attempts of a job: the ranks of the present one, and what is remembered from one to the next.
+"""The attempts of a job: the ranks of the present attempt, and what is remembered from one attempt to the next.
 
-What is remembered outlives the node that coordinates: a node that takes over inherits it (`Handover`).
+`Restarts` is part of the `CoordinatorState` that all nodes receive: a node that takes over continues with it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
-from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit
+from lockstep.errors import plural
+from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit, left_early, root_cause
+from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.wire.protocol import Handover
+from lockstep.launch.wire.messages import CoordinatorState
 
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
 # `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
 
 
-# A rank's place that stays the same from attempt to attempt, while its number may change: the machine's name, and its
-# number among the ranks there.
+# A place for a rank, which stays the same from attempt to attempt while the rank's number may change: the machine's
+# name, and the local rank there.
 Slot = tuple[str, int]
 
 
@@ -28,14 +32,14 @@ Slot = tuple[str, int]
 
 
 class Settings(Section):
-    """The part of the task's configuration that concerns the launcher. The defaults hold until rank 0 has read it."""
+    """The settings of the task that the launcher needs. Until rank 0 has read them, the defaults apply."""
 
     hang: HangConfig = HangConfig()
     restart: RestartConfig = RestartConfig()
 
 
 class Restarts:
-    """Counts restarts and decides whether a failure is followed by another one."""
+    """Counts restarts and decides whether a failure is followed by another attempt."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -49,8 +53,8 @@ class Restarts:
         # (step, phase) -> how many attempts ended there because no rank advanced.
         self.hang_places: Counter[tuple[int | None, str | None]] = Counter()
 
-    def for_handover(self, now: float) -> dict[str, Any]:
-        """Return all of it as fields of a `Handover`. Clocks of two machines differ, so times are given as ages."""
+    def as_fields(self, now: float) -> dict[str, Any]:
+        """Return the fields of a `CoordinatorState`. Times become ages, because the clocks of two machines differ."""
         return {
             "restarts": self.total,
             "recent": [now - moment for moment in self.recent],
@@ -59,19 +63,19 @@ class Restarts:
         }
 
     @classmethod
-    def inherited(cls, handover: Handover, now: float) -> Restarts:
+    def inherited(cls, state: CoordinatorState, now: float) -> Restarts:
         restarts = cls()
-        restarts.total = handover.restarts
-        restarts.recent = [now - age for age in handover.recent]
-        restarts._culprits = [((slot[0], slot[1]) if slot else None, saved) for slot, saved in handover.culprits]
-        restarts.hang_places.update({(step, phase): count for step, phase, count in handover.hang_places})
+        restarts.total = state.restarts
+        restarts.recent = [now - age for age in state.recent]
+        restarts._culprits = [((slot[0], slot[1]) if slot else None, saved) for slot, saved in state.culprits]
+        restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
         return restarts
 
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
         """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
         self.recent = [moment for moment in self.recent if now - moment <= 3600.0]
 
-        # micro_batch=auto asked for this restart. There are not many of them: the sizes only go down.
+        # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
         if failure.kind == SMALLER:
             return None
 
@@ -87,7 +91,7 @@ class Restarts:
         return None
 
     def note(self, failure: Failure, slot: Slot | None, saved: int | None, now: float) -> bool:
-        """Count a restart. Returns whether its node should run fewer ranks: the slot keeps failing without progress."""
+        """Count a restart. Returns whether the slot keeps failing without progress: its node should run fewer ranks."""
         self.total += 1
         if failure.kind == SMALLER:
             return False
@@ -95,7 +99,7 @@ class Restarts:
         self.recent.append(now)
         self._culprits.append((slot, saved))
 
-        # A new checkpoint, or another culprit, breaks the row. A lost node takes its slots with it.
+        # A new checkpoint, or a failure of another slot, starts a new row. The slots of a lost node are gone anyway.
         in_a_row = self._culprits[-TIMES_IN_A_ROW:] == [(slot, saved)] * TIMES_IN_A_ROW
         keeps_failing = in_a_row and failure.kind != Kind.NODE
         if keeps_failing:
@@ -110,7 +114,7 @@ class Restarts:
 class Attempt:
     """The ranks of one attempt: where they run, and how they ended.
 
-    `ranks` says how many run on each node, and `hosts` what the nodes are called, also those that have left since.
+    `ranks` is the number of ranks on each node, and `hosts` has the host of each node, even after the node has left.
     """
 
     def __init__(
@@ -124,8 +128,7 @@ class Attempt:
         self.number = number
         self.hosts = hosts
 
-        # Rank -> its slot: the node, and its number among that node's ranks. A slot stays on the same machine in the
-        # next attempt, while a rank may move.
+        # Rank -> its slot: the node and the local rank.
         slots = [(node, local) for node, count in ranks.items() for local in range(count)]
         self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
 
@@ -150,3 +153,55 @@ class Attempt:
     @property
     def any_preempted(self) -> bool:
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
+
+    # ---- failures ----
+
+    def root_cause(self) -> Failure | None:
+        """Return the failure that explains how this attempt ended; None if no rank failed."""
+        failure = root_cause(self.exits)
+        if failure is not None and not failure.host:
+            failure = self._located(failure)
+
+        finished = [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
+
+        # Ranks complain about a lost peer, and no rank has failed by itself: the peer is a rank that ended too early.
+        if failure is not None and failure.is_complaint and finished:
+            rank = finished[0]
+            return left_early(rank, self._host_of(rank), failure, self.exits[rank].place)
+
+        return failure
+
+    def _located(self, failure: Failure) -> Failure:
+        """Return a failure that another rank reported with host, step and phase of the rank at fault."""
+        views = {view.rank: view for views in self.watchdog.views.values() for view in views}
+        view = views.get(failure.rank)
+        host = self._host_of(failure.rank) if failure.rank in self.slots else ""
+        return replace(failure, host=host, step=view.step if view else None, phase=view.phase if view else None)
+
+    def overdue(self, still: Sequence[RankView] = ()) -> Failure:
+        """Return the failure of ranks that were asked to stop and did not; `still` are ranks that did not even move."""
+        if not still:
+            late = self.running
+            text = plural(
+                len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
+            )
+            return Failure(min(late), self._host_of(min(late)), time.time(), "SIGKILL", text)
+
+        longest = max(still, key=lambda view: (not view.traits.waits, view.age))
+        count = plural(len(still), "rank stood still and was killed", "ranks stood still and were killed")
+        text = f"{count}, this one after {longest.age:.0f} s in its phase"
+        place = {"step": longest.step, "phase": longest.phase}
+        return Failure(longest.rank, longest.host, time.time(), "SIGKILL", text, **place)
+
+    def others_than(self, failure: Failure) -> int:
+        """Return how many ranks are stopped because of a failure of other ranks."""
+        # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
+        failed = {failure.rank}
+        if failure.kind in (Kind.NODE, Kind.ZYGOTE) and failure.rank in self.slots:
+            failed = set(self.ranks_on(self.slots[failure.rank][0]))
+
+        return len(self.slots.keys() - failed)
+
+    def _host_of(self, rank: int) -> str:
+        node, _ = self.slots[rank]
+        return self.hosts[node]

@@ -1,6 +1,6 @@
-"""The coordinating node of a job: the state machine decides, and the coordinator carries out its commands.
+"""The coordinator of a job: the state machine decides, and the coordinator carries out its commands.
 
-A job on a single machine is coordinated there; on several machines, see `supervisor.py`.
+It runs in the launcher of one node. On several machines `node_launcher.py` decides in which.
 """
 
 from __future__ import annotations
@@ -8,31 +8,32 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import assert_never
 
 from lockstep.errors import printable
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
+from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure
 from lockstep.launch.job import Job, Node, append_event
-from lockstep.launch.meeting import Term
 from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
+from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
 from lockstep.launch.wire.door import Notice
-from lockstep.launch.wire.protocol import (
-    BEAT_S,
+from lockstep.launch.wire.messages import (
     Announce,
     Command,
-    ConnectionLost,
+    CoordinatorState,
     Drop,
     Exited,
-    Handover,
     Hello,
-    Hub,
     JobEnd,
     LogEvent,
     Message,
@@ -53,6 +54,13 @@ from lockstep.launch.wire.store_server import StoreServer, store_secret
 # How long a turn of the loop waits for something to happen.
 TURN_S = 0.05
 
+# A loop that made no turn for this long was suspended, and another node may have taken over. This is less than the
+# silence after which a node counts as lost.
+AWAY_S = 2.0
+
+# How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
+FOLDER_WATCH_END_S = 2.0
+
 # The coordinating node's number.
 COORDINATOR = 0
 
@@ -65,14 +73,72 @@ def say(text: str) -> None:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
-    # Ranks and other nodes had a part in the text.
+    # Parts of the text come from ranks and other nodes.
     print(printable(text), file=sys.stderr, flush=True)
 
 
-class Coordinator:
-    """Runs the ranks of its node, talks to the other nodes and carries out the state machine's commands.
+class FolderWatch:
+    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat there.
 
-    On several machines it has a `term`; a node that takes over has `inherited` what its predecessor knew.
+    All of this is in a thread because a disk may answer slowly: the coordinator's loop must go on meanwhile, or the
+    other nodes would lose it.
+    """
+
+    def __init__(self, run_dir: Path, term: Term | None):
+        self._run_dir = run_dir
+        self._term = term
+
+        # The run folder, until it is found missing or replaced.
+        self._identity: tuple[int, int] | None = folder_identity(run_dir)
+
+        # What the coordinator's loop reads: whether another node has taken over, the contents of the files that
+        # `lockstep resize` left, whether the run folder is gone, and an error that ended this thread.
+        self.superseded = False
+        self.resize_requests: deque[str] = deque()
+        self.removed = False
+        self.error: Exception | None = None
+
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.superseded:
+                self.look()
+                if self._ending.wait(BEAT_S):
+                    return
+        except Exception as error:
+            self.error = error
+
+    def look(self) -> None:
+        if self._term is not None:
+            self._term.beat()
+            self.superseded = self._term.superseded()
+
+        # Nothing that is trained from now on can be saved: the coordinator says so, once.
+        if self._identity is not None and folder_identity(self._run_dir) != self._identity:
+            self._identity = None
+            self.removed = True
+
+        request = self._run_dir / "resize"
+        if request.is_file():
+            self.resize_requests.append(records.read(request, most=100).strip())
+            with suppress(OSError):
+                request.unlink()
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(FOLDER_WATCH_END_S)
+
+
+class Coordinator:
+    """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
+
+    On several machines it has a `term`, and after a takeover the state that it `inherited` from its predecessor.
     """
 
     def __init__(
@@ -83,38 +149,43 @@ class Coordinator:
         hub: Hub | None = None,
         address: str = "127.0.0.1",
         term: Term | None = None,
-        inherited: Handover | None = None,
+        inherited: CoordinatorState | None = None,
     ):
         self._job = job
         self._agent = agent
         self._signals = signals
         self._hub = hub or Hub()
         self._address = address  # where the ranks' store is bound
-        self._store: StoreServer | None = None  # that of the present attempt, on several nodes
+        self._store: StoreServer | None = None  # the store of the present attempt, on several nodes
         self._term = term
 
-        # This node joins its own job like any other.
+        # The coordinating node joins its own job like any other node.
         now = time.monotonic()
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
         self._machine.joined(Node(COORDINATOR, agent.name, agent.count), now)
 
         self._next_beat = now
+        self._last_turn = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
+        self._watch = FolderWatch(job.run_dir, term)
 
-        # The run folder, until it is known to be gone.
-        self._folder_watched: tuple[int, int] | None = folder_identity(job.run_dir)
+        # The signals that this launcher received. If another node takes over, its coordinator must get them.
+        self.received_signals: list[str] = []
 
     def run(self) -> JobEnd | None:
         """Return how the job ended; None if another node has taken it over."""
-        with closing(self._hub):
+        with closing(self._hub), closing(self._watch):
+            self._watch.start()
             while self._ending is None and not self._superseded:
                 self._turn()
 
             self._agent.stop()
             self._close_store()
+            self._watch.close()
 
-            # The others learn from its absence that there is nothing to take over. An exception leaves it there.
+            # Removing the term file tells the others that the job has ended. After an exception it stays, so that
+            # another node takes over.
             if self._term and not self._superseded:
                 self._term.end()
 
@@ -127,23 +198,26 @@ class Coordinator:
         self._machine.took_over(failure, time.monotonic())
 
     @property
-    def handover(self) -> Handover:
-        return self._machine.handover(time.monotonic())
+    def state(self) -> CoordinatorState:
+        return self._machine.coordinator_state(time.monotonic())
 
     def _turn(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
         of_store = self._store.files(now) if self._store else []
         records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + of_store, TURN_S)
-        now = time.monotonic()
 
-        # This process may have been suspended: what came since then matters only if it still coordinates.
-        if now >= self._next_beat and self._is_superseded():
+        # A coordinator that was superseded must not act on what has arrived.
+        now = time.monotonic()
+        if self._is_superseded(check=now - self._last_turn > AWAY_S):
             return
+
+        self._last_turn = now
 
         # Events of this node and of the others.
         while self._signals:
-            self._machine.preempt_requested(self._signals.pop(0), now)
+            self.received_signals.append(self._signals.pop(0))
+            self._machine.preempt_requested(self.received_signals[-1], now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
@@ -152,13 +226,14 @@ class Coordinator:
             self._receive(number, message, now)
 
         for notice in self._hub.take_notices():
-            self._tell(notice, f"--join {self._job.join}")
+            self._report_stranger(notice, f"--join {self._job.join}")
 
         if self._store is not None:
             self._store.poll(now)
             for notice in self._store.take_notices():
-                self._tell(notice, "the ranks' store")
+                self._report_stranger(notice, "the ranks' store")
 
+        self._poll_folder(now)
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._every_second(now)
@@ -168,46 +243,43 @@ class Coordinator:
         for command in self._machine.take():
             self._carry_out(command)
 
-    def _is_superseded(self) -> bool:
-        self._superseded |= self._term is not None and self._term.superseded()
+    def _is_superseded(self, check: bool) -> bool:
+        """Return whether another node has taken over. `check`: look at the disk now, which may take a while."""
+        if self._term is not None:
+            self._superseded |= self._watch.superseded or (check and self._term.superseded())
+
         return self._superseded
 
-    def _tell(self, notice: Notice, where: str) -> None:
-        """Say once for each kind of stranger that there was one. They cannot choose a word of it."""
+    def _report_stranger(self, notice: Notice, where: str) -> None:
+        """Print the first stranger of each kind. No word of the text comes from the stranger."""
         source = f" from {notice.address}" if notice.address else ""
         say(f"lockstep: a stranger{source} at {where} {notice.kind}; others like it are only counted")
         append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
 
     def _every_second(self, now: float) -> None:
-        """Exchange heartbeats, check for hangs and look for a request of `lockstep resize`."""
+        """Exchange heartbeats and check for hangs."""
         self._handle(COORDINATOR, self._agent.node_beat(), now)
-        self._send_to_nodes(self.handover)
+        self._send_to_nodes(self.state)
         self._machine.check_for_hangs(now)
-        self._watch_folder()
 
-        # `lockstep resize` leaves a file with a number, which is consumed here.
-        request = self._job.run_dir / "resize"
-        if not request.is_file():
-            return
+    def _poll_folder(self, now: float) -> None:
+        """Act on what the thread has found in the run folder."""
+        watch = self._watch
+        if watch.error is not None:
+            raise watch.error
 
-        text = records.read(request, most=100).strip()
-        with suppress(OSError):
-            request.unlink()
-
-        if text.isascii() and text.isdigit():
-            self._machine.resize(int(text), now)
-        else:
-            say(f"lockstep: {request} must hold a number; it held {text[:80]!r}")
-
-    def _watch_folder(self) -> None:
-        """Say, once, that the run folder was removed: nothing that is trained from now on can be saved."""
-        if self._folder_watched is None or folder_identity(self._job.run_dir) == self._folder_watched:
-            return
-
-        self._folder_watched = None
         folder = self._job.run_dir
-        fix = "stop the job, or move the folder back, before more is trained in vain"
-        say(f"lockstep: run_dir={folder} was removed or replaced while the job runs: nothing can be saved there; {fix}")
+        if watch.removed:
+            watch.removed = False
+            what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
+            say(f"lockstep: {what}; stop the job, or move the folder back, before more is trained in vain")
+
+        while watch.resize_requests:
+            text = watch.resize_requests.popleft()
+            if text.isascii() and text.isdigit():
+                self._machine.resize(int(text), now)
+            else:
+                say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
 
     def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
@@ -215,7 +287,7 @@ class Coordinator:
             case ConnectionLost():
                 self._machine.gone(number, f"vanished: {message}", now)
             case Hello():
-                self._greet(number, message, now)
+                self._admit(number, message, now)
             case _ if number in self._machine.cluster.nodes:
                 try:
                     self._handle(number, message, now)
@@ -223,11 +295,12 @@ class Coordinator:
                     self._hub.drop(number)
                     self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
             case _:
-                pass  # from a node that was refused, or is lost
+                pass  # from a node that was refused, or that is lost
 
-    def _greet(self, number: int, hello: Hello, now: float) -> None:
-        # It lost its connection before this node noticed.
-        if self._term and hello.term == self._term.record.term and hello.number in self._machine.cluster.nodes:
+    def _admit(self, number: int, hello: Hello, now: float) -> None:
+        """Let a node join the job, or refuse it."""
+        # The node reconnected before we noticed that its old connection was dead.
+        if self._term and hello.term == self._term.info.term and hello.number in self._machine.cluster.nodes:
             self._machine.gone(hello.number, "vanished: it comes back with a new connection", now)
 
         join = f"--join {self._job.join}"
@@ -245,14 +318,14 @@ class Coordinator:
         elif not 1 <= count.least <= count.initial <= count.most <= MAX_RANKS:
             answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.initial}", same)
         else:
-            term = self._term.record.term if self._term else 0
+            term = self._term.info.term if self._term else 0
             answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, number, term)
 
         # A refused node prints the reason and ends, which closes the connection.
         self._hub.send(number, answer)
         if isinstance(answer, Welcome):
             self._machine.joined(Node(number, hello.host, count), now)
-            self._hub.send(number, self.handover)
+            self._hub.send(number, self.state)
 
     def _handle(self, number: int, message: Message, now: float) -> None:
         match message:
@@ -293,14 +366,14 @@ class Coordinator:
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes.
 
-        Each attempt has a store of its own, so that no rank finds what an earlier attempt left: on one node a file,
-        on several a server in this process, which listens before any rank starts.
+        Each attempt has a store of its own, so that no rank finds addresses of an earlier attempt: on one node a file,
+        on several nodes a server in this process, which listens before any rank starts.
         """
-        if self._is_superseded():
+        if self._is_superseded(check=True):
             return
 
-        # Should the node be lost before its next heartbeat, the others know of this attempt.
-        self._send_to_nodes(self.handover)
+        # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
+        self._send_to_nodes(self.state)
 
         self._close_store()
         several = len(command.ranks) > 1
@@ -315,7 +388,7 @@ class Coordinator:
             store_port = listener.getsockname()[1]
             self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.ranks.values()))
 
-        # For scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
+        # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
             port = unused.getsockname()[1]
 
@@ -348,6 +421,6 @@ class Coordinator:
             self._hub.send(number, message)
 
     def _send_to_nodes(self, message: Message) -> None:
-        """Send a message to all nodes but this one, which the hub does not know."""
+        """Send a message to all nodes but this one, to which the hub has no connection."""
         for number in self._machine.cluster.nodes:
             self._hub.send(number, message)

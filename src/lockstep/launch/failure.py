@@ -1,7 +1,7 @@
-"""Failures of ranks: the record that a failing rank writes, and what can be said about one that wrote none.
+"""Failures of ranks: the failure record that a failing rank writes, and what is known of a rank that wrote none.
 
-Records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the root
-cause among the failures, so that the user sees the error that came first and not its consequences.
+Failure records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the
+root cause among the failures, so that the user sees the error that came first and not its consequences.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from lockstep.runtime import heartbeat
 PREEMPTED = Preempted.CODE
 CLEAN = (0, PREEMPTED)
 
-# The one exception a restart fixes: micro_batch=auto raises it to ask for a smaller micro-batch.
+# The only exception that a restart fixes: micro_batch=auto raises it to ask for a smaller micro-batch.
 SMALLER = SmallerMicroBatch.__name__
 
 
 class Kind(StrEnum):
-    """Kinds of failures that are neither an exception nor a signal: what the launcher itself notices."""
+    """Kinds of failures that are neither an exception nor a signal, and that the launcher itself notices."""
 
-    NODE = "node"  # a machine is gone, or too few are there
+    NODE = "node"  # a machine is lost, or too few machines joined
     ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
     HANG = "hang"
     EXIT = "exit"  # a rank ended without an exception before its work was done
 
 
-# What torch says in a rank whose peer is gone: gloo, NCCL and the store. Other libraries may say the same of some
+# Messages of torch (gloo, NCCL and the store) in a rank whose peer is gone. Other libraries may say the same about some
 # server, so only torch's own exceptions count.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
@@ -49,10 +49,10 @@ _LOST_PEER = re.compile(
 )
 _TORCH_ERRORS = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 
-# Torch's warnings in native code, of name servers and the like: they are no last words.
+# Warnings of torch's native code, about name servers for example, which do not explain a failure.
 _TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
 
-# Why a process aborts, in what it wrote: an uncaught C++ exception, the C library about its heap, an assertion.
+# Lines in a log that say why a process aborted: an uncaught C++ exception, a damaged heap, a failed assertion.
 _ABORT_REASON = re.compile(
     r"^\s*what\(\):\s*(.+)"
     r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
@@ -77,12 +77,12 @@ class Failure:
 
     @property
     def likely_to_repeat(self) -> bool:
-        """Whether it is an exception or an exit code, which the same program would most likely repeat."""
+        """Whether this is an exception or an exit code, which the same program would most likely repeat."""
         return self.kind not in (Kind.NODE, Kind.ZYGOTE, Kind.HANG, SMALLER) and not self.kind.startswith("SIG")
 
     @property
     def is_complaint(self) -> bool:
-        """Whether it only says that another rank is gone: an exception of torch's, or an abort on such a one."""
+        """Whether the failure only says that another rank is gone: an exception of torch, or an abort after one."""
         if self.kind == signal.SIGABRT.name:
             return bool(_LOST_PEER.search(self.message))
 
@@ -100,20 +100,20 @@ class Failure:
 
     @staticmethod
     def read(path: Path) -> Failure:
-        """Read the record that a rank left. Raises ValueError if there is none, or not a valid one."""
+        """Read the failure record of a rank. Raises ValueError if there is none, or if it is not valid."""
         return records.parse(Failure, json.loads(records.read(path)))
 
     def text(self) -> str:
         if self.for_user:
             return f"lockstep: {self.message}"
 
-        # A smaller micro-batch is a request, not an error of the program; and where a rank noticed that another one is
-        # in a collective of its own says nothing.
+        # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
+        # that noticed it does not help.
         no_place = self.kind in (SMALLER, OutOfStep.__name__)
         detail = [] if no_place else stacks.fold(self.traceback)
         last_lines = [] if no_place else self.log.rstrip().splitlines()
 
-        # A crash has a stack, and what native code wrote before it. An exception's traceback is in the log as well.
+        # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
         if detail and last_lines and self.kind.startswith("SIG"):
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
 
@@ -126,8 +126,8 @@ class Failure:
 def stamp(error: BaseException) -> None:
     """Note the time of an error where it is first seen, before this rank leaves the process group.
 
-    The other ranks notice that it is gone, and one of them may record its own error first: the stamps still show which
-    error caused the other.
+    The other ranks notice that this rank is gone, and one of them may record its own error first. The stamps still
+    show which error came first.
     """
     # Some exception classes take no attributes.
     with contextlib.suppress(AttributeError):
@@ -135,7 +135,7 @@ def stamp(error: BaseException) -> None:
 
 
 def note_end(folder: Path, rank: int, place: str = "") -> None:
-    """Note that this rank's work has ended as planned: `os._exit(0)` in the middle of it has the same exit code.
+    """Note that this rank's work has ended as planned, because `os._exit(0)` too early has the same exit code.
 
     `place`: where the program called sys.exit(), if it did.
     """
@@ -144,7 +144,7 @@ def note_end(folder: Path, rank: int, place: str = "") -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return FILE:LINE of the line that raised an error; "" if nothing knows it."""
+    """Return FILE:LINE of the line that raised an error; "" if the error has no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -154,7 +154,7 @@ def _end_note(folder: Path, rank: int) -> Path:
 
 
 def record(folder: Path, rank: int, error: BaseException) -> None:
-    # A rank that noticed that it is in another collective than others knows which of them is at fault.
+    """Write the failure record of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
     at_fault = error.ranks if isinstance(error, OutOfStep) else []
     failure = Failure(
         rank=min(at_fault, default=rank),
@@ -173,11 +173,11 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended, with its failure unless it finished or was preempted."""
+    """How a rank ended, with its failure unless the rank finished or was preempted."""
 
     code: int
     failure: Failure | None = None
-    place: str = ""  # of the sys.exit(0) that ended it, if one did
+    place: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
 
     @property
     def clean(self) -> bool:
@@ -185,26 +185,26 @@ class RankExit:
 
     @property
     def is_cause(self) -> bool:
-        """Whether this exit cannot be the consequence of another one.
+        """Whether this exit cannot be the consequence of another rank's exit.
 
-        That holds for ranks killed by a signal, and for ranks that exited without an exception: one that lost its
-        peers raises. SIGABRT is excluded, since a rank may abort because of what happened elsewhere.
+        That holds for ranks killed by a signal, and for ranks that exited without an exception, because a rank that
+        lost its peers raises. SIGABRT is excluded: a rank may abort because a peer is gone.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
         return killed or (self.failure is not None and self.failure.kind == Kind.EXIT)
 
     @property
     def is_complaint(self) -> bool:
-        """Whether this rank failed only because another one is gone."""
+        """Whether this rank failed only because another rank is gone."""
         return not self.is_cause and self.failure is not None and self.failure.is_complaint
 
 
 def root_cause(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
-    That is one of a rank that was killed, or else one of a rank that failed by itself, or else a complaint about
-    another rank; among equals the earliest. A process that dies leaves no record, and its peers record their
-    complaints within milliseconds: time alone would blame one of them.
+    The failure of a killed rank comes first, then the failure of a rank that failed by itself, then a complaint about
+    another rank; among equals, the earliest. A process that dies leaves no record, and its peers record their
+    complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
         (not rank_exit.is_cause, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
@@ -216,7 +216,7 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
 
 
 def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
-    """Return the failure of a rank that ended as if all were done, while others still needed it."""
+    """Return the failure of a rank that ended with code 0 while other ranks still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
     why = f"sys.exit at {place}" if place else "sys.exit on one rank, or a loop that is shorter there"
     return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
@@ -224,19 +224,19 @@ def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
 
 @dataclass
 class LocalRank:
-    """A rank as the launcher of its node knows it, and where to find out how it ended."""
+    """A rank of this node, and the files that show how it ended."""
 
     number: int
     host: str
     folder: Path
     log: Path | None
-    log_began: int = 0  # the log's size when this rank was started
+    log_began: int = 0  # the size of the log when this rank was started
     oom_kills_before: int | None = None
     pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
-    """Return how the rank ended: by its own record if it left one, or else by its exit code and the machine's state."""
+    """Return how the rank ended: by its failure record if there is one, or else by exit code and kernel counters."""
     end_note = _end_note(rank.folder, rank.number)
     if code == PREEMPTED or (code == 0 and end_note.exists()):
         return RankExit(code, place=records.read(end_note))
@@ -247,7 +247,11 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     except ValueError:
         failure = _without_record(rank, code, noticed, log)
 
-    # The record knows the error; the heartbeat knows where the rank was.
+    # A failure of another rank, which this rank noticed: `Attempt.root_cause` fills in where that rank was.
+    if failure.rank != rank.number:
+        return RankExit(code, replace(failure, host=""))
+
+    # The record holds the error; the heartbeat holds the step and phase of the rank.
     view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
@@ -265,7 +269,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
     if code > 0:
         return Failure(rank.number, rank.host, noticed, Kind.EXIT, f"ended with code {code}")
 
-    # Of all signals only SIGKILL can be the kernel's answer to a lack of memory.
+    # The kernel uses SIGKILL, and no other signal, when memory runs out.
     before = rank.oom_kills_before
     after = oom_kills() if code == -signal.SIGKILL else before
 
@@ -276,7 +280,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
         case "SIGKILL":
             message = "killed; cannot tell whether by the kernel's OOM killer"
         case "SIGBUS":
-            # The usual cause: loader processes share batches through /dev/shm, and it is full.
+            # The usual cause is a full /dev/shm, through which loader processes share batches.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
             message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
         case "SIGSEGV":
@@ -289,7 +293,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
             message = "killed by this signal"
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
-    # crash was most likely in the main thread; threads of loaders and of torch would only distract.
+    # crash was most likely in the main thread, so threads of loaders and of torch are left out.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))
 
@@ -297,17 +301,17 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel killed for memory; None where it does not say."""
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
     counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
     return next((int(count[1]) for count in counts if count), None)
 
 
 def _memory_files() -> list[Path]:
-    """Return where the count may be: the group's own file, or the one at the top, which is what a container sees."""
+    """Return the files that may hold the count: the cgroup's own file, or the file at the top, as in a container."""
     root = Path("/sys/fs/cgroup")
     paths = []
     for line in records.read(Path("/proc/self/cgroup")).splitlines():
-        # Version 2 has one group for all controllers, version 1 has one for each.
+        # cgroup v2 has one group for all controllers, v1 has one group for each.
         _, controllers, group = line.split(":", 2)
         if not controllers:
             paths += [root / group.strip("/") / "memory.events", root / "memory.events"]

@@ -1,4 +1,4 @@
-"""The job that a launcher runs: what each rank does, and on how many processes and machines."""
+"""The job that a launcher runs: what each rank executes, and on how many processes and machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.errors import UserError, plural
 from lockstep.runtime.machine import available_cores, visible_gpus
 
-# Modules that every rank needs sooner or later. They are imported once, in the process that all ranks are forked from.
+# Modules that every rank needs. They are imported once, in the process that all ranks are forked from.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -28,10 +28,10 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
-# How long the set of nodes must stay the same before an attempt starts with fewer than all: others may follow.
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
 SETTLE_S = 3.0
 
-# The source of a setting that one node decides for all nodes: the run folder.
+# The source of a setting that one node chooses for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
 
 
@@ -62,8 +62,8 @@ class Job:
     join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
-    # The function that a rank calls with `spec`, as MODULE:FUNCTION. Text, because this package knows nothing of the
-    # layers above it.
+    # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
+    # the layers above it.
     entry: str = "lockstep.api:work"
     preload: tuple[str, ...] = PRELOAD
 
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the nodes may meet, the best address first. Raises UserError for one that is none."""
+        """The addresses of --join, in order. Raises a UserError for an invalid address."""
         addresses = [address.strip() for address in (self.join or "").split(",")]
         for address in addresses:
             parse_address(address)
@@ -82,8 +82,8 @@ class Job:
 
     @property
     def secret_path(self) -> Path:
-        """The file with the job's secret, where every node looks for it before it knows the others."""
-        # If no run folder was typed, nodes learn its name only when they have joined.
+        """The file with the job's secret, at a path that every node can compute before it has joined."""
+        # Without run_dir on the command line, a node learns the run folder only when it has joined.
         if not self.decided:
             return self.run_dir / ".secret"
 
@@ -92,13 +92,17 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
-        # Nodes may find Python's modules in different folders, and one node names the run for all.
+        # Nodes may have Python's modules in different folders, and the coordinator chooses the run folder.
         shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
     @property
     def decided(self) -> list[Any]:
+        """The layers of settings that this launcher has chosen: the run folder, unless the user has named one.
+
+        On several machines the coordinator's choice applies to all nodes.
+        """
         return _plain([layer for layer in self.spec.get("layers", []) if layer[0] == FROM_LAUNCHER])
 
 
@@ -112,7 +116,7 @@ def _plain(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the job; the coordinating one has number 0. `count` says how many ranks it can run."""
+    """One machine of the job. The coordinating node has number 0; `count` is the range of ranks that a node can run."""
 
     number: int
     host: str
@@ -123,13 +127,13 @@ class Cluster:
     """The nodes that are present, and how many ranks each should run in the next attempt."""
 
     def __init__(self, bounds: Count, now: float):
-        self.bounds = bounds  # those of --nnodes
+        self.bounds = bounds  # --nnodes
         self.nodes: dict[int, Node] = {}
 
         # Node -> ranks of the next attempt.
         self.wanted: dict[int, int] = {}
 
-        # When a node last came or went.
+        # When a node last joined or left.
         self._changed = now
 
     def add(self, node: Node, now: float) -> None:
@@ -152,12 +156,12 @@ class Cluster:
 
     @property
     def too_few(self) -> str | None:
-        """Why the nodes that are present are not enough; None if they are."""
+        """Why the present nodes are too few; None if they are enough."""
         needed = self.bounds.least
         return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
 
     def ready(self, now: float) -> bool:
-        """Whether an attempt can start: no node is missing, and no other is likely to come."""
+        """Return whether an attempt can start: the cluster is full, or large enough and unchanged for a while."""
         return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
 
     @property
@@ -206,7 +210,7 @@ def parse_nproc(asked: str | int | None) -> Count:
     if count.least == count.most:
         return count
 
-    # A range starts with what the machine has.
+    # A range begins with one process per GPU or core of this machine, within its bounds.
     return replace(count, preferred=max(count.least, min(count.most, visible_gpus() or available_cores())))
 
 
@@ -223,7 +227,7 @@ def parse_nnodes(asked: str | int | None) -> Count:
 
 
 def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Count:
-    """Parse one number or two; nothing means 1. Raises `refusal` for anything else."""
+    """Parse one number, or two numbers with `between` between them; None means 1. Otherwise raises `refusal`."""
     text = "1" if asked is None else str(asked)
     match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
     count = Count(int(match[1]), int(match[2] or match[1])) if match else Count(0, 0)
@@ -245,7 +249,7 @@ def parse_address(asked: str) -> tuple[str, int]:
 
     host = host.strip("[]")
 
-    # Every machine could bind such an address, and would then coordinate a job of its own.
+    # Every machine could bind such an address, and would coordinate a job of its own.
     with suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
             raise UserError(
@@ -262,7 +266,7 @@ def append_event(run_dir: Path, event: dict[str, Any]) -> None:
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
 
-        # One line, one write: ranks append to the same file and create it with the same mode.
+        # A line is written in one call, because ranks append to the same file. They create it with the same mode.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
             file.write(json.dumps({"time": time.time(), **event}, allow_nan=False).encode() + b"\n")

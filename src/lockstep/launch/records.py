@@ -1,7 +1,7 @@
-"""What the processes of one job leave for each other in files, or send as JSON.
+"""Files and JSON that the processes of a job exchange.
 
-Other processes may be killed at any moment, and other machines may send anything: a file appears complete or not at
-all, one that cannot be read counts as empty, and JSON is checked field by field before it becomes an object.
+Other processes may be killed at any moment, and other machines may send anything. So a file appears complete or not at
+all, a file that cannot be read counts as empty, and JSON is checked field by field before it becomes an object.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-# The limit for the bytes of a file that is read whole. Logs and metrics of long runs stay far below it.
+# The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
 
-# The limit for dicts and lists inside each other.
+# How deep dicts and lists may be nested.
 DEEPEST = 50
 
 
 @contextmanager
 def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
-    """Yield a draft to write to, then rename it to `path`: nobody reads half a file. An error removes the draft."""
+    """Yield a draft to write to, then rename it to `path`, so that no process reads half a file.
+
+    An error removes the draft.
+    """
     # Processes that may write the same file at once need different suffixes.
     draft = path.with_name(f".{path.name}.{suffix}")
     try:
-        # Left by a process that was killed; or a link, which must not be written through.
+        # A draft may be left by a process that was killed, or be a link, which must not be written through.
         draft.unlink(missing_ok=True)
         yield draft
         os.replace(draft, path)
@@ -83,7 +86,7 @@ def read(path: Path, start: int = 0, most: int = LARGEST) -> str:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError if it is none, or nested so deep that whoever walks through it might fail."""
+    """Parse JSON. Raises ValueError for invalid JSON, and for JSON that is nested too deep to walk through."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -93,7 +96,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def not_too_deep(value: Any) -> Any:
-    """Return the value. Raises ValueError if dicts and lists are nested deeper in it than any of ours."""
+    """Return the value. Raises ValueError if its dicts and lists are nested deeper than DEEPEST."""
     level = [value]
     for _ in range(DEEPEST):
         nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]

@@ -36,7 +36,7 @@ LARGEST_SETTINGS = 2**26
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
 
-# What a run writes to, by folder: patterns of names.
+# The names that a run writes to, as a pattern for each folder.
 WRITTEN = {
     ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
     "logs": ".*",
@@ -66,7 +66,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
             f"add run_dir=FOLDER, the same each time{newest}",
         )
 
-    # Under torchrun a restart must arrive at the same name.
+    # Under torchrun a restart must choose the same name again.
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
 
@@ -125,12 +125,12 @@ def run_of(path: Path) -> Path:
 
 
 def prepare(run: Path) -> None:
-    """Make the folder and check that it can be written to, and that nothing there leads elsewhere."""
+    """Make the folder and check that it can be written to, and that it holds no links, pipes or devices."""
     _refuse_detours(run)
     try:
         (run / "logs").mkdir(parents=True, exist_ok=True)
 
-        # The only way to find out is to write: permissions say nothing about full or read-only disks.
+        # Permissions say nothing about full or read-only disks, so a file is written.
         probe = run / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -165,7 +165,7 @@ def not_writable(run: Path, error: OSError) -> UserError:
 
 
 def folder_identity(run: Path) -> tuple[int, int] | None:
-    """Return what tells this folder from another one at the same place; None if there is none."""
+    """Return device and inode, which differ for another folder at the same path; None if there is no folder."""
     try:
         found = run.stat()
     except OSError:
@@ -177,8 +177,8 @@ def folder_identity(run: Path) -> tuple[int, int] | None:
 def lock(run: Path, timeout: float = 10.0) -> Any:
     """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
 
-    The lock belongs to this process: it is released however the process ends. Returns None on a file system without
-    locks; there only the owner's token guards the checkpoints.
+    The lock belongs to this process and is released however the process ends. Returns None on a file system without
+    locks, where only the owner's token guards the checkpoints.
     """
     file = _open_lock(run / LOCK)
 
@@ -188,12 +188,12 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
         case None:
             return None
 
-    # A job's next coordinator may have removed the file while we waited for its lock.
+    # A job's next coordinator may have removed the file while this process waited for the lock.
     if not _is_at(file, run / LOCK):
         file.close()
         return lock(run, timeout)
 
-    # The next process that tries names this one in its message.
+    # A process that does not get the lock names this process in its message.
     file.truncate(0)
     file.write(f"{os.uname().nodename} {os.getpid()}\n")
     file.flush()
@@ -222,8 +222,8 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _acquire(file: IO[str], timeout: float) -> bool | None:
-    """Lock a file. Returns False if another process has it all the time, and None on a file system without locks."""
-    # A predecessor that was just killed releases its lock within moments: try for a while.
+    """Lock a file. Returns False if another process keeps the lock, and None on a file system without locks."""
+    # A process that was just killed releases its lock within moments, so try for a while.
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -265,7 +265,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def stored(run: Path, name: str) -> dict[str, Any]:
-    """Return what the file `name` of a run holds, nothing if there is no such file; raise a UserError if it is odd."""
+    """Return the mapping in the file `name` of a run, {} without such a file. Raises a UserError if it is not valid."""
     try:
         return read_mapping(run / name)
     except FileNotFoundError:
@@ -279,7 +279,7 @@ def stored(run: Path, name: str) -> dict[str, Any]:
 def latest(checkpoints: Path) -> Path | None:
     """Return the newest checkpoint, according to the text file that a commit updates last.
 
-    That is good enough for messages; `checkpoint.load` looks at the checkpoints themselves.
+    It is meant for messages; `checkpoint.load` verifies the checkpoints themselves.
     """
     name = records.read(checkpoints / "latest").strip()
     return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
@@ -292,14 +292,14 @@ def latest_step(checkpoints: Path) -> int | None:
 
 @contextmanager
 def hold(run: Path) -> Iterator[None]:
-    """Hold the folder for one job, as its launcher, which alone starts ranks there.
+    """Hold the folder for the launcher of one job, so that no other launcher starts ranks there.
 
-    Ranks come and go, the launcher stays: its lock says whether anybody would carry out a wish. On several machines
-    only the coordinating one holds the folder; the others need no lock to join its job.
+    Ranks are restarted, the launcher stays: its lock says whether a request of `lockstep resize` would be carried out.
+    On several machines only the coordinating node holds the folder; the others need no lock to join its job.
     """
     prepare(run)
 
-    # This raises if a rank trains there, perhaps one without a launcher.
+    # This raises if a rank trains there, perhaps a rank without a launcher.
     held = lock(run)
     if held is not None:
         held.close()
@@ -314,7 +314,7 @@ def _launcher_lock(run: Path) -> IO[str]:
         file.close()
         raise _in_use(run, "a launcher whose job is there right now")
 
-    # As in `lock`: whoever holds a file that was removed holds nothing.
+    # As in `lock`: the lock of a file that was removed protects nothing.
     if not _is_at(file, run / LAUNCHER_LOCK):
         file.close()
         return _launcher_lock(run)
@@ -328,12 +328,17 @@ def has_launcher(run: Path) -> bool:
 
 
 def break_locks(run: Path) -> None:
-    """Make room for a job's next coordinator: its predecessor, perhaps only suspended, may hold the locks for ever.
+    """Remove the locks for a job's next coordinator, because a suspended predecessor may hold them for ever.
 
-    Whoever holds a lock of a file that is gone holds nothing; `meeting.Term` says who may train there.
+    The lock of a file that was removed protects nothing; the term file says which node may train there (`election.py`).
     """
     for name in (LOCK, LAUNCHER_LOCK):
         (run / name).unlink(missing_ok=True)
+
+
+def remove_old_requests(run: Path) -> None:
+    """Remove a request of `lockstep resize` that an earlier job did not carry out."""
+    (run / "resize").unlink(missing_ok=True)
 
 
 def ask_for_size(run: Path, count: int) -> None:
@@ -347,7 +352,7 @@ def ask_for_size(run: Path, count: int) -> None:
     if count < 1:
         raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
 
-    # Not the lock of rank 0: between two attempts there is no rank, and the wish is still good.
+    # The lock of rank 0 does not count: between two attempts there is no rank, and the request is still valid.
     if not has_launcher(run):
         raise UserError(
             f"{asked}: the run is not running",

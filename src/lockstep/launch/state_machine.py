@@ -1,20 +1,20 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-Events go in, commands come out, and nothing here starts a process or waits. The monotonic time is an argument, the wall
-clock is read only for failure records, and `committed` returns the newest checkpoint's step. An attempt is a set of
-ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
-checkpoint, unless there is a reason not to.
+Events go in, commands come out, and nothing here starts a process or waits. An attempt is a set of ranks that live and
+die together. After a failure all of them are killed, and a new attempt resumes from the newest checkpoint, unless there
+is a reason not to.
 
-`JobStateMachine` has the phases of the job (not those of a rank, which its heartbeat shows) and their transitions:
+`JobStateMachine` has the phases of the job (a rank has phases too, which its heartbeat shows) and their transitions:
 
-    GATHER --all nodes are here--> RUN --all ranks finished--> OVER
-    RUN --no rank advances--> ASK --stacks are here--> RUN, or KILL if it is a hang
+    GATHER --all nodes that may join, or enough nodes and no new one for 3 s--> RUN --all ranks finished--> OVER
+    GATHER --too few nodes in time, or a signal--> OVER
+    RUN --no rank advances--> ASK --stacks have arrived--> RUN, or KILL if it is a hang
     RUN, ASK --signal, resize or new node--> PREEMPT --all ranks saved--> OVER or GATHER
     RUN, ASK, PREEMPT --failure--> KILL --all ranks are gone--> GATHER (the next attempt) or OVER
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
-(whether a failure is followed by another attempt). A node that takes over from a coordinating one that is lost begins
-in GATHER, with what that one had told the others (`Handover`).
+(whether a failure is followed by another attempt). A node that takes over from a lost coordinator begins in GATHER,
+with the last `CoordinatorState` that it received.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from lockstep.errors import Preempted, plural
 from lockstep.launch.attempts import Attempt, Restarts, Settings
-from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, left_early, root_cause
-from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Cluster, Job, Node
-from lockstep.launch.wire.protocol import (
+from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     Command,
+    CoordinatorState,
     Drop,
     Exited,
-    Handover,
     JobEnd,
     Kill,
     LogEvent,
@@ -59,26 +58,26 @@ GATHER_S = 300.0
 # After an exception, how long to wait for the report of a peer whose death may have caused it.
 CAUSE_WAIT_S = 1.0
 
-# The same after an exception that only says that a peer is gone: a large process takes a while to die.
+# The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
 COMPLAINT_WAIT_S = 5.0
 
 # How long the other ranks may take to exit after the first one that was preempted.
 STRAGGLER_GRACE_S = 20.0
 
-# A node that is silent for longer is probably lost: it sends a heartbeat every second.
+# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
 QUIET_S = 2.0
 
 # How long the coordinator waits for nodes to report that their killed ranks are gone.
 NODES_KILL_S = 10.0
 
-# How long a node may take to confirm that it starts its ranks. It needs no time for that: importing comes afterwards.
+# How long a node may take to confirm that it starts its ranks, which happens before they import anything.
 START_S = 10.0
 
 # How long the coordinator waits for the nodes' stacks.
 NODES_STACKS_S = 5.0
 
-# How long a node that takes over waits before it starts ranks: those of its predecessor look once a second whether they
-# still may train, and end if not. The other nodes come to the new coordinator meanwhile.
+# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
+# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
 FENCE_S = 3.0
 
 
@@ -102,62 +101,68 @@ class JobStateMachine:
     """The state of a job.
 
     Public methods handle events and queue commands; `take` returns the queue. `committed` returns the newest
-    checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is what a lost coordinator knew.
+    checkpoint's step, and `now` is always the time of a monotonic clock; the wall clock is read only for failures.
+    `inherited` is the last state of a lost coordinator.
     """
 
-    def __init__(self, job: Job, committed: Callable[[], int | None], now: float, inherited: Handover | None = None):
-        known = inherited or Handover([])
+    def __init__(
+        self, job: Job, committed: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
+    ):
+        state = inherited or CoordinatorState([])
         self.job = job
         self.committed = committed
         self.cluster = Cluster(job.nnodes, now)
-        self.settings = Settings(**known.settings)
-        self.restarts = Restarts.inherited(known, now)
+        self.settings = Settings(**state.settings)
+        self.restarts = Restarts.inherited(state, now)
 
         # A placeholder without ranks, until an attempt starts here.
-        self.attempt = Attempt(known.attempt, {}, {}, None, Watchdog(self.settings.hang))
+        self.attempt = Attempt(state.attempt, {}, {}, None, Watchdog(self.settings.hang))
 
-        # No attempt starts, and nothing ends, before this time.
+        # No attempt starts before this time, nor does a job end that the lost coordinator was about to end.
         self._not_before = now if inherited is None else now + FENCE_S
 
         # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
-        # Nodes that have not confirmed yet that they start the present attempt, and until when they may.
+        # Nodes that have not confirmed yet that they start the present attempt, and the deadline for that.
         self._not_started: set[int] = set()
         self._start_by = math.inf
 
         # Node -> when its last heartbeat came.
         self._last_beat: dict[int, float] = {}
 
-        # Nodes that have not answered yet: with stacks in ASK, with the end of their ranks in KILL.
+        # Nodes from which an answer is missing: stacks in ASK, the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
         # The first signal that asked the job to save and exit, whether Ctrl-C was typed, and when the present ranks
-        # were asked to.
-        self._preempt_signal = known.stop_signal
-        self._interrupted = known.stop_signal == "SIGINT"
+        # were asked to save and exit.
+        self._preempt_signal = state.stop_signal
+        self._interrupted = state.stop_signal == "SIGINT"
         self._asked_to_stop = now
 
-        # The last attempt before a resize, and its ranks on each node: what to return to if the new size is refused.
+        # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[int, Counter[int]] | None = None
 
         # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
         self._planned_end: JobEnd | None = None
+
+        # Whether the next attempt is a restart whose event is not written yet: its number of ranks is not known.
+        self._restart_to_log = False
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
 
-    def handover(self, now: float) -> Handover:
-        """Return what a node needs to know to take over."""
-        return Handover(
+    def coordinator_state(self, now: float) -> CoordinatorState:
+        """Return the state that a successor would start from."""
+        return CoordinatorState(
             sorted(self.cluster.nodes),
             self.attempt.number,
             settings=self.settings.model_dump(),
             stop_signal=self._preempt_signal,
-            **self.restarts.for_handover(now),
+            **self.restarts.as_fields(now),
         )
 
     def _enter(self, phase: JobPhase, deadline: float = math.inf) -> None:
@@ -167,7 +172,7 @@ class JobStateMachine:
     # ---- nodes come and go ----
 
     def joined(self, node: Node, now: float) -> None:
-        """A node came. Running ranks are asked to save, so that the next attempt can include it."""
+        """A node has joined. Running ranks are asked to save, so that the next attempt can include it."""
         self.cluster.add(node, now)
         if node.number:
             self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
@@ -202,25 +207,25 @@ class JobStateMachine:
         if self.cluster.too_few and self.attempt.slots:
             self._planned_end = self._planned_end or JobEnd(1, failure)
             if self.job_phase is JobPhase.GATHER:
-                self._say(f"not restarted: {self.cluster.too_few}. To resume: {self.job.resume_command}")
+                self._say(f"not restarted: {self.cluster.too_few}. {self._how_to_continue}")
                 self._end(self._planned_end)
 
         self._continue_if_gone(now)
 
     def took_over(self, failure: Failure, now: float) -> None:
-        """This node coordinates now, in place of one that is lost. Whether that is a restart is decided as ever."""
+        """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         saved = self.committed()
         if self.attempt.number < 0:
             self._report(failure)
         elif self._preempt_signal:
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self.restarts.refusal(failure, progress=True, settings=self.settings, now=now):
-            self._planned_end = JobEnd(1, failure)
-            self._report(failure, f"not restarted: {reason}. To resume: {self.job.resume_command}")
+            self._plan_end(failure, reason, saved)
         else:
+            # The number of ranks is known only when the other nodes have joined this one.
             self.restarts.note(failure, None, saved, now)
-            self._report(failure, f"restarting the nodes that are left from {self._source(saved)} ({self._budget})")
-            self._log({"event": "restart", "attempt": self.attempt.number + 1, "step": saved})
+            self._restart_to_log = True
+            self._report(failure, f"restarting the nodes that are left from {_source(saved)} ({self._budget})")
             self._say_who_is_missing()
 
     def _gather(self, now: float) -> None:
@@ -236,25 +241,22 @@ class JobStateMachine:
 
     # ---- an attempt ----
 
-    def _end_or_start(self, now: float) -> None:
-        # Only a node that took over can find here that the job was about to end.
-        if self._planned_end is not None:
-            self._end(self._planned_end)
-        elif self._preempt_signal:
-            self._end_preempted()
-        else:
-            self._start_if_ready(now)
-
     def _start_if_ready(self, now: float) -> None:
-        if self.cluster.ready(now):
-            self._enter(JobPhase.RUN)
-            ranks = dict(sorted(self.cluster.wanted.items()))
-            watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
-            hosts = {number: self.cluster.nodes[number].host for number in ranks}
-            self.attempt = Attempt(self.attempt.number + 1, ranks, hosts, self.committed(), watchdog)
-            self._commands.append(StartAttempt(self.attempt.number, ranks))
-            self._not_started = ranks.keys() - {0}  # the coordinating node starts its own at once
-            self._start_by = now + START_S
+        if not self.cluster.ready(now):
+            return
+
+        self._enter(JobPhase.RUN)
+        ranks = dict(sorted(self.cluster.wanted.items()))
+        watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
+        hosts = {number: self.cluster.nodes[number].host for number in ranks}
+        self.attempt = Attempt(self.attempt.number + 1, ranks, hosts, self.committed(), watchdog)
+        if self._restart_to_log:
+            self._restart_to_log = False
+            self._log_restart(self.attempt.number, self.attempt.started_from)
+
+        self._commands.append(StartAttempt(self.attempt.number, ranks))
+        self._not_started = ranks.keys() - {0}  # the coordinating node starts its own ranks at once
+        self._start_by = now + START_S
 
     def exited(self, event: Exited, now: float) -> None:
         # Messages of an earlier attempt may still arrive.
@@ -266,7 +268,7 @@ class JobStateMachine:
 
         # No later report can explain this exit, so decide now.
         if rank_exit.is_cause:
-            self._fail(self._root_cause(), now)
+            self._fail(self.attempt.root_cause(), now)
             return
 
         if not rank_exit.clean:
@@ -288,22 +290,10 @@ class JobStateMachine:
         if not self.attempt.running:
             self._all_exited(now)
 
-    def _root_cause(self) -> Failure | None:
-        failure = root_cause(self.attempt.exits)
-        ended = [rank for rank, rank_exit in self.attempt.exits.items() if rank_exit.code == 0 and rank_exit.clean]
-
-        # Complaints about a lost rank, and no rank that failed: it is one that ended before the others.
-        if failure is not None and failure.is_complaint and ended:
-            node, _ = self.attempt.slots[ended[0]]
-            place = self.attempt.exits[ended[0]].place
-            return left_early(ended[0], self.attempt.hosts[node], failure, place)
-
-        return failure
-
     def _all_exited(self, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
-            self._fail(self._root_cause(), now)
+            self._fail(self.attempt.root_cause(), now)
         elif not self.attempt.any_preempted:
             self._end(JobEnd(0))
         elif self._preempt_signal:
@@ -312,7 +302,7 @@ class JobStateMachine:
             self._gather(now)
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
-        """The process that starts a node's ranks is gone. Harmless between attempts."""
+        """The process that forks a node's ranks has died. Between two attempts that is no failure."""
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), Kind.ZYGOTE, event.why)
 
@@ -337,14 +327,14 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
-        # After a failure the other ranks stand still: that is no hang, and its cause is about to be known.
+        # After a failure the other ranks stand still. That is no hang, and the cause will be reported soon.
         if not self.attempt.all_clean:
             return
 
         # Ranks that do not move will not save either.
         if self.job_phase is JobPhase.PREEMPT:
             if still := self.attempt.watchdog.stands_still(self.attempt.running, self._asked_to_stop, now):
-                self._fail(self._overdue(still), now, nothing_to_save=not any(view.steps_done for view in still))
+                self._fail(self.attempt.overdue(still), now, nothing_to_save=not any(view.steps_done for view in still))
             return
 
         if self.job_phase is not JobPhase.RUN:
@@ -370,14 +360,14 @@ class JobStateMachine:
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
         elif remark := self.attempt.watchdog.remark():
-            # Tell a user in front of the screen, long before the limit is reached.
+            # Long before the limit is reached, the screen says where the ranks are.
             self._say(remark)
 
     # ---- preemption and resizing ----
 
     def preempt_requested(self, signal: str, now: float) -> None:
-        """A signal asks the job to save and exit. A second Ctrl-C does not wait for that."""
-        # Schedulers send SIGTERM more than once; only a second Ctrl-C is a user who does not want to wait.
+        """A signal asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
+        # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
         at_once = self._interrupted and signal == "SIGINT"
         self._interrupted |= signal == "SIGINT"
         self._preempt_signal = self._preempt_signal or signal
@@ -402,21 +392,21 @@ class JobStateMachine:
             self._say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
 
-        # The same number may be divided over the nodes in another way, but not before the next attempt.
+        # The same number may be divided over the nodes in another way; that waits for the next attempt.
         before = self.cluster.ranks
         running = Counter(node for node, _ in self.attempt.slots.values())
         self.cluster.resize(ranks)
         if before == ranks:
             return
 
-        # The first attempt may still be to come: then there is no size that is known to work.
+        # Before the first attempt there is no size that is known to work.
         if running:
             self._before_resize = (self.attempt.number, running)
 
         self._say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self._log({"event": "resize", "from": before, "to": ranks})
 
-        # Nodes can import torch for the new ranks while the present ones still save.
+        # Nodes can import torch for the new ranks while the present ranks still save.
         self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
         if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._preempt(now)
@@ -445,8 +435,8 @@ class JobStateMachine:
 
     def tick(self, now: float) -> None:
         """Start an attempt that is ready and act on the deadline of the present phase."""
-        if self.job_phase is JobPhase.GATHER and now >= self._not_before:
-            self._end_or_start(now)
+        if self.job_phase is JobPhase.GATHER and now >= self._not_before and not self._end_if_planned():
+            self._start_if_ready(now)
 
         if now > self._start_by and self.job_phase in ACTIVE:
             for number in sorted(self._not_started & self.cluster.nodes.keys()):
@@ -459,7 +449,7 @@ class JobStateMachine:
         match self.job_phase:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
-                self._say(f"{problem}; {self.cluster.bounds.least} are needed. To resume: {self.job.resume_command}")
+                self._say(f"{problem}; {self.cluster.bounds.least} are needed. {self._how_to_continue}")
                 self._end(JobEnd(1, Failure(-1, "", time.time(), Kind.NODE, problem)))
 
             case JobPhase.ASK:
@@ -472,30 +462,13 @@ class JobStateMachine:
 
             case JobPhase.PREEMPT if self.attempt.all_clean:
                 # Ranks that were asked to save take too long.
-                self._fail(self._overdue(), now)
+                self._fail(self.attempt.overdue(), now)
 
             case JobPhase.RUN | JobPhase.PREEMPT:
                 # A rank raised. If a node has gone quiet, its loss may be the cause: wait for that report.
                 beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
                 if now - min(beats, default=now) <= QUIET_S:
-                    self._fail(self._root_cause(), now)
-
-    def _overdue(self, still: Sequence[RankView] = ()) -> Failure:
-        """Return the failure of ranks that were asked to stop and did not; `still` are ranks that did not even move."""
-        late = self.attempt.running
-        node, _ = self.attempt.slots[min(late)]
-        host = self.cluster.nodes[node].host
-        if not still:
-            text = plural(
-                len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
-            )
-            return Failure(min(late), host, time.time(), "SIGKILL", text)
-
-        longest = max(still, key=lambda view: (not view.traits.waits, view.age))
-        count = plural(len(still), "rank stood still and was killed", "ranks stood still and were killed")
-        text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        place = {"step": longest.step, "phase": longest.phase}
-        return Failure(longest.rank, longest.host, time.time(), "SIGKILL", text, **place)
+                    self._fail(self.attempt.root_cause(), now)
 
     # ---- failures ----
 
@@ -517,18 +490,14 @@ class JobStateMachine:
             # The job was stopping anyway, and nothing is lost: not a failure.
             self._report(failure, "the job was asked to stop: not restarted")
         elif reason := self._refusal(failure, saved, now):
-            # With nothing saved, rerunning would fail the same way, so no command is suggested.
-            how = "start over" if saved is None else "resume"
-            hint = "" if saved is None and failure.likely_to_repeat else f". To {how}: {self.job.resume_command}"
-            self._planned_end = JobEnd(1, failure)
-            self._report(failure, f"not restarted: {reason}{hint}")
+            self._plan_end(failure, reason, saved)
         else:
             self._plan_restart(failure, saved, now)
 
         self._kill_ranks(now)
 
     def _size_was_refused(self, saved: int | None) -> bool:
-        """Whether this is the first attempt after a resize, and it has saved nothing: its size may be at fault."""
+        """Return whether this attempt is the first after a resize and has saved nothing: the size may be at fault."""
         if self._before_resize is None or self._preempt_signal:
             return False
 
@@ -553,6 +522,13 @@ class JobStateMachine:
         progress = saved != self.attempt.started_from
         return self.cluster.too_few or self.restarts.refusal(failure, progress, self.settings, now)
 
+    def _plan_end(self, failure: Failure, reason: str, saved: int | None) -> None:
+        """Announce that the job is not restarted. It ends when all ranks of this attempt are gone."""
+        # With nothing saved, the same error would most likely recur, so no command is suggested.
+        hint = "" if saved is None and failure.likely_to_repeat else f". {self._how_to_continue}"
+        self._planned_end = JobEnd(1, failure)
+        self._report(failure, f"not restarted: {reason}{hint}")
+
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
         place = self.attempt.slots.get(failure.rank)
@@ -562,30 +538,33 @@ class JobStateMachine:
 
         ranks = self.cluster.ranks
         count = "not counted as a restart" if failure.kind == SMALLER else self._budget
-        again = f"restarting {plural(ranks, 'rank')} from {self._source(saved)} ({count})"
+        again = f"restarting {plural(ranks, 'rank')} from {_source(saved)} ({count})"
 
-        # What takes long and is no hang would end every attempt at the same step.
+        # Slow work that is taken for a hang would end every attempt at the same step.
         if failure.kind == Kind.HANG and self.attempt.watchdog.reached_a_limit:
             self.restarts.hang_places[failure.step, failure.phase] += 1
             again += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
 
         self._report(failure, again)
-        self._log({"event": "restart", "attempt": self.attempt.number + 1, "ranks": ranks, "step": saved})
+        self._log_restart(self.attempt.number + 1, saved)
+
+    def _log_restart(self, attempt: int, saved: int | None) -> None:
+        self._log({"event": "restart", "attempt": attempt, "ranks": self.cluster.ranks, "step": saved})
+
+    @property
+    def _how_to_continue(self) -> str:
+        how = "start over" if self.committed() is None else "resume"
+        return f"To {how}: {self.job.resume_command}"
 
     @property
     def _budget(self) -> str:
         return f"restart {len(self.restarts.recent)} of {self.settings.restart.per_hour} in an hour"
 
-    @staticmethod
-    def _source(saved: int | None) -> str:
-        return "the beginning" if saved is None else f"the checkpoint of step {saved}"
-
     def _report(self, failure: Failure, verdict: str = "") -> None:
         lines = [failure.text()]
         if not failure.for_user:
-            # Don't count the failed rank; a zygote failure has none.
-            others = len(self.attempt.slots) - (failure.kind != Kind.ZYGOTE)
-            victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others > 0 else ""
+            others = self.attempt.others_than(failure) if self.job_phase in ACTIVE else 0
+            victims = f"{plural(others, 'other rank was', 'other ranks were')} stopped." if others else ""
 
             # Rank 0 wrote to the terminal: its output is on the screen already.
             path = self.job.run_dir / "logs" / f"rank-{failure.rank}.log"
@@ -599,7 +578,7 @@ class JobStateMachine:
         self._log({"event": "failure", "attempt": self.attempt.number, **fields})
 
     def _kill_ranks(self, now: float) -> None:
-        """Have every node kill its ranks. `_planned_end` says what follows when they are gone."""
+        """Have every node kill its ranks. When they are gone, `_continue_if_gone` ends the job or gathers the nodes."""
         self._enter(JobPhase.KILL, now + NODES_KILL_S)
         self._unanswered = self._nodes_of_attempt()
         self._send_all(Kill(self.attempt.number))
@@ -611,15 +590,18 @@ class JobStateMachine:
             self._continue_if_gone(now)
 
     def _continue_if_gone(self, now: float) -> None:
-        if self.job_phase is not JobPhase.KILL or self._unanswered:
-            return
+        gone = self.job_phase is JobPhase.KILL and not self._unanswered
+        if gone and not self._end_if_planned():
+            self._gather(now)
 
+    def _end_if_planned(self) -> bool:
+        """End the job if that is already decided. Returns whether it was."""
         if self._planned_end is not None:
             self._end(self._planned_end)
         elif self._preempt_signal:
             self._end_preempted()
-        else:
-            self._gather(now)
+
+        return self.job_phase is JobPhase.OVER
 
     def _end(self, ending: JobEnd) -> None:
         self._enter(JobPhase.OVER)
@@ -638,3 +620,7 @@ class JobStateMachine:
 
     def _log(self, event: dict[str, Any]) -> None:
         self._commands.append(LogEvent(event))
+
+
+def _source(saved: int | None) -> str:
+    return "the beginning" if saved is None else f"the checkpoint of step {saved}"

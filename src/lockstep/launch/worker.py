@@ -1,7 +1,7 @@
-"""What a rank runs after it was forked: call the job's function, leave a failure record if it raises, and exit.
+"""What a rank runs after it was forked: call the job's function, write a failure record if it raises, and exit.
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
-dies with its launcher, answers requests for stacks and collectives and exits without tearing Python down.
+dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.launch import failure, records
+from lockstep.launch.election import TERM_FILE, TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
-from lockstep.launch.meeting import RECORD, Watch
 from lockstep.runtime.heartbeat import FOLDER
 
-# How often rank 0 of a job on several machines looks whether its coordinator has been superseded.
+# How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
 LOOK_S = 1.0
 
 
@@ -61,40 +61,40 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 def _keep_sockets_in(folder: Path) -> None:
     """Have `multiprocessing` put the sockets of loader processes into this folder, which the launcher removes.
 
-    By default each process makes a folder pymp-* for them, and one that is killed leaves it behind.
+    By default each process makes a folder pymp-* for its sockets, which stays behind when the process is killed.
     """
     multiprocessing.current_process()._config["tempdir"] = str(folder)  # pyrefly: ignore[missing-attribute]
 
 
 def _die_with_launcher(lifeline: int) -> None:
-    # The pipe carries no data: it can be read when the launcher ends, whatever killed it. The launcher itself may be
-    # suspended, or cut off from the other nodes: rank 0 of several machines looks whether another one took over.
-    watch = Watch(Path(os.environ[RECORD])) if RECORD in os.environ else None
+    # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
+    # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
+    term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None
     while True:
-        if watch and watch.superseded():
+        if term_file and term_file.superseded():
             os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
-        if records.wait_readable([lifeline], LOOK_S if watch else None):
+        if records.wait_readable([lifeline], LOOK_S if term_file else None):
             break
 
-    # With its loader processes: each rank leads its own process group.
+    # This kills its loader processes too, because each rank leads its own process group.
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """End the process and do by hand what an ordinary exit does for the user.
+    """End the process, after the parts of an ordinary exit that the user's code may rely on.
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
     release tensors. They need the GIL for that, so the process occasionally aborts.
     `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
     """
-    # After an error there is no waiting: the collectives of other threads can no longer end.
+    # After an error, other threads may be in collectives that can no longer end, so they are not waited for.
     if code in failure.CLEAN:
-        # Executors let their threads go; then all threads that are not daemons are waited for.
+        # This ends the threads of executors and waits for all threads that are not daemons.
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
 
-    # Flush files that the user left open. Only the garbage collector has a list of them.
+    # Flush files that the user left open, which only the garbage collector can list.
     for thing in gc.get_objects():
         if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
             with contextlib.suppress(ValueError, OSError):

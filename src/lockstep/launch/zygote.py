@@ -1,7 +1,7 @@
 """The zygote: a process that imports everything once and forks a rank whenever its launcher asks.
 
-Importing torch takes seconds and a fork takes milliseconds, so a rank that died is back almost at once. The zygote
-runs no torch operation, never touches CUDA and starts no thread: none of these would survive a fork.
+Importing torch takes seconds and a fork takes milliseconds, so a rank that died is replaced almost at once. The zygote
+runs no torch operation, never touches CUDA and starts no thread, because none of these would survive a fork.
 
 `Zygote` is the launcher's side. The rest of the file runs in the zygote (`main`) and in the ranks that it forks.
 """
@@ -31,7 +31,7 @@ from lockstep.launch.failure import PREEMPTED
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 
-# How long its imports may take, from a slow shared disk, and how long a fork.
+# How long the zygote's imports may take, from a slow shared disk, and how long a fork may take.
 READY_S = 600.0
 ANSWER_S = 15.0
 
@@ -45,27 +45,29 @@ Work = Callable[[dict[str, Any]], None]
 
 
 class Zygote:
+    """The zygote process, as its launcher sees it."""
+
     def __init__(self, entry: str, preload: Sequence[str], env: Mapping[str, str]):
         self.env = dict(env)
         self.alive = True
 
-        # Whether its imports are done. Requests wait here until then, with the files that belong to them.
+        # Whether its imports are done. Until then requests wait here, with their file descriptors.
         self.ready = False
         self._waiting: list[tuple[bytes, list[int]]] = []
 
-        # Requests without an answer, and since when: a zygote that does not answer in time is killed.
+        # The number of requests without an answer, and since when: a zygote that does not answer in time is killed.
         self._unanswered = 0
         self._since = time.monotonic()
 
         # The beginning of a line whose rest has not arrived.
         self._unread = b""
 
-        # The timeout is for writing a request: a suspended zygote reads nothing.
+        # The timeout is for writing a request, because a suspended zygote reads nothing.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
         with theirs:
             self._process = subprocess.Popen(
-                # -P: a file in the working folder that is called like a standard module must not take its place.
+                # -P: a file in the working folder must not replace a standard module of the same name.
                 [sys.executable, "-P", "-m", "lockstep.launch.zygote", str(theirs.fileno()), entry, *preload],
                 env=self.env,
                 pass_fds=[theirs.fileno()],
@@ -89,7 +91,7 @@ class Zygote:
         self._send()
 
     def forget(self) -> None:
-        """Drop the requests that are still unsent."""
+        """Drop the requests that have not been sent yet."""
         for _, fds in self._waiting:
             _close(fds)
 
@@ -103,7 +105,7 @@ class Zygote:
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
-        # Read everything that is there; no data means that the process ended.
+        # Read everything that has arrived; no data means that the process ended.
         while self.alive and records.wait_readable([self._socket], 0.0):
             data = b""
             with contextlib.suppress(OSError):
@@ -166,10 +168,10 @@ def main(arguments: Sequence[str]) -> None:
     # If the launcher dies while this process is suspended, it wakes up, finds the socket closed, and cleans up.
     signal_on_parents_death(signal.SIGCONT)
 
-    # Blocked, not ignored: a rank inherits the mask and gets the signals that were sent before it could listen.
+    # Blocked, not ignored: a rank inherits the mask, and gets these signals when it has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
 
-    # Imports leave hardly any garbage, and looking for it would take a fifth of their time.
+    # Imports leave hardly any garbage, and collecting it would take a fifth of their time.
     gc.disable()
 
     module, _, function = entry.partition(":")
@@ -177,7 +179,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in preload:
         importlib.import_module(name)
 
-    # The user's own modules may be in the working folder; they come last.
+    # The user's own modules may be in the working folder, which is searched last.
     sys.path.append(os.getcwd())
 
     # Frozen objects stay shared by all ranks, because no garbage collection of a rank touches them.
@@ -221,7 +223,7 @@ def _serve(control: socket.socket, work: Work) -> None:
                 folders.add(request["env"][FOLDER])
                 _report(control, {"rank": request["rank"], "pid": pid})
 
-    # The launcher is gone, perhaps killed: clean up in its place.
+    # The launcher is gone, and may have been killed, so the zygote cleans up.
     for pid in children:
         kill_rank(pid)
         os.waitpid(pid, 0)
@@ -277,7 +279,7 @@ def _close(fds: list[int]) -> None:
 
 def kill_rank(pid: int) -> None:
     """Kill a rank and its loader processes, which are in its process group."""
-    # For its first moments a rank does not lead a group yet, so the process itself is killed as well.
+    # A rank that was just forked does not lead a process group yet, so the process itself is killed as well.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -291,13 +293,13 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         # A separate process group: a signal to it reaches the rank's loader processes and no other rank.
         os.setsid()
 
-        # Until the engine handles preemption there is nothing to save.
+        # Until the engine handles preemption there is nothing to save, so these signals end the process.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: os._exit(PREEMPTED))
 
-        # Exactly the environment of the request, whatever the imports added to the zygote's.
+        # Exactly the environment of the request, without variables that the zygote's imports added.
         os.environ.clear()
         os.environ.update(request["env"])
 
@@ -323,7 +325,7 @@ def _write_to(log: str) -> None:
     os.dup2(fd, 2)
     os.close(fd)
 
-    # Line by line, so that a killed process leaves its last lines behind.
+    # Written line by line, so that the log of a killed process is complete.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 

@@ -1,7 +1,7 @@
 """Choose the kernels that `scaled_dot_product_attention` uses.
 
-They are chosen once for the whole run: choosing around every call would take host time, and compiled code sees only the
-choice at the time when it was compiled.
+They are chosen once for the whole run: choosing for every call would take host time, and compiled code keeps the choice
+at the time of its compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BEST = ("cudnn", "flash", "efficient", "math")
 def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> tuple[str, ...] | None:
     """Return the kernels to try, best first, or None for torch's own choice.
 
-    `capability` is None on a CPU. `repeatable` asks for the same bits in every run, which cuDNN does not promise.
+    `capability` is None on a CPU. `repeatable` asks for the same bits in every run, which cuDNN does not guarantee.
     """
     if asked != "auto":
         if capability is None and asked not in ("flash", "math"):
@@ -56,10 +56,10 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
         "math": SDPBackend.MATH,
     }
 
-    # torch.compile caches code on disk and in this process. That code contains the kernels it was compiled for, and
-    # torch does not compare them with those wanted now. So the choice becomes part of the key on disk; and a run that
-    # chooses by name begins and ends with nothing compiled in the process. (`auto` is the same in every run on a
-    # machine.)
+    # torch.compile caches code on disk and in this process. The code contains the kernels that it was compiled for, and
+    # torch does not check whether other kernels are chosen now. So the choice becomes part of the key on disk, and a
+    # run that chooses by name clears the cache of the process at its beginning and end. (`auto` is the same in every
+    # run on a machine.)
     by_name = config.attention != "auto"
     settings = torch.compiler.config
     tag = settings.cache_key_tag
@@ -67,7 +67,7 @@ def attention(config: RunConfig, device: torch.device) -> Iterator[None]:
     with sdpa_kernel([kernels[name] for name in names], set_priority=True):
         _forget_compiled(by_name)
 
-        # Not `settings.patch`, which cannot be left in another asyncio task than it was entered in.
+        # `settings.patch` cannot be used: it must be left in the same asyncio task in which it was entered.
         settings.cache_key_tag = f"{tag} attention={','.join(names)}"
         try:
             yield

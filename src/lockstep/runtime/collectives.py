@@ -1,4 +1,4 @@
-"""Small collectives outside the gradient all-reduce. In a world of one rank they return at once."""
+"""Small collectives outside the gradient all-reduce. With a world size of 1 they return at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 
-SMALL = 2**16  # bytes; the overhead of a message outweighs a tensor below this size, so small ones travel together
+SMALL = 2**16  # bytes; below this size the overhead of a message dominates, so small tensors share a message
 
 
 class Collectives:
-    """Collectives between the ranks of `world`: all ranks of the job, or those of a `group`.
+    """Collectives between the ranks of `world`: all ranks of the job, or the ranks of a process group `group`.
 
-    Each of these ranks must call the same methods in the same order.
+    All of these ranks must call the same methods in the same order.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Collectives:
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
         """Show the launcher where this rank waits for the others."""
-        # The phase returns to what it was, so that the time of a collective is not counted as that of its caller. There
-        # is no `finally`: after an error the heartbeat still tells the launcher in which collective this rank failed.
+        # The phase is restored afterwards, so that the time of a collective is not counted as time of its caller. There
+        # is no `finally`: after an error the heartbeat still shows the launcher in which collective this rank failed.
         before = self.heartbeat.phase
         self.heartbeat.beat("collective")
         self.heartbeat.set_detail(collective)
@@ -54,7 +54,7 @@ class Collectives:
             return [value]
 
         with self._waiting_in("gather_json"):
-            # Lengths first: no rank knows how much the others have to say.
+            # Lengths first, because they differ between ranks.
             data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
             lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
             dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
@@ -88,7 +88,7 @@ class Collectives:
         return gathered
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Overwrite the `tensors` (any shapes and dtypes) of all ranks with those of `source`."""
+        """Overwrite the `tensors` (any shapes and dtypes) of all ranks with the tensors of rank `source`."""
         if self.world.alone:
             return
 
@@ -114,10 +114,10 @@ class Collectives:
             except UserError as caught:
                 error = caught
 
-        # All ranks take part, so that an error on rank 0 reaches the others instead of leaving them waiting.
-        result, words = self.gather_json([result, list(error.args) if error else None])[0]
-        if words:
-            raise error or UserError(*words)
+        # All ranks take part, so that an error on rank 0 is raised on the others too, which would otherwise wait.
+        result, error_args = self.gather_json([result, list(error.args) if error else None])[0]
+        if error_args:
+            raise error or UserError(*error_args)
 
         return result
 
@@ -125,8 +125,8 @@ class Collectives:
         """Wait for all ranks, as the last collective of a run.
 
         This works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has
-        ended and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier
-        carries no tensor, and the pause gives the threads time to release those of earlier collectives.
+        ended and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier has
+        no tensor, and the pause gives the threads time to release the tensors of earlier collectives.
         """
         if not self.world.alone:
             with self._waiting_in("final_barrier"):
@@ -136,12 +136,12 @@ class Collectives:
 
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors into messages: all small ones together and each large one alone, which saves copying it."""
+    """Group tensors into messages: all small tensors together, and each large tensor alone, without a copy."""
     # A tensor without elements needs no message.
     small = [tensor for tensor in tensors if 0 < tensor.nbytes <= SMALL]
     large = [[tensor] for tensor in tensors if tensor.nbytes > SMALL]
     if not small:
         return large
 
-    # Wide numbers first, so that each begins at a multiple of its width and can be viewed in place.
+    # Wide dtypes first, so that each tensor begins at a multiple of its element size and can be viewed in place.
     return [sorted(small, key=lambda tensor: -tensor.element_size()), *large]

@@ -1,4 +1,4 @@
-"""The runtime of a process: its device, its process group, its heartbeat. It is passed along, never global."""
+"""The runtime of a process: its device, its process group, its heartbeat. It is an argument, never global."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.meeting.store import meet, wait_for
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
+from lockstep.runtime.rendezvous.store import open_store, wait_for
 from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
 
-BARRIER_LOOK = timedelta(seconds=1)  # how often a barrier looks whether it is hopeless
-_DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a fresh name in the store
+BARRIER_CHECK = timedelta(seconds=1)  # how often a store barrier checks whether to give up
+_DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a new prefix in the store
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process: its rank, its device, and how it reaches the other ranks."""
+    """This process: its rank, its device, and its collectives."""
 
     world: World
     device: torch.device
-    backend: str  # "none" in a world of one
+    backend: str  # "none" if the world size is 1
     collectives: Collectives
     threads: Threads
     heartbeat: Heartbeat
@@ -49,27 +49,27 @@ class Runtime:
         return self.world.rank == 0
 
     def suit_threads(self, model: nn.Module, samples: int, sample: Callable[[], Tensor | None]) -> None:
-        """Settle how many threads compute `model` with micro-batches of this many samples.
+        """Choose how many CPU threads compute `model` with micro-batches of this many samples.
 
-        `sample` returns the largest input of one, or None if it is not known. It is called only if the number depends
-        on it.
+        `sample` returns the largest input of one sample, or None if it is not known. It is called only if the number of
+        threads depends on it.
         """
         if self.threads.share is None:
             return
 
-        # The shape of a sharded parameter (a DTensor) is that of the full tensor, which is what a rank computes with.
+        # A sharded parameter (a DTensor) has the shape of the full tensor, with which a rank computes.
         matrices = [p for p in model.parameters() if p.dim() > 1]
         positions, one = None, sample() if matrices and self.threads.share > 1 else None
         if one is not None:
-            # Numbers of tokens are positions. Of other inputs the first matrix takes a part at a time: all features of
-            # a vector, or a patch of a picture, which may overlap with others.
+            # Each token id is a position. In other inputs a position is what the first matrix takes at a time: all
+            # features of a vector, or a patch of a picture.
             part = matrices[0][0].numel() if one.is_floating_point() else 1
             positions = samples * max(1, one.numel() // part)
         self.threads.suit([p.numel() for p in matrices], positions if matrices else samples)
         torch.set_num_threads(self.threads.count)
 
-    def store_barrier(self, name: str, timeout: timedelta, hopeless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for all ranks through the store; return False on timeout, or once `hopeless()` says that not all come.
+    def store_barrier(self, name: str, timeout: timedelta, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for all ranks through the store; return False on timeout, or once `give_up()` returns True.
 
         It works while other ranks wait in a collective. A name can be used again, even by a later run in the same
         process group.
@@ -77,38 +77,38 @@ class Runtime:
         if self.world.alone:
             return True
 
-        # Each rank counts its own visits: its n-th visit meets the n-th visit of all others.
+        # Each rank counts its own visits: its n-th visit waits for the n-th visit of all other ranks.
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
         deadline = time.monotonic() + timeout.total_seconds()
         keys = [f"{name}/{visit}/{rank}" for rank in range(self.world.size)]
-        while not wait_for(store, keys, min(timeout, BARRIER_LOOK)):
-            if hopeless() or time.monotonic() > deadline:
+        while not wait_for(store, keys, min(timeout, BARRIER_CHECK)):
+            if give_up() or time.monotonic() > deadline:
                 return False
 
         return True
 
-    def who_says(self, name: str, seconds: float) -> list[int]:
-        """Say something under this name in the store, and return the ranks that say it within this time.
+    def ranks_that_report(self, name: str, seconds: float) -> list[int]:
+        """Set a key of this name in the store, and return the ranks that do the same within this time.
 
-        It works while other ranks wait in a collective. All ranks are returned where the store does not answer.
+        It works while other ranks wait in a collective. All ranks are returned if the store does not answer.
         """
-        everybody = list(range(self.world.size))
+        all_ranks = list(range(self.world.size))
         if self.world.alone:
-            return everybody
+            return all_ranks
 
         store = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + seconds
         try:
             store.set(f"{name}/{self.world.rank}", "here")
             while True:
-                heard = [rank for rank in everybody if store.check([f"{name}/{rank}"])]
-                if heard == everybody or time.monotonic() > deadline:
-                    return heard
+                reported = [rank for rank in all_ranks if store.check([f"{name}/{rank}"])]
+                if reported == all_ranks or time.monotonic() > deadline:
+                    return reported
                 time.sleep(0.05)
-        except RuntimeError:  # its host is gone
-            return everybody
+        except RuntimeError:  # the process that holds the store is gone
+            return all_ranks
 
 
 @contextmanager
@@ -132,14 +132,14 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         _check_joined(world)
         backend = dist.get_backend()
     else:
-        # No collective times out sooner than the launcher, which knows what each rank does; nor during a compilation,
-        # which may take longer than NCCL's default timeout.
+        # The launcher should notice a hang before a collective times out, because it can say what each rank does. A
+        # compilation may take longer than NCCL's default timeout.
         timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, timeout=timeout)
 
     try:
         with ExitStack() as stack:
-            # Left in the opposite order: signals are handled until everything else is restored.
+            # Contexts end in the opposite order: signals are handled until everything else is restored.
             notice = stack.enter_context(handle_signals())
             threads = _set_threads(config, world, device, stack)
             if device.type == "cuda":
@@ -149,8 +149,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             if config.gpu_memory is not None:
                 _limit_memory(config.gpu_memory, device, stack)
 
-            # In evaluations torch's attention layers take a fast path, with other kernels, unless their weights are
-            # sharded: `exact` must avoid it everywhere.
+            # In evaluations torch's attention layers use other kernels (the fast path), unless their weights are
+            # sharded. `exact` must not use them anywhere.
             fastpath = torch.backends.mha.get_fastpath_enabled()
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
             torch.backends.mha.set_fastpath_enabled(fastpath and not config.exact)
@@ -174,12 +174,12 @@ def join(
     asked: str = "auto",
     timeout: timedelta | None = None,
 ) -> str:
-    """Join the process group. Returns the back-end: the one `asked` for by name, or the one that suits the devices."""
+    """Join the process group. Returns the backend: `asked`, or with "auto" the backend for these devices."""
     if world.alone:
         return "none"
 
     if store is None:
-        store = meet(world, timeout)
+        store = open_store(world, timeout)
 
     backend = asked if asked != "auto" else _backend_for(world, device, store)
     dist.init_process_group(
@@ -187,7 +187,7 @@ def join(
         store=store,
         rank=world.rank,
         world_size=world.size,
-        # NCCL needs to know the device at once, or it guesses and every rank opens a context on GPU 0.
+        # Without a device NCCL would guess one, and every rank would open a context on GPU 0.
         device_id=device if backend == "nccl" else None,
         timeout=timeout,
     )
@@ -209,7 +209,7 @@ def share_devices(world: World, name: str, store: dist.Store) -> bool:
     """Return whether two ranks share a device. Collective: every rank must call it."""
     store = dist.PrefixStore(f"devices/{next(_DEVICE_CHECKS)}", store)
 
-    # The second rank on a device reports it; the last rank to arrive lets all of them read the result.
+    # The second rank on a device reports it; the last rank to call this lets all ranks read the result.
     if store.add(name, 1) > 1:
         store.add("shared", 1)
     if store.add("ranks", 1) == world.size:
@@ -247,7 +247,7 @@ def choose_device(asked: str, world: World) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a name that is equal for all processes that use this GPU and for no other GPU."""
+    """Return a name that all processes have in common for this GPU, and that no other GPU has."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -258,7 +258,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
     than the work.
     """
-    # At both ends one stream waits for the other, so that work stays in order.
+    # At the beginning and at the end one stream waits for the other, so that work stays in order.
     before = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)
     own.wait_stream(before)
@@ -290,7 +290,7 @@ def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> N
 
 
 def _set_threads(config: RunConfig, world: World, device: torch.device, stack: ExitStack) -> Threads:
-    """Set the number of CPU threads, until `stack` ends: the process may train or compute something else after it."""
+    """Set the number of CPU threads until `stack` ends. Then the former number is restored."""
     usual = torch.get_num_threads()
     stack.callback(torch.set_num_threads, usual)
 
@@ -308,5 +308,5 @@ def _set_numerics(config: RunConfig, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-        # It costs time and changes no result of correct code, so only `deterministic` pays for it.
+        # Filling memory takes time and changes no result of correct code, so only `deterministic` does it.
         torch.utils.deterministic.fill_uninitialized_memory = config.deterministic  # pyrefly: ignore[missing-attribute]

@@ -1,8 +1,8 @@
-"""The control word: what each rank tells all others in every step, as numbers that one all-reduce can sum.
+"""The control word: the state that ranks exchange in every step, as numbers that one all-reduce can sum.
 
-Every decision that must be the same on all ranks travels here: stop, save, preemption, end of data, a failed save.
-Drivers send the packed word along with the gradients or their norms, so agreeing seldom costs a separate collective:
-only `ddp.hook=fp16` or `bf16` and `ddp.find_unused_parameters` need one.
+All decisions that must be the same on all ranks are part of it: stop, save, preemption, end of data, a failed save.
+Drivers send the packed word along with the gradients or their norms. Only `ddp.hook=fp16` or `bf16` and
+`ddp.find_unused_parameters` need a separate collective for it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Flags:
-    """What a rank wants or knows: 0 or 1, or how many ranks set it."""
+    """The flags of one rank, 0 or 1 each; or in a sum over ranks, how many ranks have set each flag."""
 
     stop: int = 0  # end the loop
     exhausted: int = 0  # this rank's stream has ended
-    new_metrics: int = 0  # this rank saw a metric that not all ranks know
+    new_metrics: int = 0  # this rank has a metric that other ranks may not have yet
     save: int = 0  # a checkpoint is due
     preempt: int = 0  # this rank received a preemption signal
     save_failed: int = 0  # this rank could not write its file of the checkpoint
@@ -33,7 +33,7 @@ class ControlWord(Flags):
     """One rank's contribution to a step, or the sum over all ranks."""
 
     weight: float | Tensor = 0.0
-    step: int = 0  # `step_mark` of the step; if the sum is not that of equal marks, the ranks are out of step
+    step: int = 0  # `step_mark` of the step; if the sum is not world size x mark, the ranks are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
     loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
 
@@ -56,7 +56,7 @@ _read_flags = attrgetter(*FLAGS)
 def step_mark(step: int) -> int:
     """Return the number that stands for a step in a control word: 1 to STEP_MODULUS.
 
-    Never 0, so that a word that got lost, or arrived several times, shows in the first step too.
+    It is never 0, so that a word that is missing, or counted twice, is noticed in the first step too.
     """
     return step % STEP_MODULUS + 1
 
@@ -65,7 +65,7 @@ class ControlWordCodec:
     """Packs control words into tensors that can be summed over ranks, without making the host wait for a GPU.
 
     An all-reduce may multiply by a rounded 1/N on the way, so integers are rounded back. A weight travels as three
-    numbers, a multiple of LOW, the integer rest and the fraction, so that float32 carries it exactly far beyond 2**24.
+    numbers, a multiple of LOW, the integer rest and the fraction, so that it is exact in float32 far beyond 2**24.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -99,7 +99,7 @@ class ControlWordCodec:
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         word = ControlWord(weight=weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 
-        # This runs in every step, and almost none has a flag set.
+        # This runs in every step, and in almost every step no flag is set.
         if any(values[FLAG_SLOTS]):
             for name, count in zip(FLAGS, values[FLAG_SLOTS], strict=True):
                 setattr(word, name, round(count))

@@ -1,7 +1,8 @@
-"""A heartbeat that knows how long the device took.
+"""A heartbeat that measures how long each phase took on the device.
 
-On a GPU the host only enqueues work and runs ahead: its clock says nothing about how long a phase took there. Events
-in the stream do. They are read when they have happened anyway, a few steps later, so that nothing waits for the device.
+On a GPU the host only enqueues work and runs ahead, so the host's clock does not show how long a phase took. CUDA
+events in the stream do. They are read a few steps later, when they are complete, so that the host never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from torch.cuda import Event
 
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
-# The phases of every step. The time in `data` is how long the device was idle because its batch was late, and not how
-# long a host that runs ahead waited for the batch.
+# The phases of every step. The time of `data` is how long the device was idle because its batch was late, and not how
+# long the host, which runs ahead, waited for the batch.
 TIMED = frozenset(name for name, phase in PHASES.items() if phase.column)
 
-MAX_UNREAD = 512  # phases that may wait to be read; a device that is further behind hangs
+MAX_UNREAD = 512  # phases whose events are not read yet; if there are more, the device hangs
 
 
 class DeviceHeartbeat(Heartbeat):
-    """Counts `spent` of the phases in TIMED in device seconds; `longest` and `age` stay with the host's clock."""
+    """Measures `spent` of the phases in TIMED on the device; `longest` and `age` are measured by the host's clock."""
 
     def __init__(self, path: Path | None = None, event: Callable[[], Event] = lambda: Event(enable_timing=True)):
         self._event = event
         self._free: list[Event] = []  # for reuse
-        self._entered: Event | None = None  # when the device began the current phase; None: it is not timed
-        self._unread: deque[tuple[str, Event, Event]] = deque()  # phases it has not finished yet: name, begin, end
+        self._entered: Event | None = None  # when the device began the current phase; None if that is not timed
+        self._unread: deque[tuple[str, Event, Event]] = deque()  # phases that are not read yet: name, begin, end
         super().__init__(path)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -37,7 +38,7 @@ class DeviceHeartbeat(Heartbeat):
         self._entered = None
 
         if (begin or phase in TIMED) and len(self._unread) < MAX_UNREAD:
-            # One event is the end of a phase and the beginning of the next.
+            # One event is the end of a phase and the beginning of the next phase.
             now = self._free.pop() if self._free else self._event()
             now.record()
             if begin:
@@ -51,13 +52,13 @@ class DeviceHeartbeat(Heartbeat):
         on_device = self.spent[self.phase]
         super()._leave_phase(now)
 
-        # What the host just added is not the device's time.
+        # `super` has added the host's time, which is not the device's.
         if self.phase in TIMED:
             self.spent[self.phase] = on_device
 
     def _read(self) -> None:
-        """Add up what the device finished and free those events."""
-        # In the order of the stream: what comes after an event that has not happened has not happened either.
+        """Add up the phases that the device has finished and free their events."""
+        # Events complete in the order of the stream, so the first incomplete event ends the loop.
         while self._unread and self._unread[0][2].query():
             phase, begin, end = self._unread.popleft()
             self.spent[phase] += begin.elapsed_time(end) / 1000

@@ -14,24 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Shared by a rank and its launcher: heartbeats, failure records, stacks, settings.
+# Environment variable: the folder that a rank shares with its launcher, for heartbeats, failure records, stacks and
+# settings.
 FOLDER = "LOCKSTEP_FOLDER"
 
-# Which attempt a rank belongs to, counted from 0.
+# Environment variable: the number of the rank's attempt, counted from 0.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What others need to know about a phase: the watchdog, the search for slow ranks, the clock of a GPU."""
+    """The properties of a phase that the watchdog, the table of slow ranks and the GPU's clock use."""
 
     # How long a visit takes. "steady": about as long in every step; "files": it reads or writes files;
-    # "unpredictable": earlier visits, if there were any, say nothing about the next.
+    # "unpredictable": earlier visits, if there were any, say nothing about the next visit.
     duration: str = "unpredictable"
-    waits: bool = False  # for other ranks: being in this phase alone does not make a rank the suspect
-    saves: bool = False  # it keeps what was trained: not to be cut short
-    before_exchange: bool = False  # the other ranks may wait in their exchange until it ends
-    column: str = ""  # of the slow ranks' table, if it is part of a step; a GPU then times it
+    waits: bool = False  # the rank waits for other ranks in this phase, so it is not blamed for a hang
+    saves: bool = False  # the phase saves what was trained, and must not be cut short
+    before_exchange: bool = False  # other ranks may wait in their exchange until this phase ends
+    column: str = ""  # the column in the table of slow ranks, for a phase that is part of a step; a GPU times it
 
 
 PHASES = {
@@ -44,7 +45,7 @@ PHASES = {
     "compute": Phase("steady", before_exchange=True, column="compute"),  # forward, and each backward but the last
     "exchange": Phase("steady", waits=True, column="exchange"),  # the last backward, with the gradient all-reduce
     "update": Phase("steady", column="compute"),  # the optimizer
-    "collective": Phase("steady", waits=True, column="exchange"),  # a small one outside the step, named by the detail
+    "collective": Phase("steady", waits=True, column="exchange"),  # outside the step; the detail names it
     "evaluate": Phase("files"),
     "snapshot": Phase("files", saves=True),  # copying the state for a checkpoint: training waits
     "commit": Phase("files", saves=True),  # waiting for a checkpoint to be on disk
@@ -53,7 +54,7 @@ PHASES = {
 }
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
-# The layout of the file. First: beats, time of the last one, step, steps ended by this process, phase.
+# The layout of the file. First: number of beats, time of the last beat, step, steps ended by this process, phase.
 _HEAD = struct.Struct("<QdqqB")
 
 # Then the detail, as text, and the longest time spent in each phase, ignoring its first two visits.
@@ -64,12 +65,12 @@ SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a launcher reads of one rank."""
+    """The heartbeat of one rank, as a launcher reads it."""
 
     beats: int
     age: float  # seconds since the last beat
     step: int
-    steps_done: int  # ended by this process: 0 while the first one compiles
+    steps_done: int  # steps that this process has ended: 0 while the first step compiles
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)  # phase -> the longest stay, in seconds
@@ -94,8 +95,8 @@ class Heartbeat:
         self.hook: Callable[[int, str], None] | None = None  # called with step and phase at every beat: fault injection
 
         self._longest = dict.fromkeys(PHASES, 0.0)  # seconds of the longest stay in each phase
-        self._visits = dict.fromkeys(PHASES, 0)  # how often each was entered
-        self._steps = 0  # ended by this process
+        self._visits = dict.fromkeys(PHASES, 0)  # how often each phase has ended
+        self._steps = 0  # steps that this process has ended
         self._since = time.monotonic()  # when the current phase began
         self._write(self._since)
 
@@ -121,7 +122,7 @@ class Heartbeat:
             self.hook(self.step, phase)
 
     def set_detail(self, text: str) -> None:
-        """Say more about the phase: the name of a collective, for example."""
+        """Set the detail of the phase: the name of a collective, for example."""
         _DETAIL.pack_into(self._memory, _HEAD.size, text.encode()[: _DETAIL.size])
 
     def _leave_phase(self, now: float) -> None:
@@ -131,7 +132,7 @@ class Heartbeat:
         self._since = now
         self._visits[phase] += 1
 
-        # The first visits compile, allocate and connect: they say nothing about later ones.
+        # The first two visits compile, allocate and connect: they say nothing about later visits.
         if stayed > self._longest[phase] and self._visits[phase] > 2:
             self._longest[phase] = stayed
             _LONGEST.pack_into(self._memory, _HEAD.size + _DETAIL.size, *self._longest.values())
@@ -142,9 +143,10 @@ class Heartbeat:
 
 
 def waits_in_step(step: int, ranks: int) -> bool:
-    """Whether some rank of this machine waits for the others in the exchange of this step. Only a launcher has files.
+    """Return whether some rank of this machine waits for the others in the exchange of this step.
 
-    A rank that will not take part in this exchange calls it.
+    A rank that will not take part in this exchange calls it. Without a launcher there are no heartbeat files, and the
+    answer is False.
     """
     folder = os.environ.get(FOLDER)
     views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []

@@ -1,7 +1,7 @@
 """Where the shards of a tensor lie.
 
-A plain tensor is held in full by every rank that holds it; a DTensor is sharded or replicated over a device mesh. These
-functions say which slice of the full tensor a rank holds, and which of several copies counts, for saving and in norms.
+A rank holds a plain tensor in full; a DTensor is sharded or replicated over a device mesh. These functions return which
+slice of the full tensor a rank holds, and which of several copies is saved, or counted in a norm.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class LocalShard:
     local: Tensor  # shares the DTensor's memory
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the shard starts in the full tensor
-    first_copy: bool  # whether this rank is the first of those that hold the same shard: that one saves it
+    first_copy: bool  # whether this rank is the first of the ranks that hold this shard, and saves it
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory; or the plain tensor itself."""
+    """Return this rank's shard of a DTensor, which shares the DTensor's memory; or the plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that they are laid out over; plain ones form one group.
+    """Group tensors by their device mesh; plain tensors form one group.
 
     torch's foreach and fused kernels, and an all-reduce, take tensors of one mesh only.
     """
@@ -67,7 +67,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if dist.get_backend(tensor.device_mesh.get_group(0)) != "gloo":
         return tensor.full_tensor()
 
-    # torch's own gathering crashes over gloo when the tensor lies on a GPU (2.11), so it goes through the host.
+    # DTensor.full_tensor crashes over gloo if the tensor is on a GPU (torch 2.11), so this gathers through the host.
     shard = tensor.to_local().detach().cpu()
     for axis, dim, size, _ in reversed(_splits(tensor)):
         shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
@@ -128,7 +128,7 @@ def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
     padded = shard.new_zeros(shape)
     padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
 
-    # As bytes: gloo does not know every dtype.
+    # As bytes: gloo does not support every dtype.
     shards = padded.new_empty(len(lengths), *shape)
     dist.all_gather(list(shards.flatten(1).view(torch.uint8)), padded.flatten().view(torch.uint8), group=group)
 
@@ -137,7 +137,7 @@ def _gather(shard: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Ten
 
 def _coordinates_outside(tensor: DTensor) -> list[int]:
     """Return this rank's coordinates along the axes of the root mesh that are not in the tensor's own mesh."""
-    # The tensor is replicated along these; but not along pp, whose stages hold different tensors.
+    # The tensor is replicated along these axes, except along pp, whose stages hold different tensors.
     inner = (*(tensor.device_mesh.mesh_dim_names or ()), "pp")
     root = tensor.device_mesh._get_root_mesh()
     named = zip(root.mesh_dim_names or (), root.get_coordinate() or [], strict=True)
@@ -146,12 +146,12 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
 
 
 def like(shard: Tensor, reference: Tensor) -> Tensor:
-    """Return a DTensor with this shard, laid out like `reference`; or the shard itself if that is a plain tensor."""
+    """Return a DTensor with this shard, laid out like `reference`; or the shard if `reference` is a plain tensor."""
     return _dtensor(shard, reference, reference.placements, reference) if isinstance(reference, DTensor) else shard
 
 
 def laid_out(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: bool = False) -> Tensor:
-    """Return a DTensor of `shape` whose rows lie where those of `reference` lie, or with `replicate`, on every rank.
+    """Return a DTensor of `shape` whose rows are on the same ranks as `reference`'s; with `replicate`, on every rank.
 
     If `reference` is a plain tensor, the shard itself is returned.
     """
@@ -182,7 +182,7 @@ def is_sharded_by_rows(tensor: DTensor) -> bool:
 def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     """Return this rank's terms of the tensors' squared norms, [len(tensors)] in float64.
 
-    Summed over `ranks` ranks (default: all) they are the squared norms: what several ranks hold counts once.
+    Summed over `ranks` ranks (default: all) they are the squared norms. Elements that several ranks hold count once.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 def available_cores() -> int:
     """Return the number of cores that this process may use: by its affinity, and by the quota of its container."""
-    # macOS does not say.
+    # macOS has no such function.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
-    """Return all counts of this machine's processors: those there are, those of the affinity, and as physical cores."""
+    """Return the numbers of hardware threads and cores: of the whole machine, and within the affinity."""
     everything = set(range(os.cpu_count() or 1))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
     counts = set()
@@ -31,8 +31,8 @@ def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
     """Return how many cores the control groups of this process allow it (cgroup v2), or None if they set no limit."""
-    # The line "0::/a/b": every group on that path may have a limit, and the least one holds. In a container the path is
-    # often that of the host, and only the top of the tree is visible.
+    # The line is "0::/a/b". Every group on that path may have a limit, and the lowest limit applies. In a container the
+    # path is often the host's, and only the top of the tree is visible.
     line = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
     folder = root / line[1] if line else root
     quotas = []
@@ -45,7 +45,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that are still free, or all of them where the system does not say (macOS)."""
+    """Return the bytes of host memory that are free, or all host memory where the system does not say (macOS)."""
     # MemAvailable, in KiB, includes what Linux could reclaim from caches.
     meminfo = Path("/proc/meminfo")
     if meminfo.exists() and (free := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):

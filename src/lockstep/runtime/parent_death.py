@@ -1,4 +1,4 @@
-"""Processes that end with their parent, whatever killed it: the kernel (Linux) sends them a signal."""
+"""Processes that end with their parent, whatever killed the parent: on Linux the kernel sends them a signal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent`, which forked it, dies.
 
-    This ends processes that cannot notice it themselves: suspended ones, and ones that hold the GIL.
+    This ends processes that cannot notice the death themselves, because they are suspended or hold the GIL.
     """
     signal_on_parents_death(signal.SIGKILL)
 
-    # It may have died before that.
+    # The parent may have died before this.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def signal_on_parents_death(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies, or the thread of it that forked this process."""
+    """Have the kernel send this process a signal when the parent's thread that forked this process ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

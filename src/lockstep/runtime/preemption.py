@@ -1,91 +1,117 @@
 """Preemption: a signal only sets a flag.
 
 The step's control word carries the flag to all ranks, which save and exit together. A process without a launcher whose
-first step has not begun has nothing to save, and ends at once.
+first step has not begun has nothing to save and ends at once.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import Preempted
 from lockstep.runtime.heartbeat import FOLDER
 
-# What schedulers send some time before they kill; and all that ask to save and exit, with Ctrl-C of a terminal.
+# Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
+
+# The name, in this process, of worker processes that read the training data.
+WORKER_NAME = "lockstep-worker"
 
 
 class PreemptionNotice:
     """Holds the signal that asked this process to save and exit, if one did."""
 
     def __init__(self, waits: bool = True) -> None:
-        """`waits`: the process goes on until its state is saved. False until there is something to save."""
+        """`waits`: the process continues until its state is saved. False until there is something to save."""
         self.signal: str | None = None
         self.waits = waits
         self._process = os.getpid()
 
+        # One byte, which is shared with processes that are forked from this one: 1 once this process is leaving.
+        self._left = mmap.mmap(-1, 1)
+
     def receive(self, number: int, frame: FrameType | None) -> None:
-        # A worker process that was forked from this one ignores the signal: its rank needs it until the save is done.
         if os.getpid() != self._process:
+            self._receive_in_child(number)
             return
 
         if not self.waits:
             self._leave(signal.Signals(number).name)
 
-        # A second Ctrl-C does not wait.
+        # A second Ctrl-C ends the process at once.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            print("\nlockstep: saving after this step, then stopping; Ctrl-C again to stop at once", flush=True)
+            _print_now("\nlockstep: saving after this step, then stopping; Ctrl-C again to stop at once")
 
         self.signal = signal.Signals(number).name
 
-    def _leave(self, name: str) -> NoReturn:
-        self.waits = True  # what follows is not interrupted
-        print(f"lockstep: {name} came before the first step; there is nothing to save", file=sys.stderr, flush=True)
+    def _receive_in_child(self, number: int) -> None:
+        # Schedulers signal all processes of a job. The rank needs the processes that it forked until it has saved.
+        if self._left[0]:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-        # Worker processes outlive signals, and one that hangs would be waited for. Torch's handler of SIGCHLD raises
-        # when one is killed.
+    def release_children(self) -> None:
+        """Let processes that were forked from this one end on a signal again."""
+        self._left[0] = 1
+
+    def _leave(self, name: str) -> NoReturn:
+        self.waits = True  # a second signal does not interrupt what follows
+        self.release_children()
+        _print_now(f"lockstep: {name} came before the first step; there is nothing to save")
+
+        # Workers ignore signals, and at exit Python would wait for one that hangs. Torch's handler of SIGCHLD raises
+        # when a worker is killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in multiprocessing.active_children():
-            if child.daemon:
+            if child.name == WORKER_NAME:
                 child.kill()
         raise Preempted(0, name, None)
+
+
+def _print_now(text: str) -> None:
+    """Print in a signal handler, which may have interrupted a print: Python's files refuse a second one then."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 @contextmanager
 def handle_signals() -> Iterator[PreemptionNotice]:
     """Turn signals into a notice while the context lasts.
 
-    Under our launcher Ctrl-C is the launcher's, which then sends SIGTERM to the ranks; and it ends ranks that do not
-    move.
+    Under our launcher a rank does not handle Ctrl-C: the launcher receives it and sends SIGTERM to the ranks. The
+    launcher also kills ranks that do not react.
     """
     launched = FOLDER in os.environ
     notice = PreemptionNotice(waits=launched)
     with signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else STOP_SIGNALS), _same_handler(signal.SIGCHLD):
-        yield notice
+        try:
+            yield notice
+        finally:
+            notice.release_children()
 
 
 @contextmanager
 def _same_handler(number: int) -> Iterator[None]:
-    """Restore the handler of a signal that is taken away while the context lasts.
+    """Restore the handler of a signal at the end of the context if `PreemptionNotice._leave` has removed it.
 
-    Only Python's main thread may: it is also the only one in which a handler can have been taken away.
+    Only Python's main thread can set, or remove, a handler.
     """
     before = signal.getsignal(number)
     try:
         yield
     finally:
-        taken_away = before not in (None, signal.SIG_DFL) and signal.getsignal(number) is signal.SIG_DFL
-        if taken_away and threading.current_thread() is threading.main_thread():
+        removed = before not in (None, signal.SIG_DFL) and signal.getsignal(number) is signal.SIG_DFL
+        if removed and threading.current_thread() is threading.main_thread():
             signal.signal(number, before)
 
 

@@ -1,4 +1,4 @@
-"""Named random streams. A stream is keyed by what is computed, never by which rank computes it."""
+"""Seeds of named random streams. They depend on what is computed, never on the rank that computes it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """How many CPU threads a rank computes with.
 
-Threads meet after every kernel. On cores that others use as well, one of them is often not running then, and the rest
-wait for it: a small model was 30 times slower with two threads than with one. So the number is chosen by the size of
-the work, and is one for a small model with small samples. It is not measured, because it decides the order in which
-kernels add, and a run that is repeated must choose alike.
+Threads wait for each other after every kernel. On cores that other processes use as well, one thread is often not
+scheduled then: a small model was 30 times slower with two threads than with one. So the number is chosen by the size of
+the work, and is 1 for a small model with small samples. It is not measured, because it decides the order in which
+kernels add, and a repeated run must choose the same number.
 
-Nothing here imports torch: what OpenMP reads from the environment must be there before torch is imported.
+Nothing here imports torch: OpenMP's environment variables must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from lockstep.runtime.machine import available_cores, hardware_counts
 
 NUMBER = "OMP_NUM_THREADS"
 
-# What the launcher has put into OMP_NUM_THREADS. A number that a user has put there says something else.
+# Environment variable: the value that the launcher has set for OMP_NUM_THREADS. If OMP_NUM_THREADS differs from it, the
+# user has set OMP_NUM_THREADS.
 SHARE = "LOCKSTEP_CORES"
 
-# Where users say how threads wait for each other, by the name of the OpenMP library: any, GNU's, LLVM's.
+# The variables that set how threads wait for each other: of all OpenMP libraries, of GNU's, of LLVM's.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
-# The least work for which a kernel is shared between threads, in multiplications: elements of a weight matrix x
-# positions of a sample (tokens, patches of a picture) x samples of a micro-batch. One core takes about a millisecond.
+# The least work for which a kernel uses several threads, in multiplications: elements of a weight matrix x positions of
+# a sample (tokens, patches of a picture) x samples of a micro-batch. One core takes about a millisecond for it.
 LEAST_WORK = 2**24
 
 
 @dataclass
 class Threads:
-    """This rank's CPU threads: their number, and why."""
+    """The number of this rank's CPU threads, and the reason for it."""
 
     count: int
     reason: str
-    share: int | None = None  # cores that large work may use; None: the number is settled
+    share: int | None = None  # cores that large work may use; None if `count` is final
 
     @classmethod
     def choose(
         cls, asked: int | None, exact: bool, ranks: int, on_cpu: bool, usual: int, env: Mapping[str, str] = os.environ
     ) -> Self:
-        """Return the number for a rank that shares this machine with `ranks` - 1 others, before its model is known.
+        """Choose the number for each of `ranks` on this machine, before the model is known.
 
         `asked` is the setting `threads`, and `usual` the number that torch has before the run.
         """
@@ -61,21 +62,21 @@ class Threads:
         if usual not in _torchs_choices(env):
             return cls(usual, "set by the program")
 
-        # Beside a GPU there is little to compute, and only if parameters or optimizers are kept in host memory.
+        # With a GPU there is little to compute on the CPU: only parameters or optimizers in host memory.
         if not on_cpu:
             return cls(usual, "")
 
         return cls(1, "until the model is known", share=cores_for(ranks))
 
     def suit(self, matrices: list[int], positions: int | None) -> None:
-        """Settle the number, given the elements of each weight matrix and the positions that a micro-batch has.
+        """Make the number final, given the elements of each weight matrix and the positions of a micro-batch.
 
-        Where these are not known (None), the work may be large.
+        If the positions are not known (None), the work counts as large.
         """
         if self.share is None:
             return
 
-        # The average counts, since threads meet after each kernel, small or large.
+        # The average matrix decides, because threads wait for each other after each kernel, small or large.
         average = sum(matrices) // max(1, len(matrices))
         small = positions is not None and positions * average < LEAST_WORK and self.share > 1
         self.count = 1 if small else self.share
@@ -88,10 +89,10 @@ class Threads:
 
 
 def _torchs_choices(env: Mapping[str, str]) -> set[int]:
-    """Return the numbers that torch may have chosen by itself; another one was set by the program.
+    """Return the numbers that torch may have chosen by itself; any other number was set by the program.
 
-    It takes OMP_NUM_THREADS, or all cores that the process may use. Its libraries differ in what they count: threads of
-    the hardware or cores, and some do not look at the affinity.
+    Torch takes OMP_NUM_THREADS, or all cores that the process may use. Its libraries count differently: hardware
+    threads or cores, with or without the affinity.
     """
     given = env.get(NUMBER, "")
     return hardware_counts() | ({int(given)} if given.isdecimal() else set())
@@ -103,16 +104,16 @@ def cores_for(ranks: int) -> int:
 
 
 def share_cores(env: MutableMapping[str, str], ranks: int) -> None:
-    """Write the share of each of `ranks` into the environment of their processes, unless the user has decided."""
+    """Set OMP_NUM_THREADS for each of `ranks` processes in their environment, unless the user has set it."""
     if NUMBER not in env or env[NUMBER] == env.get(SHARE):
         env[NUMBER] = env[SHARE] = str(cores_for(ranks))
     wait_asleep(env)
 
 
 def wait_asleep(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let threads sleep while they wait for each other, unless the user has decided. Call it before torch is imported.
+    """Let threads sleep while they wait for each other, unless the user has set this. Call it before torch is imported.
 
-    By default they spin, which keeps the one that they wait for from running if others use the cores.
+    By default they spin, which may keep the thread that they wait for from running.
     """
     if not any(name in env for name in WAITING):
         env["OMP_WAIT_POLICY"] = "passive"

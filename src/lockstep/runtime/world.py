@@ -1,4 +1,4 @@
-"""This process among the ranks of a job, read from the environment once, at the edge."""
+"""The rank of this process and its world size, read from the environment once, at the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lockstep.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size` ranks. `local_*` count those of this machine; the master is where all ranks meet."""
+    """A rank, and the number of all ranks (`size`); `local_*` refer to the ranks of this machine.
+
+    `master_addr` and `master_port` are where torch's own store is, if the ranks use it.
+    """
 
     rank: int = 0
     size: int = 1
@@ -20,8 +23,8 @@ class World:
     master_addr: str | None = None
     master_port: int | None = None
 
-    # From our launcher only. On one machine, the file of the ranks' store; on several, the file with the store's key,
-    # and the store's port at `master_addr`. Nobody listens at `master_port`: it is left to the user's script.
+    # Under our launcher only. On one machine, the file of the ranks' store; on several, the file with the store's key,
+    # and the store's port at `master_addr`. Our launcher leaves `master_port` to the user's script.
     store_file: str | None = None
     key_file: str | None = None
     store_port: int = 0
@@ -33,14 +36,14 @@ class World:
     @staticmethod
     def launched(env: Mapping[str, str] = os.environ) -> bool:
         """Return whether a launcher made this process a rank: see `environments.launched`."""
-        # Imported late: the readers make worlds, so they import this module.
+        # Imported here, because the readers import this module.
         from lockstep.runtime import environments
 
         return environments.launched(env)
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> World:
-        """Return the world that the environment describes, or that of a single process."""
+        """Return the world that the environment describes, or the world of a single process."""
         from lockstep.runtime import environments
 
         return environments.detect(env)

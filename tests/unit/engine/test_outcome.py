@@ -17,8 +17,8 @@ RANKS = 3
 
 def concluded(step: int, summed: int, noticed: tuple[int, ...] = ()) -> Any:
     config = RunConfig(global_batch=4, steps=10)
-    who_says = lambda name, seconds: list(noticed or range(RANKS))
-    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), who_says=who_says)
+    ranks_that_report = lambda name, seconds: list(noticed or range(RANKS))
+    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), ranks_that_report=ranks_that_report)
     word = ControlWord(weight=4.0, step=summed)
     control: Any = SimpleNamespace(step=step)
     outcome = Outcome(control, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]

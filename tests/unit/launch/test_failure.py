@@ -271,3 +271,12 @@ def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
     assert not noticed.is_complaint
     assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
     assert "Traceback" not in noticed.text()
+
+
+def test_a_failure_of_another_rank_does_not_get_the_place_of_the_rank_that_noticed_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_FOLDER", str(tmp_path))
+    Heartbeat.from_env(0).beat("exchange", 7)
+    noticed = recorded(tmp_path, 0, OutOfStep("the ranks are out of step", [1]))
+    assert (noticed.rank, noticed.host, noticed.step, noticed.phase) == (1, "", None, None)
+    own = recorded(tmp_path, 0, ValueError("its own"))
+    assert (own.rank, own.host, own.step, own.phase) == (0, "node-a", 7, "exchange")

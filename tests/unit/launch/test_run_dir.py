@@ -16,7 +16,7 @@ from lockstep.launch import run_dir
 from lockstep.launch.failure import Failure
 from lockstep.launch.job import Count
 from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
-from lockstep.launch.wire.protocol import JobEnd
+from lockstep.launch.wire.messages import JobEnd
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):

@@ -12,12 +12,12 @@ from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job, Node, divide
 from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.wire.protocol import (
+from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
+    CoordinatorState,
     Drop,
     Exited,
-    Handover,
     JobEnd,
     Kill,
     LogEvent,
@@ -43,7 +43,7 @@ class Stage:
     nnodes: Count = ONE
     now: float = 1000.0
     saved: int | None = None
-    inherited: Handover | None = None
+    inherited: CoordinatorState | None = None
     commands: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -423,6 +423,24 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert (ending.code, ending.failure.kind) == (1, "node")
 
 
+def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
+    """The other ranks of a lost node, or of a node whose zygote died, did not survive to be stopped."""
+    stage = Stage(TWO, Count(1, 2))
+    stage.join(1)
+    stage.tick()
+    stage.machine.gone(1, "vanished", stage.now)
+    assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
+    stage = Stage(TWO, Count(1, 2))
+    stage.join(1)
+    stage.tick()
+    stage.machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
+    stage = Stage(TWO)
+    stage.tick()
+    stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    assert "stopped" not in [stage.tick(), stage.said][1]
+
+
 def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
@@ -540,7 +558,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
 
 def taken_over(stage: Stage, nnodes: Count = Count(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
-    heard = decode(encode(stage.machine.handover(stage.now)))
+    heard = decode(encode(stage.machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
     new.machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
     return new
@@ -557,10 +575,14 @@ def test_a_node_that_takes_over_continues_with_the_next_attempt():
     new.tick()
     assert "host-1 takes over from host-0" in new.said
     assert "restarting the nodes that are left from the checkpoint of step 20 (restart 2 of 10 in an hour)" in new.said
-    assert [log.event["event"] for log in new.of(LogEvent)] == ["failure", "restart"]
+    assert [log.event["event"] for log in new.of(LogEvent)] == ["failure"]
     new.join(1)
     assert not [new.tick(2.9), new.of(StartAttempt)][1]  # the old ranks have time to see that they are superseded
     assert [new.tick(0.2), new.of(StartAttempt)][1] == [StartAttempt(2, {0: 1, 1: 1})]
+    (restart,) = new.of(LogEvent)  # with the ranks of the nodes that have come
+    assert restart.event == {"event": "restart", "attempt": 2, "ranks": 2, "step": 20}
+    new.kill()
+    assert [log.event["attempt"] for log in new.of(LogEvent)] == [2, 3]  # a failure, and one restart
 
 
 def test_the_budget_survives_the_coordinator(stage):
@@ -569,7 +591,8 @@ def test_the_budget_survives_the_coordinator(stage):
         stage.now += 300
     new = taken_over(stage)
     new.tick(3.1)
-    assert "not restarted: 10 restarts within the last hour, which is the limit. To resume: type it again" in new.said
+    assert "10 restarts within the last hour, which is the limit. To start over: type it again" in new.said
+    assert "To resume" not in new.said  # nothing was saved
     assert [(end.code, end.restarts) for end in new.of(JobEnd)] == [(1, 10)]
     stage.now += 700  # the first one is more than an hour ago
     new = taken_over(stage)
@@ -589,7 +612,7 @@ def test_culprits_and_raised_limits_survive_the_coordinator():
     stage.tick()
     assert [stage.kill(2)[-1].ranks[0] for _ in range(2)] == [3, 3]
     stage.machine.restarts.hang_places[41, "data"] += 1
-    heard = decode(encode(stage.machine.handover(stage.now)))
+    heard = decode(encode(stage.machine.coordinator_state(stage.now)))
     new = Stage(Count(1, 3), inherited=heard)
     new.tick(3.1)
     assert new.kill(2)[-1].ranks == {0: 2}  # the third time in a row
@@ -764,6 +787,18 @@ def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
     stage.tick()
     assert "(sys.exit at task.py:12)" in stage.said
+
+
+def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    stage.beat(replace(view(0, 0.1, "exchange"), step=7), node=0)
+    stage.beat(replace(view(1, 0.1, "collective"), step=6), node=1)
+    blamed = Failure(1, "", time.time(), "OutOfStep", "the ranks are out of step: rank 1 was in a collective")
+    stage.machine.exited(Exited(0, 0, RankExit(1, blamed)), stage.now)
+    stage.tick(1.1)
+    event = stage.of(LogEvent)[0].event
+    assert (event["rank"], event["host"], event["step"], event["phase"]) == (1, "host-1", 6, "collective")
 
 
 def test_strange_records_of_collectives_do_no_harm(stage):

@@ -21,18 +21,18 @@ STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "susp
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was collected on suspicion, and what it says."""
+    """What was collected after a suspicion, and what follows from it."""
 
-    stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for one that did not answer
+    stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for a rank that did not answer
     findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
-    holders: list[int] = field(default_factory=list)  # ranks that show a stack, and run no Python: `gil_holders`
+    holders: list[int] = field(default_factory=list)  # ranks that hold the GIL: see `gil_holders`
 
 
 def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[int]:
-    """Return the ranks that showed a stack but did not list their collectives, if others did.
+    """Return the ranks that wrote a stack but not their collectives, if other ranks wrote both.
 
-    Stacks are written by a signal handler in C, collectives by a thread of Python. A rank that does only the first
-    holds the GIL in native code: whatever its phase, it waits for no other rank.
+    Stacks are written by a signal handler in C, collectives by a Python thread. A rank that writes only its stack holds
+    the GIL in native code: whatever its phase is, it does not wait for another rank.
     """
     answered = [rank for rank, text in stacks.items() if text]
     holders = [rank for rank in answered if rank not in collectives]
@@ -42,8 +42,8 @@ def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[in
 def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> list[int]:
     """Return the ranks that entered more collectives than the others in fewer steps.
 
-    If one rank calls a collective that the others do not, and its size fits, the others take it for their own next one:
-    nothing fails, and this rank falls behind, although it is the one that does too much.
+    If one rank calls a collective that the others do not call, and its size fits, the others match it with their own
+    next collective. Nothing fails, and the rank with the additional collective falls behind in steps.
     """
     entered = findings.entered
     steps = {rank: view.step for rank, view in suspicion.views.items()}
@@ -57,7 +57,7 @@ def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> lis
 
 
 def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
-    """Return a failure that names the rank that the others wait for, then where they wait, in which collective."""
+    """Return a failure that names the rank that the others wait for, where they wait, and in which collective."""
     groups = group(evidence.stacks)
     ahead = ranks_ahead(suspicion, evidence.findings)
     awaited = ahead or _awaited(suspicion, evidence, groups)
@@ -86,13 +86,13 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
 
 def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
-    """Return the ranks that the others wait for, by the best evidence there is."""
-    # Of several ranks that seem to work, the one that certainly does.
+    """Return the ranks that the others wait for, by the best evidence available."""
+    # Of several ranks that do not wait, a rank that holds the GIL certainly does not.
     if awaited := suspicion.awaited:
         return [rank for rank in awaited if rank in evidence.holders] or awaited
 
-    # If the phases do not show it, the collectives may, or else the stacks: the ranks in the smallest group, if one is
-    # smaller than all others.
+    # If the phases do not show it, the collectives may. If they do not either, the ranks with the rarest stack are
+    # named, if one stack is rarer than all others.
     one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
     return evidence.holders or evidence.findings.late or (groups[0][1] if one_is_smallest else [])
 
@@ -150,7 +150,7 @@ def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str])
 
 def _loaders_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
     """Return where the loader processes of a rank are, if it waits for its data."""
-    # The first batches are read in the phase build.
+    # The first batches are read in the phase "build".
     reads = any("/lockstep/data/" in frame.file for frame in main_thread(stacks[rank]))
     if suspicion.views[rank].phase != "data" and not reads:
         return []

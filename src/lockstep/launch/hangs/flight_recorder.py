@@ -4,7 +4,7 @@ Torch keeps the last collectives of every process in memory. A thread of the ran
 launcher asks, even while the main thread waits in a collective; the launcher compares the ranks. This module does not
 import torch. It uses torch's JSON dumps, because the other format is a pickle.
 
-It was tried with gloo, and with NCCL in a world of one (tests/gpu), but never with several GPUs.
+It is tested with gloo, and with NCCL and a world size of 1 (tests/gpu), but not with several GPUs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.launch import records
 
 REQUEST = "dump-request"
 
-# How often a rank looks for a request, in seconds.
+# How often a rank checks for a request, in seconds.
 REQUEST_POLL_S = 0.5
 
-# Torch has a recorder for NCCL and one for everything else; a build without NCCL lacks the first.
+# Torch has a recorder for NCCL and a recorder for all other backends; a build without NCCL lacks the first.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 # Torch's name for the group of all ranks.
@@ -61,7 +61,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
 
 def recorded() -> list[dict[str, Any]]:
     """Return the last collectives of this process from all recorders; none if torch was not imported."""
-    # Not an import: it would block behind a main thread that hangs in one.
+    # Not an import statement: it would block if the main thread hangs in an import.
     module = sys.modules.get("torch._C._distributed_c10d")
     dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
 
@@ -70,7 +70,7 @@ def recorded() -> list[dict[str, Any]]:
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
-    # Every request has a new text, which the answers repeat: an old answer is not taken for a new one.
+    # Every request has a new text, which the answers repeat, so that an old answer is not taken for a new one.
     request = str(time.time_ns())
     records.write(folder / REQUEST, request)
 
@@ -104,7 +104,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """The part that must be equal on all ranks."""
+        """The fields that must be equal on all ranks."""
         return (self.op, self.sizes, self.dtypes) if self.op in EQUAL_SIZES else (self.op,)
 
     def __str__(self) -> str:
@@ -115,9 +115,9 @@ class Collective:
 class Findings:
     """What the ranks' collectives say about a hang."""
 
-    lines: list[str] = field(default_factory=list)  # one per process group in which ranks disagree, or wait
-    late: list[int] = field(default_factory=list)  # never entered a collective that others wait in, and wait in none
-    deadlock: bool = False  # all ranks' group: one waits in a collective where another did something else
+    lines: list[str] = field(default_factory=list)  # one line for each process group in which ranks disagree, or wait
+    late: list[int] = field(default_factory=list)  # ranks that did not enter a collective in which other ranks wait
+    deadlock: bool = False  # in the default group, a rank waits in a collective that differs from another rank's
     entered: dict[int, int] = field(default_factory=dict)  # rank -> collectives of the default group so far
 
 
@@ -130,7 +130,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     # A mismatch explains more than the wait that follows from it.
     texts = {name: mismatches.get(name) or waits[name].text() for name, _ in groups}
 
-    # A rank that is late in one group because it waits in another is not the one to blame.
+    # A rank that is late in one group because it waits in another group is not at fault.
     inside = {rank for wait in waits.values() for rank in wait.inside}
     late = {rank for wait in waits.values() if wait.inside for rank in wait.late}
     default = dict(groups).get(DEFAULT_GROUP, {})
@@ -155,7 +155,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             short, description = entry["process_group"]
             name = description if description not in ("", "undefined") else short
             if not entry.get("is_p2p"):
-                # Every rank belongs to the default group, including one that entered none of its collectives.
+                # Every rank belongs to the default group, including a rank that entered none of its collectives.
                 members = sorted(dumps) if description == DEFAULT_GROUP else []
                 group = groups.setdefault(name, {member: {} for member in members})
                 group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
@@ -179,14 +179,14 @@ def _mismatch(history: History) -> str | None:
 
 
 class _Wait:
-    """The first collective that ranks of a group wait in: some never entered it, or all did and it does not end."""
+    """The first collective in which ranks of a group wait. Either some ranks never entered it, or it does not end."""
 
     def __init__(self, history: History):
         self.history = history
         unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
         self.first = min(unfinished, default=0)
 
-        # Ranks that are past this collective do not wait: the source of a broadcast need not stay.
+        # Ranks that are past this collective do not wait; the source of a broadcast, for example, leaves early.
         waiting = (rank for rank, entered in history.items() if self.first in entered)
         self.inside = [rank for rank in waiting if not history[rank][self.first].finished]
         self.late = [rank for rank, entered in history.items() if max(entered, default=0) < self.first]

@@ -1,4 +1,4 @@
-"""Python stacks of running ranks: a rank writes its own on a signal, even while it hangs in C++ or holds the GIL.
+"""Python stacks of running ranks: a rank writes its stacks on a signal, even while it hangs in C++ or holds the GIL.
 
 `register` is the rank's side: `faulthandler` answers SIGUSR2 by writing to the file `stacks-RANK` in the attempt's
 folder. The rest is the launcher's side: ask for stacks, parse them and group ranks by where they are.
@@ -36,7 +36,7 @@ _LOADER_END = "End of loader"
 _LOADER = re.compile(rf"^Loader (\d+):$(.*?)^{_LOADER_END}$", re.MULTILINE | re.DOTALL)
 _PACKAGE = str(Path(__file__).parents[2]) + "/"
 
-# Frames that lead to the user's code in every stack and never explain anything.
+# Frames that every stack has and that never explain a hang.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
     r"|/lockstep/launch/(?:zygote|worker)\.py$"
@@ -87,13 +87,13 @@ class Frame:
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended.
 
-    Before a rank's own stacks come those of its loader processes, each after a line that names it. They were forked
-    from it, so they answer the same signal, into the same file.
+    The stacks of a rank's loader processes precede the rank's own, each after a line that names the process. Loader
+    processes are forked from the rank, so they answer the same signal and write to the same file.
     """
     deadline = time.monotonic() + timeout
     answers = _collect(folder, pids, deadline)
 
-    # One loader of each rank at a time: two that write at once would mix their lines.
+    # One loader of each rank is asked at a time: two loaders that write at once would mix their lines.
     loader_of = {rank: loader_pids(pid) for rank, pid in pids.items() if answers[rank]}
     for number in range(MAX_LOADERS):
         asked = {rank: found[number] for rank, found in loader_of.items() if len(found) > number}
@@ -105,7 +105,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
 
 
 def loader_pids(pid: int) -> list[int]:
-    """Return the processes that this one forked, from any thread."""
+    """Return the processes that the process `pid` forked, from any of its threads."""
     children = (records.read(path) for path in sorted(Path(f"/proc/{pid}/task").glob("*/children")))
     return [int(child) for text in children for child in text.split()]
 
@@ -113,7 +113,7 @@ def loader_pids(pid: int) -> list[int]:
 def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, str]:
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
-    # Answers are appended: earlier ones end where the file ends now.
+    # Answers are appended: the new answer begins where the file ends now.
     before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in files.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
@@ -151,7 +151,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
     """Return the frames of the main thread, most recent first, without internal ones (unless there are no others)."""
     frames: list[Frame] = []
     for line in text.splitlines():
-        # faulthandler writes the main thread last, so each new thread replaces the one before.
+        # faulthandler writes the main thread last, so each new thread replaces the thread before it.
         if _THREAD.match(line):
             frames = []
         elif parts := _FRAME.match(line):
@@ -161,8 +161,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 
 def line_of(frames: tuple[Frame, ...]) -> str:
-    """Return the one line to look at: the user's own if there is one, or else the most recent."""
-    # Deep inside a library the most recent frame says little; the user's line says what was being done.
+    """Return the line to look at: the user's most recent frame if there is one, or else the most recent frame."""
+    # Deep inside a library the most recent frame says little; the user's line says what the rank was doing.
     users_own = [frame for frame in frames if frame.in_user_code]
     return str((users_own or frames)[0])
 
@@ -173,9 +173,9 @@ def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
 
 
 def fold(traceback: str) -> list[str]:
-    """Return an exception's traceback without the frames of Lockstep and of libraries, if there are others.
+    """Return an exception's traceback without the frames of Lockstep and of libraries, if there are other frames.
 
-    The last frame of each traceback stays, whoever wrote it: there the exception was raised.
+    The last frame of each traceback always stays, because the exception was raised there.
     """
     blocks = list(_frame_blocks(traceback.rstrip().splitlines()))
     shown = [
@@ -216,7 +216,7 @@ def _ask(pid: int) -> bool:
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
-    # A rank that has not registered yet would be killed by the signal, and a suspended one cannot answer.
+    # The signal would kill a rank that has not registered yet, and a suspended rank cannot answer.
     registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
     if registered and "\nState:\tT" not in status:
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """Suspicion: whether a job stands still, judged by the heartbeats of all its ranks at one moment.
 
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no alarm, because every other rank may be waiting for it. A suspended (SIGSTOP) or dead process is always an
-alarm; both count as `halted`.
+there is no suspicion, because every other rank may be waiting for that rank. A suspended (SIGSTOP) or dead process is
+always a reason for suspicion; both count as `halted`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from lockstep.config.schema import HangConfig
 from lockstep.launch import records
 from lockstep.runtime import heartbeat
 
-# What the ranks may do before they enter a collective in which others wait already.
+# The phases of ranks that have not yet entered a collective in which other ranks may already wait.
 BEFORE_EXCHANGE = {name for name, phase in heartbeat.PHASES.items() if phase.before_exchange}
 
 # Minimum limit, in multiples of `hang.least`, for phases that read or write files.
@@ -28,7 +29,7 @@ IO_FACTOR = 6.0
 # Minimum limit, in multiples of `hang.least`, for a rank busy with CPU or disk, or for every rank if none waits.
 BUSY_FACTOR = 12.0
 
-# Seconds a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
+# Seconds that a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
 HALTED_S = 3.0
 
 # How much longer a rank may take at a place where an earlier attempt was ended as a hang, for each such attempt.
@@ -96,8 +97,8 @@ class Suspicion:
     reason: str
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
-    remedy: str = ""  # the setting that raises the limit
-    within_limit: bool = False  # only an inquiry: no failure without proof
+    remedy: str = ""  # the setting to change if this is no hang
+    within_limit: bool = False  # no limit is reached: the job fails only if the stacks prove a deadlock
 
     @property
     def halted(self) -> bool:
@@ -107,12 +108,12 @@ class Suspicion:
 def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingProxyType({})) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes.
 
-    At `places` an earlier attempt was ended: the limit is higher there.
+    At `places` an earlier attempt was ended as a hang, so that the limit is higher there.
     """
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}
 
-    # In a debugger: a person is looking at the job already.
+    # A rank that is traced by a debugger may stand still for any time.
     if any(view.state == "t" for view in working):
         return None
 
@@ -125,31 +126,46 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
 
     # One rank within its limit is enough: the others may be waiting for it.
     rank_limits = {view.rank: raised_limit(view, working, limits, places) for view in working}
-    if not working or any(view.age <= rank_limits[view.rank] for view in working):
+    if not working or any(view.age <= rank_limits[view.rank].seconds for view in working):
         return None
 
     youngest = min(view.age for view in working)
-    slowest = max(working, key=lambda view: rank_limits[view.rank])
-    setting = setting_of(slowest, working, limits)
-    reason = f"no rank has advanced for {youngest:.1f} s (limit {rank_limits[slowest.rank]:.1f} s, by {setting})"
+    longest, setting = max(rank_limits.values())
+    reason = f"no rank has advanced for {youngest:.1f} s (limit {longest:.1f} s, by {setting})"
     remedy = f"if this is slow work and no hang: {setting}={2 * getattr(limits, setting.removeprefix('hang.')):g}"
 
     return Suspicion(reason, awaited_ranks(working), by_rank, remedy)
 
 
-def raised_limit(view: RankView, views: list[RankView], limits: HangConfig, places: Places) -> float:
-    """Return how many seconds this rank may stay in its phase, here: a limit that was too short is not repeated."""
-    limit = busy_limit(view, views, limits)
+class Limit(NamedTuple):
+    """How many seconds a rank may stay in its phase, and the setting that this limit comes from."""
+
+    seconds: float
+    setting: str
+
+
+def raised_limit(view: RankView, views: list[RankView], limits: HangConfig, places: Places) -> Limit:
+    """Return the limit of this rank, raised if an earlier attempt was ended as a hang at this step and phase."""
+    seconds, setting = busy_limit(view, views, limits)
     times = places.get((view.step, view.phase), 0)
-    return max(limit, min(limit * RAISE_FACTOR**times, limits.first))
+    return Limit(max(seconds, min(seconds * RAISE_FACTOR**times, limits.first)), setting)
 
 
-def busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return `limit_of` this rank, or more if it visibly works: one long batch is not a hang."""
+def busy_limit(view: RankView, views: list[RankView], limits: HangConfig) -> Limit:
+    """Return `limit_of` this rank, or more if the rank is visibly at work: one long batch is not a hang."""
     limit = limit_of(view, views, limits)
     none_waits = not any(other.traits.waits for other in views)
 
-    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) or none_waits else limit
+    # Of two equal limits the first is returned.
+    return max(limit, _busy(limits), key=_seconds) if _is_busy(view) or none_waits else limit
+
+
+def _busy(limits: HangConfig) -> Limit:
+    return Limit(BUSY_FACTOR * limits.least, "hang.least")
+
+
+def _seconds(limit: Limit) -> float:
+    return limit.seconds
 
 
 def _is_busy(view: RankView) -> bool:
@@ -157,7 +173,7 @@ def _is_busy(view: RankView) -> bool:
 
 
 def stop_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return how many seconds this rank may stand still after the job was asked to stop, if it is not to be killed."""
+    """Return how many seconds this rank may stand still after the job was asked to stop; then it is killed."""
     if view.traits.saves:
         return math.inf
 
@@ -166,46 +182,37 @@ def stop_limit(view: RankView, views: list[RankView], limits: HangConfig) -> flo
     if not view.steps_done:
         return limit
 
-    # `hang.first` is for work that may take long. A rank that works on is worth waiting for, one that sleeps is not.
+    # `hang.first` would be too long here: a rank that computes is worth waiting for, a rank that sleeps is not.
     if _has_history(view):
-        limit = limit_of(view, views, limits)
+        limit = limit_of(view, views, limits).seconds
     else:
         limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
 
-    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) else limit
-
-
-def setting_of(view: RankView, views: list[RankView], limits: HangConfig) -> str:
-    """Return the setting that gave this rank its limit."""
-    if not _has_history(view):
-        return "hang.first"
-
-    # The limit that this rank would have without a history.
-    unlearnt = limit_of(view, [replace(other, longest={view.phase: 1e-9}) for other in views], limits)
-    learnt = busy_limit(view, views, limits) > max(unlearnt, BUSY_FACTOR * limits.least)
-    return "hang.factor" if learnt else "hang.least"
+    return max(limit, _busy(limits).seconds) if _is_busy(view) else limit
 
 
 def _has_history(view: RankView) -> bool:
-    """Whether earlier visits say how long this phase takes."""
+    """Return whether earlier visits say how long this phase takes."""
     return view.traits.duration != "unpredictable" and view.steps_done > 0 and bool(view.longest.get(view.phase))
 
 
-def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return how many seconds this rank may stay in its phase."""
+def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> Limit:
+    """Return how many seconds this rank may stay in its phase, and the setting that says so."""
     if not _has_history(view):
-        return limits.first
+        return Limit(limits.first, "hang.first")
 
-    # A collective waits for whatever the other ranks still do before they enter it.
+    # In a collective this rank also waits for everything that the other ranks do before they enter it.
     steady = view.traits.duration == "steady"
     phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
     longest = max(other.longest.get(phase, 0.0) for other in views for phase in phases)
 
-    return max(limits.least * (1.0 if steady else IO_FACTOR), limits.factor * longest)
+    # Of two equal limits the first is returned.
+    least = Limit(limits.least * (1.0 if steady else IO_FACTOR), "hang.least")
+    return max(least, Limit(limits.factor * longest, "hang.factor"), key=_seconds)
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
-    """Return the ranks for which the others wait: those that do not wait themselves, or are behind."""
+    """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
     if awaited := [view.rank for view in views if not view.traits.waits or view.step < newest]:

@@ -25,7 +25,6 @@ from lockstep.launch.hangs.suspicion import (
     Suspicion,
     awaited_ranks,
     raised_limit,
-    setting_of,
     stop_limit,
     suspect,
 )
@@ -55,7 +54,7 @@ class Watchdog:
         # Node -> its ranks, as of its last heartbeat.
         self.views: dict[int, list[RankView]] = {}
 
-        # Whether the screen says that no rank advances, and the beats at which the ranks were last asked about it.
+        # Whether the screen already says that no rank advances, and the beats of all ranks at the last inquiry.
         self._warned = False
         self._asked_at: dict[int, int] = {}
 
@@ -79,10 +78,13 @@ class Watchdog:
         return [view for views in self.views.values() for view in views]
 
     def look(self, running: Collection[int], now: float) -> Suspicion | None:
-        """Judge the ranks that still run; called about once a second. After a suspicion, their stacks are collected."""
+        """Return a suspicion about the ranks that still run, after which their stacks are collected.
+
+        Called about once a second.
+        """
         views = [view for view in self._all_views if view.rank in running]
 
-        # Without a view of every rank nothing is certain: the missing one may be at work.
+        # Without a view of every rank nothing is certain: a rank whose view is missing may be at work.
         if len(views) < len(running):
             return None
 
@@ -98,7 +100,7 @@ class Watchdog:
             replace(view, age=min(view.age, watched), halted_s=now - self._halted.get(view.rank, now)) for view in views
         ]
 
-        # What was collected for an earlier suspicion explains nothing about this one.
+        # Stacks and collectives of an earlier suspicion do not explain this one.
         self._suspicion = None
         if now >= self._quiet_until:
             self._suspicion = suspect(seen, self.limits, self._places) or self._inquiry(seen)
@@ -121,10 +123,8 @@ class Watchdog:
 
         # The rank to name is one that does not wait for others, if there is one.
         named = min(working, key=lambda view: (view.traits.waits, view.rank))
-        slowest = max(working, key=lambda view: raised_limit(view, working, self.limits, self._places))
-        limit = raised_limit(slowest, working, self.limits, self._places)
+        limit, setting = max(raised_limit(view, working, self.limits, self._places) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
-        setting = setting_of(slowest, working, self.limits)
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
 
         return Suspicion(reason, awaited_ranks(working), {view.rank: view for view in working}, within_limit=True)
@@ -140,7 +140,7 @@ class Watchdog:
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
     def stands_still(self, running: Collection[int], asked: float, now: float) -> list[RankView]:
-        """Return the ranks if none of them moves, although the job was `asked` to stop at this time; else nothing."""
+        """Return all ranks if none has moved since the job was `asked` to stop, and time is up; otherwise none."""
         views = [view for view in self._all_views if view.rank in running]
         patient = now - asked <= self.limits.least or len(views) < len(running)
         moving = any(view.age <= stop_limit(view, views, self.limits) for view in views)
@@ -152,7 +152,7 @@ class Watchdog:
 
     @property
     def reached_a_limit(self) -> bool:
-        """Whether the present suspicion is that of a limit: not a halted process, not a proof."""
+        """Whether the present suspicion is about a limit, and not about a halted process or a proven deadlock."""
         return self._suspicion is not None and bool(self._suspicion.remedy)
 
     def verdict(self) -> Failure | None:
@@ -177,7 +177,7 @@ class Watchdog:
         return explain(replace(suspicion, reason=reason), evidence)
 
     def _evidence(self, suspicion: Suspicion) -> Evidence:
-        # If torch changed its format, the stacks must do. A rank that did not answer cannot be compared.
+        # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
         findings = flight_recorder.Findings()
         if len(self.collectives) >= len(suspicion.views):
             with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -186,7 +186,7 @@ class Watchdog:
         return Evidence(self.stacks, findings, gil_holders(self.stacks, self.collectives))
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
-        """Whether a rank is compiling, which is no hang. If so, no suspicion follows for a while.
+        """Return whether a rank is compiling, which is no hang. If so, there is no suspicion for a while.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.

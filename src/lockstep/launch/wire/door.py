@@ -1,7 +1,8 @@
 """The door of a job on several machines: the secret that its nodes share, and what strangers get.
 
-How both sides prove that they know the secret is in `lockstep.runtime.meeting.proof`. A stranger gets a random number,
-or a "no", and nothing else; no text of theirs is shown, and there is one notice for each kind of them.
+How both sides prove that they know the secret is in `lockstep.runtime.rendezvous.proof`. A connection that has proven
+nothing is called a stranger. A stranger gets a random number, or a "no", and nothing else; no text that it sends is
+shown, and there is one notice for each kind of stranger.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.runtime.meeting.proof import (
+from lockstep.runtime.rendezvous.proof import (
     COORDINATOR_SIDE,
     DIGITS,
     NODE_SIDE,
@@ -48,7 +49,7 @@ MOST_PER_TURN = 256
 # File descriptors that strangers cannot have: the launcher needs some for each rank that it starts.
 RESERVE = 64
 
-# How long nobody is let in after this process, or the system, has run out of descriptors.
+# How long no connection is accepted after this process, or the system, has run out of descriptors.
 PAUSE_S = 0.2
 
 # The coordinator's answer to a wrong proof: a line of the same length that proves nothing.
@@ -85,7 +86,7 @@ def find_secret(path: Path) -> Secret:
 
 
 def _make_secret(path: Path) -> None:
-    """Make the file if there is none. Nodes may try at the same time: a link appears once, and with its contents."""
+    """Make the file if there is none. Several nodes may try at once; the link succeeds for only one node."""
     if os.path.lexists(path):
         return
 
@@ -167,12 +168,12 @@ class Stranger:
         return self.connection.fileno()
 
     def poll(self, secret: Secret, now: float) -> Seal | None:
-        """Return the seal of a node that has proven itself, None if its answer is not complete.
+        """Return the seal of a node that has proven that it knows the secret, None if its answer is not complete.
 
-        Raises NotProven; its text is empty for one that hung up without a word, as a port scan does.
+        Raises NotProven, with an empty text for a stranger that hung up without sending a byte, as a port scan does.
         """
         try:
-            # No byte more than the answer: what follows is the first message.
+            # Not a byte more than the answer is read: what follows is the first message.
             data = self.connection.recv(self.ANSWER - len(self._answer))
             ended = not data
         except BlockingIOError:
@@ -186,7 +187,7 @@ class Stranger:
         if ended:
             raise NotProven(HUNG_UP if self._answer else "")
 
-        # Noise need not have the length of an answer, nor come in one piece.
+        # Other bytes are refused at once, before they have the length of an answer.
         if not all(byte in b"0123456789abcdef " for byte in self._answer):
             raise NotProven(NOISE)
         if now - self.since > PROOF_S:
@@ -201,7 +202,7 @@ class Stranger:
 
         challenges = self.challenge + b"." + ours
         if not hmac.compare_digest(proof[:-1], sign(secret.key, NODE_SIDE, challenges)):
-            # In place of a proof, so that a node with another secret need not try again.
+            # This line takes the place of a proof, so that a node with another secret does not try again.
             _send_now(self.connection, NO_PROOF)
             raise NotProven(WRONG)
 
@@ -210,13 +211,13 @@ class Stranger:
 
 
 def _send_now(connection: socket.socket, line: bytes) -> None:
-    # The buffer of a new socket has room for both lines that it gets. If not, the peer hangs up in vain.
+    # The buffer of a new socket has room for both lines. An error here shows when the answer is read.
     with suppress(OSError):
         connection.send(line)
 
 
 class Door:
-    """The listening socket of a job, and the strangers who wait there."""
+    """The listening socket of a job, and the connections that have not proven anything yet."""
 
     def __init__(self, listener: socket.socket, secret: Secret):
         self._listener = listener
@@ -224,12 +225,12 @@ class Door:
         self._strangers: list[Stranger] = []
         self._closed_until = 0.0
 
-        # How many strangers of each kind were turned away, and the notices that nobody has taken yet.
+        # How many strangers of each kind were turned away, and the notices that were not taken yet.
         self.turned_away: Counter[str] = Counter()
         self._notices: list[Notice] = []
 
     def files(self, now: float) -> list[socket.socket | Stranger]:
-        """Return what to wait for. While the door is closed, those outside must not wake us up."""
+        """Return the sockets to wait for. While the door is closed, new connections must not end the wait."""
         return [*([] if now < self._closed_until else [self._listener]), *self._strangers]
 
     def take_notices(self) -> list[Notice]:
@@ -237,7 +238,7 @@ class Door:
         return notices
 
     def poll(self, now: float) -> list[tuple[socket.socket, Seal]]:
-        """Let strangers in to prove themselves, and return the connections of those who have."""
+        """Accept connections, and return those that have proven that they know the secret."""
         if now >= self._closed_until:
             self._accept(now)
 
@@ -260,7 +261,7 @@ class Door:
             try:
                 connection, address = self._listener.accept()
             except OSError as error:
-                # Usually nobody else is waiting, or has hung up already.
+                # Usually no other connection is waiting, or it was closed already.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._close_for_a_while(now)
                 return
@@ -269,20 +270,20 @@ class Door:
             if len(self._strangers) > MOST_STRANGERS:
                 self._make_room()
 
-            # The system gives out the lowest free number: a high one means that few are left.
+            # The system gives out the lowest free descriptor, so a high number means that few are left.
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             if connection.fileno() >= most - min(RESERVE, most // 2):
                 self._close_for_a_while(now)
                 return
 
     def _make_room(self) -> None:
-        """Turn away the oldest of those whose address has the most connections: a node proves itself at once."""
+        """Turn away the oldest stranger from the address with the most connections. A node would answer at once."""
         counts = Counter(stranger.address for stranger in self._strangers)
         most = max(counts.values())
-        self._turn_away(next(one for one in self._strangers if counts[one.address] == most), CROWD)
+        self._turn_away(next(stranger for stranger in self._strangers if counts[stranger.address] == most), CROWD)
 
     def _close_for_a_while(self, now: float) -> None:
-        """Give the descriptors of all strangers back, and let nobody in for a moment."""
+        """Close the connections of all strangers, and accept none for a moment."""
         self._closed_until = now + PAUSE_S
         self._note(EXHAUSTED, self._strangers[-1].address if self._strangers else "")
         for stranger in list(self._strangers):

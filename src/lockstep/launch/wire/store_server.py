@@ -1,7 +1,7 @@
-"""The store of ranks on several machines, which the coordinating launcher keeps: see `GuardedStore` for their side.
+"""The server of the ranks' store, in the coordinating launcher of several machines. `GuardedStore` is the client.
 
-Whoever connects must prove to the `Door` that it knows the key of this attempt, which nodes make of the job's secret.
-Torch's own store would ask for nothing, and lets any stranger list, change and delete what ranks leave there.
+A client must prove to the `Door` that it knows the key of this attempt, which nodes derive from the job's secret.
+Torch's TCPStore has no such check: any process that reaches its port can list, change and delete the keys.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.launch.wire.door import Door, Notice
-from lockstep.runtime.meeting.proof import Seal, Secret, sign
+from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
 
-# How long one answer may take to send. A rank that asks also reads, unless it is suspended.
+# How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
 SEND_S = 2.0
 
-# What a rank's connection that cannot be understood did; a kind of stranger.
+# The kind of stranger that is noted when a request on a rank's connection is not valid.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
-# Files that a launcher needs besides the connections of ranks, and how many of these each rank may have.
+# File descriptors that a launcher needs for other things, and the number of connections for each rank.
 OTHER_FILES = 256
 PER_RANK = 4
 
 
 def store_secret(secret: Secret, store: str) -> Secret:
-    """Return the key of one attempt's store. Ranks get it, and never the job's secret, which outlives the attempt."""
+    """Return the key of one attempt's store. Ranks get this key, and never the job's secret."""
     return Secret(sign(secret.key, b"store", store.encode()), f"{secret.source}, for one attempt")
 
 
 @dataclass
 class Waiting:
-    """A request that is answered when the store has all `keys`, or when its time is over."""
+    """A request that is answered when the store has all `keys`, or at its deadline."""
 
     keys: list[str]
     deadline: float
@@ -43,6 +43,8 @@ class Waiting:
 
 
 class Client:
+    """The connection of one rank."""
+
     def __init__(self, connection: socket.socket, seal: Seal):
         self.connection = connection
         self.address = connection.getpeername()[0]
@@ -54,7 +56,7 @@ class Client:
         return self.connection.fileno()
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return what has arrived. Raises OSError when the rank is gone, ValueError for a wrong signature."""
+        """Return the requests that have arrived. Raises OSError if the rank is gone, ValueError if one is not valid."""
         self.connection.setblocking(False)
         with suppress(BlockingIOError):
             while data := self.connection.recv(2**16):
@@ -70,7 +72,7 @@ class Client:
 
 
 class StoreServer:
-    """Keys and values of one attempt, and the ranks that are connected. It never blocks for long."""
+    """The keys and values of one attempt, and the connections of its ranks. No method blocks for long."""
 
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
         listener.setblocking(False)
@@ -78,7 +80,7 @@ class StoreServer:
         self._clients: list[Client] = []
         self._values: dict[str, bytes] = {}
         self._forged: list[Notice] = []
-        self._told = False
+        self._forged_noted = False
         _allow_files(OTHER_FILES + PER_RANK * ranks)
 
     def files(self, now: float) -> list[Any]:
@@ -89,7 +91,7 @@ class StoreServer:
         return notices
 
     def poll(self, now: float) -> None:
-        """Let ranks in, and answer what can be answered."""
+        """Accept ranks, and answer the requests that can be answered."""
         self._clients += [Client(connection, seal) for connection, seal in self._door.poll(now)]
         for client in list(self._clients):
             try:
@@ -140,7 +142,7 @@ class StoreServer:
                 raise ValueError(f"{what!r} is no request")
 
     def _compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
-        """As in torch's store: an absent key counts as empty, and whoever expected something there gets that back."""
+        """Do as torch's stores do: a missing key equals an empty value; if it differs, `expected` is returned."""
         if self._values.get(key, b"") == expected:
             self._values[key] = b64decode(desired)
         return self._values.get(key, expected)
@@ -163,9 +165,9 @@ class StoreServer:
         client.connection.close()
 
     def _note_forged(self, client: Client) -> None:
-        if not self._told:
+        if not self._forged_noted:
             self._forged.append(Notice(FORGED, client.address))
-        self._told = True
+        self._forged_noted = True
 
     def close(self) -> None:
         self._door.close()

@@ -1,10 +1,10 @@
 """Slurm: `srun python script.py` starts plain ranks, and sets SLURM_PROCID and its relatives in each of them.
 
 Only a job step with several tasks counts. An interactive shell, a batch script and a step with one task have Slurm
-variables as well (SLURM_NTASKS counts the tasks of the whole allocation there), and stay single processes.
+variables as well (SLURM_NTASKS counts the tasks of the whole allocation there), but are single processes.
 
-Limits: tested with the variables that Slurm documents, not yet on a cluster. Rank 0 is expected on the first node of
-the step, which holds unless tasks are placed with `--distribution=arbitrary`: set MASTER_ADDR there.
+Limits: it is tested with the variables that Slurm documents, not yet on a cluster. Rank 0 is expected on the first node
+of the step. With `--distribution=arbitrary` it may be elsewhere: set MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from lockstep.errors import UserError
 from lockstep.runtime.world import World, whole_number
 
-# Ports for the rendezvous: below those that systems hand out by themselves (32768 and up on Linux).
+# Ports for the rendezvous, below the ports that systems assign automatically (32768 and up on Linux).
 FIRST_PORT = 10_000
 PORTS = 20_000
 
@@ -43,7 +43,7 @@ def read(env: Mapping[str, str]) -> World | None:
             "export MASTER_ADDR=HOST, the host of rank 0",
         )
 
-    # All tasks of the step compute the same port, and other jobs most likely another one.
+    # All tasks of the step compute the same port, and other jobs most likely compute another port.
     job = whole_number(env, "SLURM_JOB_ID", 0)
     step = whole_number(env, "SLURM_STEP_ID", 0)
 

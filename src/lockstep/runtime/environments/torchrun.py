@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE, LOCAL_RANK and their relatives: what torchrun, our own launcher and hand-written ones set."""
+"""RANK, WORLD_SIZE, LOCAL_RANK and related variables, which torchrun, our launcher and hand-written launchers set."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from lockstep.errors import UserError
 from lockstep.runtime.world import World, whole_number
 
-# Set by our launcher: the file in which the ranks of one machine meet, or the file with the key of the store in which
-# those of several machines do.
+# Set by our launcher. For ranks on one machine, the file of their store; for ranks on several machines, the file with
+# the key of their store, and the store's port.
 STORE_FILE = "LOCKSTEP_STORE_FILE"
 STORE_KEY_FILE = "LOCKSTEP_STORE_KEY_FILE"
 STORE_PORT = "LOCKSTEP_STORE_PORT"
 
 
-# What makes a process a rank. The first two alone may describe a machine: some clouds set them once for each.
+# The variables that make a process a rank. The first two alone may describe a machine: some clouds set them so.
 FULL_SET = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
@@ -24,8 +24,8 @@ def is_rank(env: Mapping[str, str]) -> bool:
 
 
 def refuse_half_a_set(env: Mapping[str, str]) -> None:
-    """Raise a UserError if the variables speak of several ranks, or machines, and do not say which this process is."""
-    # One rank, or one machine, is no riddle.
+    """Raise a UserError if the variables describe several ranks, or machines, but not which rank this process is."""
+    # With one rank, or one machine, there is no doubt.
     announced = [f"{name}={env[name]}" for name in FULL_SET[:2] if name in env]
     if is_rank(env) or not announced or announced in (["WORLD_SIZE=1"], ["WORLD_SIZE=1", "RANK=0"]):
         return

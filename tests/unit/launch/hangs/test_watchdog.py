@@ -60,7 +60,7 @@ def test_limits_grow_with_what_was_seen_on_any_rank():
     assert suspect([stuck[0], view(1, "compute", 40.0, compute=9.0)], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, data=9.0), stuck[1]], HangConfig()) is None
-    assert limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], HangConfig()) == 45.0
+    assert limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], HangConfig()) == (45.0, "hang.factor")
 
 
 def test_limits_come_from_the_configuration():
@@ -573,7 +573,7 @@ def test_a_heartbeat_of_our_own_is_judged(tmp_path):
             heartbeat.beat(phase, step)
     heartbeat.beat("compute")
     seen = view_of(0, "here", os.getpid(), tmp_path)
-    assert limit_of(seen, [seen], HangConfig()) == max(5.0, 5.0 * max(seen.longest.values()))
+    assert limit_of(seen, [seen], HangConfig()).seconds == max(5.0, 5.0 * max(seen.longest.values()))
     while not (suspicion := suspect([view_of(0, "here", os.getpid(), tmp_path)], HangConfig(least=0.005))):
         time.sleep(0.01)  # at the latest after five times the longest beat, whatever that was
     assert suspicion.awaited == [0]

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lockstep.launch import records
 from lockstep.launch.wire.door import Notice
 from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
-from lockstep.runtime.meeting import proof
-from lockstep.runtime.meeting.proof import Secret, prove
-from lockstep.runtime.meeting.store import GuardedStore, wait_for
+from lockstep.runtime.rendezvous import proof
+from lockstep.runtime.rendezvous.proof import Secret, prove
+from lockstep.runtime.rendezvous.store import GuardedStore, wait_for
 
 JOB = Secret(b"the secret of this job", "a test")
 OURS = store_secret(JOB, "attempt 0")
@@ -115,7 +115,7 @@ def test_torchs_own_client_is_no_rank():
 def test_the_key_is_that_of_one_attempt(other):
     """Neither the job's secret itself nor the key of an earlier attempt opens the store."""
     with serving() as (port, notices):
-        with pytest.raises(dist.DistNetworkError, match="whoever listens there does not know the job's secret"):
+        with pytest.raises(dist.DistNetworkError, match="listens there does not know the job's secret"):
             joined(port, other)
         assert joined(port).num_keys() == 0
     assert [notice.kind for notice in notices] == [proof.WRONG]

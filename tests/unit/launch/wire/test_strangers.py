@@ -14,10 +14,10 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.wire import door
+from lockstep.launch.wire.connections import claim, reach
 from lockstep.launch.wire.door import Door, find_secret
-from lockstep.launch.wire.protocol import claim, reach
-from lockstep.runtime.meeting import proof
-from lockstep.runtime.meeting.proof import NotProven, Secret
+from lockstep.runtime.rendezvous import proof
+from lockstep.runtime.rendezvous.proof import NotProven, Secret
 from ports import free_port
 
 OURS, THEIRS = Secret(b"the secret of this job", "a test"), Secret(b"that of another job", "elsewhere")

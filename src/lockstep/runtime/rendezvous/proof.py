@@ -1,14 +1,14 @@
 """Challenge and response: how two processes of a job prove to each other that they know its secret.
 
-Both sides prove that they know the secret before either believes a word of the other:
+Both sides prove that they know the secret before either side accepts a message:
 
     coordinator -> node     a challenge: random
     node -> coordinator     a challenge of its own, and an HMAC of both
     coordinator -> node     another HMAC of both
 
-From then on every line carries an HMAC with a key of this one connection, so that no line can be forged, repeated,
-left out or sent back. Nothing is encrypted. Launchers meet in this way, with the job's secret; and ranks meet the store
-of their attempt, with a key that is made of it.
+From then on every line carries an HMAC with a key of this connection, so that no line can be forged, repeated, left out
+or sent back. Nothing is encrypted. Launchers use this with the job's secret. Ranks use it to connect to the store of
+their attempt, with a key that is derived from the job's secret.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PROOF_S = 5.0
 # Digits of a challenge and of a proof. With these, all three lines of the exchange have a fixed length.
 DIGITS = 64
 
-# What the two sides of a connection are called in what they sign.
+# The names of the two sides of a connection, which are part of each signature.
 NODE_SIDE = b"node"
 COORDINATOR_SIDE = b"coordinator"
 
-# Kinds of strangers.
+# Kinds of strangers, which are connections that have proven nothing.
 WRONG = "does not know the job's secret"
 NOISE = "sent something that is no answer to the challenge"
 
 
 @dataclass(frozen=True)
 class Secret:
-    """The key of a job, and where it came from, for messages. Its representation does not show the key."""
+    """The key of a job, and its source, which messages name. The representation does not show the key."""
 
     key: bytes
     source: str
@@ -47,14 +47,14 @@ class Secret:
 
 
 class Seal:
-    """Signs the lines that this side of a connection sends and checks those that it receives."""
+    """Signs the lines that this side of a connection sends and checks the lines that it receives."""
 
     def __init__(self, secret: Secret, challenges: bytes, ours: bytes, theirs: bytes):
         self._key = sign(secret.key, b"lines", challenges)
         self._ours = ours
         self._theirs = theirs
 
-        # Numbers of the next lines: a line that is repeated, or left out, has the wrong one.
+        # Numbers of the next lines: a line that is repeated, or follows a missing line, has the wrong number.
         self._sent = 0
         self._received = 0
 
@@ -87,7 +87,7 @@ class NotProven(Exception):
 
 
 class TurnedAway(Exception):
-    """The coordinator has said nothing about the proof: it may have too many strangers at its door."""
+    """The coordinator did not answer the proof: it may have too many connections that have proven nothing."""
 
 
 def prove(connection: socket.socket, secret: Secret) -> Seal:
@@ -108,13 +108,14 @@ def prove(connection: socket.socket, secret: Secret) -> Seal:
 def _receive_line(connection: socket.socket, deadline: float) -> bytes:
     line = b""
     try:
-        # No byte more than the line: what follows is the first message. Whoever sends byte by byte gains no time.
+        # Not a byte more than the line is read: what follows is the first message. The deadline is for the whole line,
+        # so that a peer that sends byte by byte gains no time.
         connection.settimeout(_time_left(deadline))
         while len(line) <= DIGITS and (data := connection.recv(DIGITS + 1 - len(line))):
             line += data
             connection.settimeout(_time_left(deadline))
     except OSError:
-        # It hung up, or has not come to this connection in time.
+        # The other side hung up, or did not answer in time.
         raise TurnedAway from None
 
     if len(line) <= DIGITS:
@@ -126,7 +127,7 @@ def _receive_line(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _time_left(deadline: float) -> float:
-    # A timeout of 0 would mean a socket that never waits.
+    # A timeout of 0 would make the socket non-blocking.
     return max(deadline - time.monotonic(), 0.001)
 
 

@@ -1,32 +1,32 @@
-"""Who coordinates a job, as its run folder tells; no process and no clock has a part in it."""
+"""Which node coordinates a job, by the files in its run folder, without any process or clock."""
 
 import os
 import shutil
 
 import pytest
 
-from lockstep.launch import meeting
-from lockstep.launch.meeting import Record, Vigil, Watch, begin_term
+from lockstep.launch import election
+from lockstep.launch.election import TakeoverWatch, TermFile, TermInfo, begin_term
 
 
 def test_a_term_begins_once(tmp_path):
     first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
-    assert meeting.newest(tmp_path) == first.record == Record(1, "host-a", "10.0.0.1:29400")
+    assert election.newest(tmp_path) == first.info == TermInfo(1, "host-a", "10.0.0.1:29400")
     assert begin_term(tmp_path, 0, "host-b", "10.0.0.2:29400") is None
     assert not first.superseded()
 
 
 def test_the_next_term_supersedes_the_last(tmp_path):
     first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
-    rank = Watch(first.path)
+    rank = TermFile(first.path)
     second = begin_term(tmp_path, 1, "host-b", "10.0.0.2:29400")
     assert begin_term(tmp_path, 1, "host-c", "10.0.0.3:29400") is None
     assert first.superseded()
     assert rank.superseded()
     assert not second.superseded()
-    assert meeting.newest(tmp_path).host == "host-b"
+    assert election.newest(tmp_path).host == "host-b"
     second.end()
-    assert meeting.newest(tmp_path) is None
+    assert election.newest(tmp_path) is None
 
 
 def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
@@ -40,17 +40,18 @@ def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
 def test_a_faster_node_may_come_between_the_look_and_the_link(tmp_path, monkeypatch):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
     seen = iter([[1], [1, 3]])  # term 2 has come and gone, and term 3 has begun
-    monkeypatch.setattr(meeting, "_terms", lambda run: next(seen))
+    monkeypatch.setattr(election, "_terms", lambda run: next(seen))
     assert begin_term(tmp_path, 1, "b", "10.0.0.2:29400") is None
     assert not (tmp_path / ".coordinator-2").exists()
 
 
 def test_the_count_grows_in_place(tmp_path):
     term = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
-    before = meeting.count_of(tmp_path, 1)
-    term.superseded()
-    assert int(meeting.count_of(tmp_path, 1)) == int(before) + 1
-    assert meeting.newest(tmp_path) == term.record
+    before = election.read_counter(tmp_path, 1)
+    term.beat()
+    assert not term.superseded()
+    assert int(election.read_counter(tmp_path, 1)) == int(before) + 1
+    assert election.newest(tmp_path) == term.info
 
 
 def test_a_folder_that_was_removed_is_another_matter(tmp_path):
@@ -62,57 +63,57 @@ def test_a_folder_that_was_removed_is_another_matter(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "x", "0" * 20 + "[]", "0" * 20 + '{"host": 1, "address": "a:1"}'])
-def test_a_record_that_is_none_of_ours(tmp_path, text):
+def test_a_term_file_that_no_launcher_wrote(tmp_path, text):
     (tmp_path / ".coordinator-7").write_text(text)
-    assert meeting.newest(tmp_path) is None
-    assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").record.term == 8
+    assert election.newest(tmp_path) is None
+    assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").info.term == 8
 
 
 def test_a_takeover_between_the_list_and_the_look(tmp_path, monkeypatch):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    listed = meeting._terms
+    listed = election._terms
 
     def slow(run):
         found = listed(run)
-        monkeypatch.setattr(meeting, "_terms", listed)
+        monkeypatch.setattr(election, "_terms", listed)
         begin_term(run, 1, "b", "10.0.0.2:29400")
         return found
 
-    monkeypatch.setattr(meeting, "_terms", slow)
-    assert meeting.newest(tmp_path).host == "b"
+    monkeypatch.setattr(election, "_terms", slow)
+    assert election.newest(tmp_path).host == "b"
 
 
-def test_no_record_is_not_one_that_cannot_be_read(tmp_path, monkeypatch):
-    assert meeting.newest(tmp_path) is None
-    assert meeting.newest(tmp_path / "missing") is None
+def test_a_missing_term_file_differs_from_an_unreadable_one(tmp_path, monkeypatch):
+    assert election.newest(tmp_path) is None
+    assert election.newest(tmp_path / "missing") is None
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        meeting.newest(tmp_path / "file")
+        election.newest(tmp_path / "file")
     os.mkfifo(tmp_path / ".coordinator-8")
-    assert meeting.newest(tmp_path) is None
-    monkeypatch.setattr(meeting, "_terms", lambda run: [9])  # a list that a network file system keeps for too long
+    assert election.newest(tmp_path) is None
+    monkeypatch.setattr(election, "_terms", lambda run: [9])  # a list that a network file system keeps for too long
     with pytest.raises(FileNotFoundError):
-        meeting.newest(tmp_path)
+        election.newest(tmp_path)
 
 
 # When a node takes over
 
 
-def vigil(number: int, members: list[int]) -> Vigil:
-    made = Vigil(number, members, patience=5.0, turn=2.0)
+def watch(number: int, members: list[int]) -> TakeoverWatch:
+    made = TakeoverWatch(number, members, patience=5.0, stagger=2.0)
     made.look(1, "0", 100.0)
     return made
 
 
 def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
-    made = {number: vigil(number, [0, 2, 3, 7]) for number in (2, 3, 7)}
+    made = {number: watch(number, [0, 2, 3, 7]) for number in (2, 3, 7)}
     due = {number: next(now for now in range(100, 120) if one.reason(set(), now)) for number, one in made.items()}
     assert due == {2: 105, 3: 107, 7: 109}
     assert "no sign of life in the run folder for 5 s" in made[2].reason(set(), 105.0)
 
 
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
-    made = vigil(1, [0, 1])
+    made = watch(1, [0, 1])
     for second in range(1, 60):
         made.look(1, str(second), 100.0 + second)
         assert made.alive
@@ -120,7 +121,7 @@ def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
 
 
 def test_a_coordinator_that_most_cannot_reach_is_replaced():
-    first, second = vigil(1, [0, 1, 2]), vigil(2, [0, 1, 2])
+    first, second = watch(1, [0, 1, 2]), watch(2, [0, 1, 2])
     for one in (first, second):
         one.look(1, "1", 101.0)
         assert one.reason({1}, 101.0) is None
@@ -130,7 +131,7 @@ def test_a_coordinator_that_most_cannot_reach_is_replaced():
 
 
 def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
-    made = vigil(3, [0, 2, 3])
+    made = watch(3, [0, 2, 3])
     made.look(2, "0", 106.0)
     assert made.reason(set(), 112.0) is None
     assert made.reason(set(), 113.0)
@@ -138,29 +139,29 @@ def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
 
 def test_who_cannot_reach_the_coordinator(tmp_path):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    meeting.report_lost(tmp_path, 1, 4)
-    meeting.report_lost(tmp_path, 1, 5)
-    meeting.withdraw(tmp_path, 1, 4)
-    assert meeting.who_lost(tmp_path, 1) == {5}
+    election.report_cut_off(tmp_path, 1, 4)
+    election.report_cut_off(tmp_path, 1, 5)
+    election.withdraw_report(tmp_path, 1, 4)
+    assert election.cut_off_nodes(tmp_path, 1) == {5}
     begin_term(tmp_path, 1, "b", "10.0.0.2:29400")
-    assert not list(tmp_path.glob(".lost-*"))
+    assert not list(tmp_path.glob(".cut-off-*"))
 
 
 def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
     """Its terms have the same numbers; and one node that is cut off would seem to be most of them."""
     term = begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    meeting.report_lost(tmp_path, 1, 1)
-    meeting.report_lost(tmp_path, 2, 1)
+    election.report_cut_off(tmp_path, 1, 1)
+    election.report_cut_off(tmp_path, 2, 1)
     term.end()
-    assert meeting.who_lost(tmp_path, 1) == set()
-    assert meeting.who_lost(tmp_path, 2) == {1}  # of a successor that this one does not know yet
-    meeting.report_lost(tmp_path, 1, 2)  # by a node that has not seen the end
+    assert election.cut_off_nodes(tmp_path, 1) == set()
+    assert election.cut_off_nodes(tmp_path, 2) == {1}  # of a successor that this one does not know yet
+    election.report_cut_off(tmp_path, 1, 2)  # by a node that has not seen the end
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    assert meeting.who_lost(tmp_path, 1) == set()
+    assert election.cut_off_nodes(tmp_path, 1) == set()
 
 
 def test_a_count_that_cannot_be_read_stands_for_nothing():
-    made = vigil(1, [0, 1])
+    made = watch(1, [0, 1])
     made.look(1, "", 104.0)
     assert made.reason(set(), 200.0) is None
     made.look(1, "0", 200.0)

@@ -1,6 +1,5 @@
-"""Messages between nodes, and what happens to those that are none."""
+"""Connections between launchers, and what a node does with the first messages on one."""
 
-import json
 import socket
 import threading
 import time
@@ -8,105 +7,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lockstep.errors import UserError
-from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Count, Job
-from lockstep.launch.supervisor import Member, adopt
-from lockstep.launch.wire import protocol
-from lockstep.launch.wire.door import Door
-from lockstep.launch.wire.protocol import (
-    Announce,
+from lockstep.launch.node_launcher import NodeLauncher, adopt
+from lockstep.launch.wire import connections
+from lockstep.launch.wire.connections import (
     Connection,
     ConnectionLost,
-    Exited,
-    Handover,
-    Hello,
     Hub,
-    JobEnd,
     NoAnswer,
-    NodeBeat,
-    Refused,
-    Stacks,
-    Start,
-    Welcome,
     address_of,
     claim,
-    decode,
-    difference,
-    encode,
     listen_at,
     reach,
 )
-from lockstep.runtime.meeting import proof
-from lockstep.runtime.meeting.proof import Seal, Secret
+from lockstep.launch.wire.door import Door
+from lockstep.launch.wire.messages import Announce, CoordinatorState, Message, NodeBeat, Refused, Start, Welcome, encode
+from lockstep.runtime.rendezvous import proof
+from lockstep.runtime.rendezvous.proof import Seal, Secret
 from ports import free_port
-
-VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
-MESSAGES = [
-    Hello("host", Count(1, 2, 1), {"target": "x"}, 2, 1),
-    Welcome("runs/b", [], "type it again", 1, 2),
-    Handover([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
-    Exited(0, 1, RankExit(0)),
-    Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
-    JobEnd(75, None, 3),
-    Stacks(3, {0: "line\nline"}, {0: [{}]}),
-    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
-    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
-    Announce("text with \u00e9"),
-]
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_survive_the_round_trip(message):
-    assert encode(message).count(b"\n") == 1
-    assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"null",
-        b"[1]",
-        b"GET / HTTP/1.1",
-        b'{"kind": "Nothing"}',
-        b'{"kind": "Announce"}',
-        b'{"kind": "Announce", "text": 1}',
-        b'{"kind": "Announce", "text": "x", "more": 1}',
-        b'{"kind": "RanksGone", "attempt": true}',
-        b'{"kind": "RanksGone", "attempt": 1.5}',
-        b'{"kind": "Exited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
-        b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
-        b'{"kind": "Message"}',
-        b'{"kind": ["Announce"], "text": "x"}',
-        b"\xff\xfe",
-    ],
-)
-def test_what_is_no_message_is_refused(line):
-    with pytest.raises(ValueError):  # noqa: PT011  (JSON's own errors are among them)
-        decode(line)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(
-    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnd"]), st.dictionaries(st.text(max_size=8), values)
-)
-def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
-    try:
-        decode(json.dumps({**fields, "kind": kind}).encode())
-    except ValueError:
-        pass
-
 
 SECRET = Secret(b"a secret of a test", "a test")
 
@@ -118,10 +38,10 @@ class Peer:
         self.socket = connection
         self._seal = Seal(SECRET, b"1.2", proof.COORDINATOR_SIDE, proof.NODE_SIDE)
 
-    def say(self, *messages: protocol.Message) -> None:
+    def say(self, *messages: Message) -> None:
         self.socket.sendall(self.signed(*messages))
 
-    def signed(self, *messages: protocol.Message) -> bytes:
+    def signed(self, *messages: Message) -> bytes:
         return b"".join(self._seal.sign(encode(message)) for message in messages)
 
 
@@ -192,7 +112,7 @@ def test_noise_ends_a_connection(line):
 
 
 def test_a_message_without_end_is_cut_off(line, monkeypatch):
-    monkeypatch.setattr(protocol, "LARGEST", 1000)
+    monkeypatch.setattr(connections, "LARGEST", 1000)
     made, there = line
     there.socket.sendall(b"x" * 5000)
     with pytest.raises(ConnectionLost, match="too long"):
@@ -200,7 +120,7 @@ def test_a_message_without_end_is_cut_off(line, monkeypatch):
 
 
 def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
-    monkeypatch.setattr(protocol, "LARGEST", 1000)
+    monkeypatch.setattr(connections, "LARGEST", 1000)
     made, _ = line
     with pytest.raises(ConnectionLost, match="stopped reading"):
         made.send(Announce("x" * 50_000_000))
@@ -246,8 +166,8 @@ def test_one_claims_the_address_and_the_others_connect(address):
 
 
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
-    monkeypatch.setattr(protocol, "DRAIN_S", 120.0)
-    monkeypatch.setattr(protocol, "LOST_AFTER_S", 120.0)
+    monkeypatch.setattr(connections, "DRAIN_S", 120.0)
+    monkeypatch.setattr(connections, "LOST_AFTER_S", 120.0)
     hub = Hub(Door(claim(address), SECRET))
     (line,) = connected(hub, address, None)
     line.send(Announce("here"))
@@ -268,23 +188,24 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
 
 
 @pytest.fixture
-def member(tmp_path, monkeypatch):
+def node(tmp_path, monkeypatch):
     """A node that has not been welcome anywhere."""
-    monkeypatch.setattr("lockstep.launch.supervisor.Agent", lambda job, name, secret: SimpleNamespace(count=job.nproc))
+    agent = lambda job, name, secret: SimpleNamespace(count=job.nproc)
+    monkeypatch.setattr("lockstep.launch.node_launcher.Agent", agent)
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
     job = Job({"layers": layers, "path": []}, tmp_path / "a", Count(1, 1), join="127.0.0.1:29400")
-    return Member(job, "host", [])
+    return NodeLauncher(job, "host", [])
 
 
 WELCOME = Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, 1)
 
 
-def test_orders_may_come_together_with_the_welcome(line, member):
+def test_orders_may_come_together_with_the_welcome(line, node):
     made, there = line
     order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, 5001, "a1")
-    there.say(Announce("early"), WELCOME, order, Handover([0, 2]))
-    assert member._introduce(made) == [Announce("early"), order]
-    assert not (member._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own
+    there.say(Announce("early"), WELCOME, order, CoordinatorState([0, 2]))
+    assert node._join(made) == [Announce("early"), order]
+    assert not (node._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own
 
 
 def test_a_node_adopts_what_the_coordinator_decided():
@@ -297,11 +218,11 @@ def test_a_node_adopts_what_the_coordinator_decided():
     assert adopt(adopted, WELCOME) == adopted  # so that a node that comes back keeps what it has
 
 
-def test_a_refusal_is_an_error_for_the_user(line, member):
+def test_a_refusal_is_an_error_for_the_user(line, node):
     made, there = line
     there.say(Refused("--join x", "target: 'b' here, 'a' there", "run the same command"))
     with pytest.raises(UserError, match="run the same command"):
-        member._introduce(made)
+        node._join(made)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
@@ -329,10 +250,3 @@ def test_an_address_whose_port_is_taken(address):
         assert address_of(taken) == address
         assert address_of(other) != address
         assert address_of(other).startswith("127.0.0.1:")
-
-
-def test_differences_are_named():
-    ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
-    theirs = Hello("h", Count(1, 1), {**ours, "target": "b.py"})
-    assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
-    assert difference(Hello("h", Count(1, 1), ours), ours) is None

@@ -1,8 +1,8 @@
-"""The store in which ranks meet: they leave each other the addresses of their process groups there.
+"""The ranks' store, in which they find the addresses of each other to make a process group.
 
-Our launcher gives the ranks of one machine a file in a folder that only their user can enter: there is no port. The
-ranks of several machines get a `GuardedStore`, a connection to their coordinating launcher. Under torchrun and other
-launchers the store is torch's own.
+Our launcher gives the ranks of one machine a FileStore in a folder that only their user can read, so that there is no
+port. The ranks of several machines use a `GuardedStore`, whose server is in the coordinating launcher. Under torchrun
+and other launchers the store is torch's TCPStore.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.runtime.meeting.proof import NotProven, Seal, Secret, TurnedAway, prove
+from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.runtime.world import World
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
-# How long the launcher may take to answer, beyond the time that it was asked to wait: it may be collecting stacks.
+# How long the launcher may take to answer beyond the timeout of the request: it may be collecting stacks.
 ANSWER_S = 60.0
 
-# Torch keeps no reference to the Python side of a store, and without it every call fails.
+# Torch keeps no reference to the Python object of a store, and every call fails once it is garbage.
 _KEPT: list[dist.Store] = []
 
-# A process may join, leave and join again: the n-th time it meets the others there for the n-th time, and finds none of
-# the addresses that they left before.
-_MEETINGS = count()
+# A process may join a process group, leave it and join again. Each group has its own prefix in the store, so that no
+# rank finds the addresses of an earlier group.
+_TIMES_OPENED = count()
 
 
-def meet(world: World, timeout: timedelta | None) -> dist.Store:
-    """Return the store in which the ranks of `world` meet."""
+def open_store(world: World, timeout: timedelta | None) -> dist.Store:
+    """Return the store from which the ranks of `world` make their process group."""
     assert world.master_addr is not None
     assert world.master_port is not None
     timeout = timeout or DEFAULT_TIMEOUT
@@ -45,12 +45,12 @@ def meet(world: World, timeout: timedelta | None) -> dist.Store:
     if world.store_file is not None:
         store: dist.Store = dist.FileStore(world.store_file)
         store.set_timeout(timeout)
-        return dist.PrefixStore(f"lockstep/{next(_MEETINGS)}", store)
+        return dist.PrefixStore(f"lockstep/{next(_TIMES_OPENED)}", store)
 
     if world.key_file is not None:
         secret = Secret(Path(world.key_file).read_bytes(), world.key_file)
         guarded = GuardedStore(world.master_addr, world.store_port, secret, timeout)
-        return dist.PrefixStore(f"lockstep/{next(_MEETINGS)}", guarded)
+        return dist.PrefixStore(f"lockstep/{next(_TIMES_OPENED)}", guarded)
 
     # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
     agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -62,7 +62,7 @@ def meet(world: World, timeout: timedelta | None) -> dist.Store:
         timeout=timeout,
     )
 
-    # torchrun keeps one store for all its restarts: new ranks must not read the addresses of dead ones.
+    # torchrun keeps one store for all its restarts, and new ranks must not read the addresses of dead ranks.
     return dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -82,11 +82,11 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool
 
 
 class GuardedStore(dist.Store):
-    """A store that the coordinating launcher keeps. Both sides prove that they know the attempt's key.
+    """A store whose server is in the coordinating launcher. Both sides prove that they know the attempt's key.
 
-    Each request and each answer is a line of JSON with a signature (`Seal`), so that nobody on the way can change one,
-    and nobody without the key is heard at all. Any thread may use it, torch's own too: each call has a connection to
-    itself.
+    Each request and each answer is a line of JSON with a signature (`Seal`), so that no machine on the way can change
+    it, and requests without the key are ignored. Any thread may use the store, including torch's own threads, because
+    two calls never share a connection at the same time.
     """
 
     def __init__(self, host: str, port: int, secret: Secret, timeout: timedelta = DEFAULT_TIMEOUT):
@@ -97,10 +97,10 @@ class GuardedStore(dist.Store):
         self._idle: list[_Line] = []
         _KEPT.append(self)
 
-        # Say now, not in some later call, that nobody is there, or the wrong one.
+        # Raise now, and not in a later call, if no server answers, or a server with another key.
         self._ask("check", keys=[])
 
-    # ---- what torch calls ----
+    # ---- the methods of a torch store ----
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key=key, value=_text(value))
@@ -150,7 +150,7 @@ class GuardedStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
-    # In native code two of the methods have other names.
+    # Native code calls two of the methods by these names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -174,7 +174,7 @@ class GuardedStore(dist.Store):
 
 
 class _Line:
-    """A connection to the store on which both sides have proven themselves."""
+    """A connection to the store's server, on which both sides have proven that they know the key."""
 
     def __init__(self, connection: socket.socket, seal: Seal):
         self._connection = connection
@@ -193,7 +193,7 @@ class _Line:
 
 
 def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _Line:
-    """Connect and prove; again and again while others crowd at the door."""
+    """Connect and prove that this rank knows the key; try again while the server has too many connections."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         connection = socket.create_connection(address, timeout.total_seconds())
@@ -207,7 +207,7 @@ def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _L
             time.sleep(0.05)
         except NotProven as why:
             connection.close()
-            raise NotProven(f"whoever listens there {why}") from None
+            raise NotProven(f"the process that listens there {why}") from None
 
 
 def _text(value: str | bytes) -> str:

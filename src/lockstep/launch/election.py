@@ -1,0 +1,268 @@
+"""Which node coordinates a job on several machines: terms, and their files in the run folder.
+
+    .coordinator-3      the term file of term 3: a counter, then the host and address of the coordinator
+    .cut-off-3-2        node 2 cannot reach the coordinator of term 3, although its counter grows
+
+To begin a term, a node creates the next term's file; the link succeeds for only one node. The node then removes the
+files of earlier terms. A coordinator whose term file is gone has been superseded: the coordinator and its rank 0 check
+this once a second, and end. All machines of a job share the run folder, so the term files alone decide which node may
+train there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch import records
+from lockstep.launch.run_dir import folder_identity
+
+# Environment variable: the path of the term file, for rank 0.
+TERM_FILE = "LOCKSTEP_TERM_FILE"
+
+_TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
+_CUT_OFF_NAME = re.compile(r"\.cut-off-(\d{1,15})-(\d{1,9})", re.ASCII)
+
+# Digits of the counter, which is overwritten in place.
+_DIGITS = 20
+
+# A term file may be removed between listing the folder and reading the file, because the next term has begun. The
+# folder is listed this often before that counts as an error.
+_LISTINGS = 5
+
+
+@dataclass(frozen=True)
+class TermInfo:
+    """A term, and the node that coordinates in it."""
+
+    term: int
+    host: str
+    address: str  # as it is typed after --join
+
+
+def newest(run: Path) -> TermInfo | None:
+    """Return the newest term, or None if the folder has no term file. Raises OSError if that cannot be read."""
+    for _ in range(_LISTINGS - 1):
+        with suppress(FileNotFoundError):
+            return _newest_listed(run)
+
+    return _newest_listed(run)
+
+
+def _newest_listed(run: Path) -> TermInfo | None:
+    for term in sorted(_terms(run), reverse=True):
+        try:
+            values = json.loads(records.read_bytes(_term_path(run, term), most=4096)[_DIGITS:])
+            return records.parse(TermInfo, {"term": term, **values})
+        except (ValueError, TypeError):
+            continue  # no launcher wrote this file
+        except OSError as error:
+            # Nor is a pipe, or a large file, one of ours.
+            if error.errno not in (errno.EINVAL, errno.EFBIG):
+                raise
+
+    return None
+
+
+def read_counter(run: Path, term: int) -> str:
+    """Return the counter of a term file; "" if it cannot be read. It grows every second while the coordinator lives."""
+    # The file is opened each time: only then does a network file system ask its server.
+    return records.read(_term_path(run, term), most=4096)[:_DIGITS]
+
+
+def _terms(run: Path) -> list[int]:
+    """Return the terms that have a file. Raises OSError if the folder exists and cannot be read."""
+    with suppress(FileNotFoundError):
+        return [int(match[1]) for name in os.listdir(run) if (match := _TERM_NAME.fullmatch(name))]
+
+    return []
+
+
+def _term_path(run: Path, term: int) -> Path:
+    return run / f".coordinator-{term}"
+
+
+# ---- on the coordinating node ----
+
+
+class TermFile:
+    """The term file of this node's coordinator, which shows whether the coordinator has been superseded."""
+
+    def __init__(self, path: Path):
+        # The user's code may change the working folder.
+        self.path = Path(os.path.abspath(path))
+        self._folder = folder_identity(self.path.parent)
+
+    def superseded(self) -> bool:
+        """Return whether the file was removed from its folder, which the node that begins the next term does."""
+        try:
+            # Opened, and not only looked up, so that a network file system asks its server.
+            os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except FileNotFoundError:
+            # If the whole run folder was removed, no other node has taken over.
+            return folder_identity(self.path.parent) == self._folder
+        except OSError:
+            pass  # a disk error says nothing about other nodes
+
+        return False
+
+
+class Term(TermFile):
+    """The term in which this node coordinates the job."""
+
+    def __init__(self, run: Path, info: TermInfo):
+        super().__init__(_term_path(run, info.term))
+        self.info = info
+        self._counter = 0
+
+    def beat(self) -> None:
+        """Increment the counter, which tells the other nodes that this coordinator lives (coordinator only)."""
+        self._counter += 1
+        with suppress(OSError):
+            fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.pwrite(fd, _digits(self._counter), 0)
+            finally:
+                os.close(fd)
+
+    def end(self) -> None:
+        """Remove the term file, because the job is over and no node must take over."""
+        self.path.unlink(missing_ok=True)
+
+        # The terms of the next job in this folder have the same numbers.
+        with suppress(OSError):
+            _remove_reports(self.path.parent, self.info.term)
+
+
+def begin_term(run: Path, after: int | None, host: str, address: str) -> Term | None:
+    """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
+
+    Returns None if another node has begun that term, or a later one.
+    """
+    terms = _terms(run)
+    number = max(terms, default=0) + 1 if after is None else after + 1
+    if any(term >= number for term in terms):
+        return None
+
+    # A link is created once, complete with its contents, on network file systems too.
+    draft = run / f".coordinator.{secrets.token_hex(4)}.tmp"
+    path = _term_path(run, number)
+    draft.write_bytes(_digits(0) + json.dumps({"host": host, "address": address}).encode())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return None
+    finally:
+        draft.unlink(missing_ok=True)
+
+    # `after` may be long out of date: a newer term may already exist.
+    if any(term > number for term in _terms(run)):
+        path.unlink(missing_ok=True)
+        return None
+
+    for term in _terms(run):
+        if term < number:
+            _term_path(run, term).unlink(missing_ok=True)
+
+    # An earlier job in this folder may have had a term of this number.
+    _remove_reports(run, number)
+
+    return Term(run, TermInfo(number, host, address))
+
+
+def _remove_reports(run: Path, last: int) -> None:
+    """Remove the reports about coordinators of all terms up to `last`."""
+    for name in os.listdir(run):
+        if (match := _CUT_OFF_NAME.fullmatch(name)) and int(match[1]) <= last:
+            (run / name).unlink(missing_ok=True)
+
+
+def _digits(counter: int) -> bytes:
+    return b"%0*d" % (_DIGITS, counter)
+
+
+# ---- on the other nodes ----
+
+
+def report_cut_off(run: Path, term: int, node: int) -> None:
+    """Record that this node cannot reach a live coordinator; a majority of such nodes may take over."""
+    with suppress(OSError):
+        (run / f".cut-off-{term}-{node}").touch()
+
+
+def withdraw_report(run: Path, term: int, node: int) -> None:
+    with suppress(OSError):
+        (run / f".cut-off-{term}-{node}").unlink(missing_ok=True)
+
+
+def cut_off_nodes(run: Path, term: int) -> set[int]:
+    """Return the nodes that cannot reach the coordinator of this term."""
+    with suppress(OSError):
+        matches = [_CUT_OFF_NAME.fullmatch(name) for name in os.listdir(run)]
+        return {int(match[2]) for match in matches if match and int(match[1]) == term}
+
+    return set()
+
+
+@dataclass
+class TakeoverWatch:
+    """Decides when a node that has lost its connection to the coordinator may take over.
+
+    It observes the counter of the term file. `number` is the node's own number, `members` are the numbers of all nodes.
+    Each node waits `stagger` seconds longer than the node numbered below it, so that they do not compete.
+    """
+
+    number: int
+    members: list[int]
+    patience: float  # how many seconds the counter may stand still
+    stagger: float
+
+    _seen: tuple[int, str] | None = None  # the term and its counter
+    _since: float = 0.0  # when `_seen` changed last
+    _majority_since: float | None = None
+    alive: bool = False  # whether the counter has changed since this watch began
+
+    def look(self, term: int, counter: str, now: float) -> None:
+        """Note the counter of a term. An empty counter could not be read, and is no sign of life or death."""
+        if not counter:
+            self.reset()
+            return
+
+        if self._seen is None or self._seen[0] != term:
+            self._since, self._majority_since, self.alive = now, None, False
+        elif self._seen[1] != counter:
+            self._since, self.alive = now, True
+
+        self._seen = (term, counter)
+
+    def reset(self) -> None:
+        """Begin anew with the next look."""
+        self._seen = None
+
+    def reason(self, cut_off: set[int], now: float) -> str | None:
+        """Return why this node takes over now, or None. `cut_off` are the nodes that cannot reach the coordinator."""
+        if self._seen is None:
+            return None
+
+        before = sum(0 < number < self.number for number in self.members)
+        if now - self._since >= self.patience + before * self.stagger:
+            return f"no sign of life in the run folder for {self.patience:.0f} s"
+
+        # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
+        members = {0, *self.members}
+        cut_off = cut_off & members
+        if 2 * len(cut_off) <= len(members):
+            self._majority_since = None
+            return None
+
+        if self._majority_since is None:
+            self._majority_since = now
+
+        before = sum(number < self.number for number in cut_off)
+        return "most nodes cannot reach it" if now - self._majority_since >= before * self.stagger else None

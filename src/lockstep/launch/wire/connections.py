@@ -1,0 +1,286 @@
+"""The TCP connections that carry messages between the launchers of a job.
+
+`Connection` and `Hub` never block, except that `Hub.close` waits up to DRAIN_S for the other nodes to hang up. `reach`
+blocks for a few seconds at most. A coordinator binds one address only: an address of `--join` (`claim`), or after a
+takeover the successor's own (`listen_at`). Messages have a size limit, and a message is believed only from a node that
+has proven that it knows the job's secret (`door.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.job import parse_address
+from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice
+from lockstep.launch.wire.messages import Message, decode, encode
+from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
+
+# A node that sends nothing for this long is lost.
+LOST_AFTER_S = 5.0
+
+# Seconds between two heartbeats of a node.
+BEAT_S = 1.0
+
+# How long the coordinator keeps connections open after the job ended.
+DRAIN_S = 2.0
+
+# The limit for the bytes of one message, and for the bytes that wait to be sent.
+LARGEST = 8 * 2**20
+
+
+class ConnectionLost(Exception):
+    """The other side is gone; the text says how this was noticed."""
+
+
+class Garbled(ConnectionLost):
+    """The other side, or a machine in between, sent what no node of this job sends."""
+
+
+class NoAnswer(Exception):
+    """No node that could be joined was reached; the text says why."""
+
+
+class Connection:
+    """One non-blocking TCP connection that carries messages, each with a signature."""
+
+    def __init__(self, connection: socket.socket, now: float, seal: Seal):
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._seal = seal
+
+        # The beginning of a message whose rest has not arrived, and bytes that the socket has not taken yet.
+        self._unread = b""
+        self._unsent = b""
+        self.last_received = now
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def own_host(self) -> str:
+        """This machine's address, as the other side sees it."""
+        return own_host(self._socket)
+
+    def send(self, message: Message) -> None:
+        """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
+        self._unsent += self._seal.sign(encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent)
+                self._unsent = self._unsent[sent:]
+        except BlockingIOError:
+            # A peer that never reads must not fill our memory.
+            if len(self._unsent) > LARGEST:
+                raise ConnectionLost("it has stopped reading") from None
+        except OSError as error:
+            raise _broken(error) from error
+
+    def receive(self, now: float) -> list[Message]:
+        """Return the complete messages that have arrived.
+
+        Raises ConnectionLost when no more will come, and for anything that is not a message.
+        """
+        self._flush()
+        ended = self._read()
+
+        # A message ends with a newline; what follows the last newline is incomplete.
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LARGEST:
+            raise Garbled("it sent a message that is too long")
+
+        try:
+            messages = [decode(self._seal.check(line + b"\n")) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise Garbled(f"it sent something that is not one of our messages ({error})") from error
+
+        # Messages that came with the end of the connection are handled first; the next call reports the loss.
+        if messages:
+            self.last_received = now
+        elif ended:
+            raise ConnectionLost("the connection was closed")
+        elif now - self.last_received > LOST_AFTER_S:
+            raise ConnectionLost(f"no heartbeat for {LOST_AFTER_S:.0f} s")
+
+        return messages
+
+    def _read(self) -> bool:
+        """Read the bytes that have arrived. Returns whether the other side has closed the connection."""
+        try:
+            while len(self._unread) <= LARGEST:
+                data = self._socket.recv(65536)
+                if not data:
+                    return True
+
+                self._unread += data
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _broken(error) from error
+
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _broken(error: OSError) -> ConnectionLost:
+    return ConnectionLost(f"the connection broke ({error.strerror})")
+
+
+class Hub:
+    """The coordinator's connections to all other nodes, by node number. A job on a single node has no door."""
+
+    def __init__(self, door: Door | None = None):
+        self._door = door
+        self._connections: dict[int, Connection] = {}
+
+        # The number that the newest connection got.
+        self._last = 0
+
+    def sockets(self, now: float) -> list[Any]:
+        return [*(self._door.files(now) if self._door else []), *self._connections.values()]
+
+    def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
+        """Accept nodes that know the secret and return what has arrived from all of them."""
+        for connection, seal in self._door.poll(now) if self._door else []:
+            self._last += 1
+            self._connections[self._last] = Connection(connection, now, seal)
+
+        return self._read_all(now)
+
+    def take_notices(self) -> list[Notice]:
+        """Return the notices about strangers, one for each kind, that have not been taken yet."""
+        return self._door.take_notices() if self._door else []
+
+    def turned_away(self) -> dict[str, int]:
+        """Return how many strangers of each kind were turned away."""
+        return dict(self._door.turned_away) if self._door else {}
+
+    def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
+        received: list[tuple[int, Message | ConnectionLost]] = []
+        for number, connection in list(self._connections.items()):
+            try:
+                received += [(number, message) for message in connection.receive(now)]
+            except ConnectionLost as lost:
+                self.drop(number)
+                received.append((number, lost))
+
+        return received
+
+    def send(self, number: int, message: Message) -> None:
+        """Send a message. A node that cannot be reached is reported by the next poll, which tries to send again."""
+        if number in self._connections:
+            with suppress(ConnectionLost):
+                self._connections[number].send(message)
+
+    def drop(self, number: int) -> None:
+        if number in self._connections:
+            self._connections.pop(number).close()
+
+    def close(self) -> None:
+        """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
+        if self._door:
+            self._door.close()
+
+        deadline = time.monotonic() + DRAIN_S
+        while self._connections and (left := deadline - time.monotonic()) > 0:
+            records.wait_readable(self._connections.values(), left)
+            self._read_all(time.monotonic())
+
+        for number in list(self._connections):
+            self.drop(number)
+
+
+def claim(address: str) -> socket.socket | None:
+    """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
+    host, port = parse_address(address)
+
+    try:
+        # IPv4 nodes can reach the IPv6 address ::.
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return _listener(where, family, dualstack_ipv6=family == socket.AF_INET6)
+    except socket.gaierror as error:
+        raise UserError(
+            f"--join {address}: the host {host} is not known here",
+            f"{error.strerror}",
+            "type an address that all nodes know",
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+
+        raise UserError(
+            f"--join {address}: this address cannot be bound",
+            os.strerror(error.errno or 0),
+            "type an address and a port that one node may use",
+        ) from None
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at this address of the machine, at a free port if `port` is in use. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return _listener((host, port), family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+
+        return _listener((host, 0), family)
+
+
+def _listener(where: Any, family: int, dualstack_ipv6: bool = False) -> socket.socket:
+    listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=dualstack_ipv6)
+    listener.setblocking(False)
+
+    return listener
+
+
+def own_host(connection: socket.socket) -> str:
+    """Return this machine's address of a socket, in numeric form, with the zone that some IPv6 addresses need."""
+    return socket.getnameinfo(connection.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return where a listening socket can be reached, as it is typed after --join."""
+    host, port = own_host(listener), listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reach(address: str, source: str | None, secret: Secret) -> Connection:
+    """Try once to connect to the coordinating node. Both sides prove that they know the secret. Blocks.
+
+    Raises NoAnswer if a later try may succeed, and a UserError if none will.
+    """
+    host, port = parse_address(address)
+    try:
+        connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
+        return _proven(connection, secret)
+    except OSError as error:
+        raise NoAnswer(error.strerror or str(error)) from None
+    except TurnedAway:
+        raise NoAnswer("it is busy: too many others want to join") from None
+    except NotProven as error:
+        raise UserError(
+            f"--join {address}: the two nodes do not share a secret",
+            f"what listens there {error}; the secret here is from {secret.source}",
+            f"type a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
+        ) from None
+
+
+def _proven(connection: socket.socket, secret: Secret) -> Connection:
+    try:
+        return Connection(connection, time.monotonic(), prove(connection, secret))
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,251 @@
+"""The messages that the launchers of a job send to each other, and the commands of the state machine.
+
+A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received (`records.parse`).
+A command is what the state machine wants done on the coordinating node. `connections.py` sends the messages.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.launch import records
+from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.job import Count
+
+
+class Message:
+    """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
+
+
+@dataclass(frozen=True)
+class AttemptMessage(Message):
+    """Base of messages about one attempt. Such a message may arrive after the next attempt has begun."""
+
+    attempt: int
+
+
+# ---- from a node to the coordinator ----
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """A node asks to join; `identity` is the part of its command that must be equal on all nodes.
+
+    A node that reconnects gives the number that it had before, and the term in which it had that number.
+    """
+
+    host: str
+    count: Count
+    identity: dict
+    term: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Exited(AttemptMessage):
+    """A rank of the node has ended."""
+
+    rank: int
+    exit: RankExit
+
+
+@dataclass(frozen=True)
+class RanksGone(AttemptMessage):
+    """No rank of this attempt is alive on the node any more."""
+
+
+@dataclass(frozen=True)
+class ZygoteLost(AttemptMessage):
+    """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
+
+    why: str
+    hopeless: bool
+
+
+@dataclass(frozen=True)
+class Stacks(AttemptMessage):
+    """The answer to `CollectStacks`: the stack of each rank, and its last entries in the flight recorder."""
+
+    stacks: dict[int, str]
+    collectives: dict[int, list]
+
+
+@dataclass(frozen=True)
+class SignalReceived(Message):
+    """The node's launcher received a signal that asks the whole job to save and exit."""
+
+    signal: str
+
+
+@dataclass(frozen=True)
+class NodeBeat(Message):
+    """A node's heartbeat, with the heartbeats of its ranks and the task's settings."""
+
+    views: list[RankView] = field(default_factory=list)
+    settings: dict = field(default_factory=dict)
+    attempt: int = -1  # the newest attempt whose ranks the node has started
+
+
+# ---- from the coordinator to a node ----
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """The node belongs to the job now and adopts the coordinator's choices. A `CoordinatorState` follows at once."""
+
+    run_dir: str
+    decided: list  # see `Job.decided`
+    resume_command: str  # what to type to resume the job
+    number: int  # the node's number
+    term: int  # the coordinator's term
+
+
+@dataclass(frozen=True)
+class CoordinatorState(Message):
+    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received.
+
+    Times are ages in seconds, because the clocks of two machines differ.
+    """
+
+    members: list[int]  # the numbers of all nodes
+    attempt: int = -1  # the newest attempt
+    restarts: int = 0
+    recent: list[float] = field(default_factory=list)
+    culprits: list = field(default_factory=list)
+    hang_places: list = field(default_factory=list)
+    settings: dict = field(default_factory=dict)
+    stop_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """The node may not join; the fields are those of a `UserError`."""
+
+    problem: str
+    found: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Prepare(Message):
+    """The node will soon start this many ranks and can import torch for them now."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Start(AttemptMessage):
+    """Start the node's ranks of this attempt."""
+
+    first_rank: int  # the lowest rank on this node
+    count: int
+    world_size: int
+    group_rank: int  # the node's number in this attempt
+    address: str
+    port: int  # for MASTER_PORT: free when the attempt began
+    store_port: int  # 0 for ranks on one machine
+    store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
+
+
+@dataclass(frozen=True)
+class Preempt(AttemptMessage):
+    """Ask the ranks to save a checkpoint and exit."""
+
+
+@dataclass(frozen=True)
+class Kill(AttemptMessage):
+    """Kill the ranks."""
+
+
+@dataclass(frozen=True)
+class CollectStacks(AttemptMessage):
+    """Ask every rank for its stack and its last collectives."""
+
+
+# ---- commands of the state machine ----
+
+
+@dataclass(frozen=True)
+class StartAttempt:
+    """Start a new attempt: `ranks` maps each node to its number of ranks, which are numbered in this order."""
+
+    attempt: int
+    ranks: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a node, which may be the coordinating one itself."""
+
+    node: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Close the connection to a node that does not belong to the job any more."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class LogEvent:
+    """Append an event to the run's events.jsonl."""
+
+    event: dict[str, Any]
+
+
+# ---- commands that are also sent to all other nodes ----
+
+
+@dataclass(frozen=True)
+class Announce(Message):
+    """Print a text on the terminals of all nodes."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class JobEnd(Message):
+    """The job is over.
+
+    Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
+    """
+
+    code: int
+    failure: Failure | None = None
+    restarts: int = 0
+    coordinated: bool = field(default=False, compare=False)  # whether the launcher that has this ending coordinated
+
+
+Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd
+
+
+# ---- encoding ----
+
+_KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMessage.__subclasses__()}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"  # pyrefly: ignore
+
+
+def decode(line: bytes) -> Message:
+    """Return the message in `line`. Raises ValueError for anything that is not a valid message."""
+    values: Any = json.loads(line)
+    kind = _KINDS.get(str(values.pop("kind", None))) if isinstance(values, dict) else None
+    if kind is None:
+        raise ValueError("not a JSON object of a known kind")
+
+    return records.parse(kind, values)
+
+
+def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which parts of two nodes' commands differ, or None if they agree."""
+    keys = sorted(theirs.identity.keys() | ours.keys())
+    pairs = [(key, theirs.identity.get(key), ours.get(key)) for key in keys]
+    parts = [f"{key}: {they!r} here, {we!r} on the coordinating node" for key, they, we in pairs if they != we]
+    return "; ".join(parts) or None

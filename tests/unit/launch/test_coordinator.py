@@ -1,0 +1,122 @@
+"""The coordinator's loop, with an agent that does nothing."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.launch import coordinator as module
+from lockstep.launch import election
+from lockstep.launch.coordinator import Coordinator, FolderWatch
+from lockstep.launch.job import Count, Job
+from lockstep.launch.wire.messages import NodeBeat
+
+ADDRESS = "127.0.0.1:29400"
+
+
+class IdleAgent(SimpleNamespace):
+    name, count, secret = "host-a", Count(1, 1), None
+    orders: list
+
+    def do(self, message):
+        self.orders.append(message)
+
+    def poll(self):
+        return []
+
+    def node_beat(self):
+        return NodeBeat()
+
+    def sockets(self):
+        return []
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Return a function that makes a coordinator; the job needs two nodes, so that nothing starts."""
+
+    def make(signals: list[str], nnodes: Count = Count(2, 2)) -> tuple[Coordinator, election.Term]:
+        term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+        job = Job({"resume_command": "again"}, tmp_path, Count(1, 1), nnodes, join=ADDRESS)
+        return Coordinator(job, IdleAgent(orders=[]), signals, term=term), term
+
+    return make
+
+
+def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
+    coordinator, term = started([])
+    answers, asked, turns = threading.Event(), threading.Event(), []
+
+    def slow():
+        asked.set()
+        answers.wait(60)
+
+    def turn(make_turn=coordinator._turn):
+        make_turn()
+        if asked.is_set():
+            turns.append(time.monotonic())
+        if len(turns) == 3:
+            coordinator._ending = module.JobEnd(0)
+
+    monkeypatch.setattr(term, "beat", slow)
+    monkeypatch.setattr(coordinator, "_turn", turn)
+    monkeypatch.setattr(module, "FOLDER_WATCH_END_S", 0.0)
+    try:
+        assert coordinator.run() == module.JobEnd(0)
+    finally:
+        answers.set()
+    assert len(turns) == 3
+
+
+def test_the_thread_counts_and_notices_a_successor(started, tmp_path):
+    coordinator, _ = started([])
+    before = election.read_counter(tmp_path, 1)
+    coordinator._watch.look()
+    assert election.read_counter(tmp_path, 1) > before
+    assert not coordinator._watch.superseded
+    election.begin_term(tmp_path, 1, "host-b", ADDRESS)
+    assert coordinator.run() is None
+
+
+def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path):
+    """The thread may not have looked yet."""
+    signals = []
+    coordinator, _ = started(signals)
+    election.begin_term(tmp_path, 1, "host-b", ADDRESS)
+    signals.append("SIGTERM")
+    coordinator._last_turn -= module.AWAY_S + 1
+    coordinator._turn()
+    assert coordinator._superseded
+    assert signals == ["SIGTERM"]  # for the successor
+
+
+def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
+    signals = ["SIGTERM"]
+    coordinator, _ = started(signals)
+    coordinator._turn()
+    assert not signals
+    assert coordinator.received_signals == ["SIGTERM"]
+
+
+def test_what_lockstep_resize_left_is_read_once(tmp_path):
+    watch = FolderWatch(tmp_path, None)
+    (tmp_path / "resize").write_text("3\n")
+    watch.look()
+    watch.look()
+    assert list(watch.resize_requests) == ["3"]
+    assert not (tmp_path / "resize").exists()
+
+
+def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
+    coordinator, _ = started([])
+
+    def fail():
+        raise ValueError("unexpected")
+
+    monkeypatch.setattr(coordinator._watch, "look", fail)
+    with pytest.raises(ValueError, match="unexpected"):
+        coordinator.run()

@@ -1,0 +1,94 @@
+"""Messages between launchers: they survive JSON, and anything else is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.job import Count
+from lockstep.launch.wire.messages import (
+    Announce,
+    CoordinatorState,
+    Exited,
+    Hello,
+    JobEnd,
+    NodeBeat,
+    Stacks,
+    Start,
+    Welcome,
+    decode,
+    difference,
+    encode,
+)
+
+VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
+MESSAGES = [
+    Hello("host", Count(1, 2, 1), {"target": "x"}, 2, 1),
+    Welcome("runs/b", [], "type it again", 1, 2),
+    CoordinatorState([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
+    Exited(0, 1, RankExit(0)),
+    Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
+    JobEnd(75, None, 3),
+    Stacks(3, {0: "line\nline"}, {0: [{}]}),
+    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
+    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
+    Announce("text with \u00e9"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_survive_the_round_trip(message):
+    assert encode(message).count(b"\n") == 1
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[1]",
+        b"GET / HTTP/1.1",
+        b'{"kind": "Nothing"}',
+        b'{"kind": "Announce"}',
+        b'{"kind": "Announce", "text": 1}',
+        b'{"kind": "Announce", "text": "x", "more": 1}',
+        b'{"kind": "RanksGone", "attempt": true}',
+        b'{"kind": "RanksGone", "attempt": 1.5}',
+        b'{"kind": "Exited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
+        b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
+        b'{"kind": "Message"}',
+        b'{"kind": ["Announce"], "text": "x"}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(ValueError):  # noqa: PT011  (JSON's own errors are among them)
+        decode(line)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnd"]), st.dictionaries(st.text(max_size=8), values)
+)
+def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
+    try:
+        decode(json.dumps({**fields, "kind": kind}).encode())
+    except ValueError:
+        pass
+
+
+def test_differences_are_named():
+    ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
+    theirs = Hello("h", Count(1, 1), {**ours, "target": "b.py"})
+    assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
+    assert difference(Hello("h", Count(1, 1), ours), ours) is None
