@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.checks import GradientGuard
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
+from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
@@ -266,7 +266,7 @@ class OwnStep:
         self._begin_pass()
 
         # Until the first backward of the run: what its forward must not change.
-        self._kept_state = keep_for_own_loop(run)
+        self._snapshot = snapshot_for_own_loop(run)
 
     def __iter__(self) -> Iterator[Any]:
         if self.ended:
@@ -312,9 +312,9 @@ class OwnStep:
             raise self._miscounted("twice")
         self._gradients.check("step.backward")
 
-        if self._kept_state:
-            check_own_loop(self._run, self._kept_state)
-            self._kept_state = None
+        if self._snapshot:
+            check_own_loop(self._run, self._snapshot)
+            self._snapshot = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
         with unwatched(), full_precision(self._run.stepper.context.precision):

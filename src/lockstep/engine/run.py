@@ -106,8 +106,8 @@ class Run:
         """
         if self.stepper.counters.step > 0:
             return  # the run was checked when it began
-        if cause := start_check.find(self, task):
-            raise start_check.refuse(cause, self.config)
+        if cause := start_check.find_cause(self, task):
+            raise start_check.error_for(cause, self.config)
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""

@@ -46,7 +46,7 @@ from lockstep.engine.diagnose import noted_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.run import ModelSetup, Run
-from lockstep.engine.start_check.random_numbers import generators_kept
+from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -188,7 +188,7 @@ class RunBuilder:
 
         # The data decides the plan: how the batch is split, and how many steps there are.
         plan, source = self._plan_data(data, collate, driver)
-        with generators_kept(runtime.device):
+        with preserve_rng(runtime.device):
             sample = source.largest_input if isinstance(source, MapSource) else lambda: None
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
         about_data = _attach_source(source, driver, plan, config, runtime)
