@@ -552,7 +552,7 @@ DATA = {
     "an uneven stream": Row(
         {"global_batch": 18, "micro_batch": 2},
         "on 4 ranks",
-        "cannot be assigned",
+        "the same number of micro-batches",
         "multiple of 4",
         Asked(samples=Stream()),
     ),

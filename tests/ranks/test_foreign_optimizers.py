@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_whole
-from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, CannotTry, kind_of
+from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, TrialFailed, trial_kind
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -107,26 +107,26 @@ def small() -> nn.Module:
 def test_what_treats_every_element_alike(kind: Any) -> None:
     optimizer = kind(small().parameters(), lr=0.0)  # as a warm-up leaves it
     before = len(optimizer.state)
-    assert kind_of(optimizer) == ELEMENTWISE
+    assert trial_kind(optimizer) == ELEMENTWISE
     assert (len(optimizer.state), optimizer.param_groups[0]["lr"]) == (before, 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb, Normalised, Shampoo], ids=lambda kind: kind.__name__)
 def test_what_needs_whole_parameters(kind: Any) -> None:
     optimizer = kind(small().parameters(), lr=0.1)
-    assert kind_of(optimizer) == PER_PARAMETER
+    assert trial_kind(optimizer) == PER_PARAMETER
     assert not optimizer.state
     assert getattr(optimizer, "calls", 0) == 0
 
 
 def test_muon_needs_whole_matrices() -> None:
-    assert kind_of(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
+    assert trial_kind(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
 
 
 @pytest.mark.parametrize("kind", [GlobalNorm, ClipsLarge])
 def test_what_couples_parameters_is_neither(kind: Any) -> None:
-    with pytest.raises(CannotTry, match="depends on the others"):
-        kind_of(kind(small().parameters()))
+    with pytest.raises(TrialFailed, match="depends on the others"):
+        trial_kind(kind(small().parameters()))
 
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:

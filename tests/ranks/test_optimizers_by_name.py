@@ -24,7 +24,7 @@ SINGLE: dict[str, dict[str, Tensor]] = {}
 
 def small_state(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
     """A job: even the small matrices of this model become bytes."""
-    adamw8bit.SMALLEST = 64
+    adamw8bit.MIN_ELEMENTS = 64
     return final(world, store, {"steps": 8} | values, leave_at)
 
 
