@@ -122,10 +122,7 @@ class _NullFile:
 
 
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
-    """Return what a worker process sends: the batch that `read` returns, or a WorkerError.
-
-    `check`: also check that the batch can be sent.
-    """
+    """Return the batch from `read`, or a WorkerError to send instead. `check`: also check that it can be sent."""
     try:
         batch = read()
         if check:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 
-# Logits per chunk, unless the caller sets `chunk`: 1 GiB in bfloat16. This is enough to keep a GPU busy; more would only
-# take memory.
+# Logits per chunk, unless the caller sets `chunk`: 1 GiB in bfloat16. More would not make a GPU faster.
 CHUNK_ELEMENTS = 2**29
 
 
@@ -37,9 +36,9 @@ def linear_cross_entropy(
     targets       (...) class indices, int64; tokens with the target `ignore_index` do not count
     chunk         the number of tokens whose logits exist at the same time
 
-    The loss is float32, or float64 for float64 inputs. Matrix products use autocast's dtype, or that of `hidden` without
-    autocast. The gradient of `weight` is summed over chunks in float32. Call it inside the model's `forward`, where a
-    sharded weight is gathered. There is no second derivative.
+    The loss is float32, or float64 for float64 inputs. Matrix products use autocast's dtype, or the dtype of `hidden`
+    if autocast is off. The gradient of `weight` is summed over chunks in float32. Call it inside the model's `forward`,
+    where a sharded weight is gathered. There is no second derivative.
     """
     _check(hidden, weight, targets, chunk)
 

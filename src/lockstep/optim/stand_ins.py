@@ -23,10 +23,7 @@ Groups = list[dict[str, Any]]
 
 
 def step_with_stand_ins(optimizer: torch.optim.Optimizer, gather: bool) -> None:
-    """Step the optimizer on all shards of this rank at once, or with `gather` on one full parameter after another.
-
-    With `gather` it is collective.
-    """
+    """Step the optimizer on all shards of this rank, or with `gather` on one full parameter at a time (collective)."""
     groups = optimizer.param_groups
     attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str | None)}
 

@@ -32,13 +32,7 @@ from lockstep.engine.start_check.judge import (
     mismatched_gradients,
     same_loss,
 )
-from lockstep.engine.start_check.probe import (
-    Inconclusive,
-    Probe,
-    has_statistics,
-    pretend_single_rank,
-    without_batch_statistics,
-)
+from lockstep.engine.start_check.probe import Inconclusive, Probe, as_one_rank, has_statistics, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import preserve_rng, rng_states, used_generators
 from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
 from lockstep.engine.start_check.state_snapshot import StateSnapshot
@@ -248,7 +242,7 @@ def _measure_again(
         return probe.measure(make_batch, gradients=False), None
 
     # A loss that gathers from other ranks may fail on a single rank. All ranks do this together, so none of them waits.
-    with pretend_single_rank():
+    with as_one_rank():
         try:
             alone: Measurement | None = probe.measure(make_batch, gradients=False)
         except Inconclusive:

@@ -122,7 +122,7 @@ def agree(run: Run, action: str) -> None:
 
 
 @contextmanager
-def pretend_single_rank() -> Iterator[None]:
+def as_one_rank() -> Iterator[None]:
     """Patch torch.distributed and the environment to report one rank. An all-reduce then leaves its tensor as it is."""
     with ExitStack() as stack:
         return_values = {"get_world_size": 1, "get_rank": 0, "all_reduce": None, "barrier": None}

@@ -65,10 +65,7 @@ def seed_all(value: int, device: torch.device) -> None:
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Replaces the results of torch's random operators by constants.
-
-    `unsupported` collects the names of random operators that have no replacement.
-    """
+    """Replaces the results of torch's random operators by constants; `unsupported` names those it cannot replace."""
 
     def __init__(self) -> None:
         super().__init__()
