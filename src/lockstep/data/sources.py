@@ -119,12 +119,12 @@ class MapSource:
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
         window = self._window(self.position)
-        after = self._after(window)
+        after = self._end_position(window)
         self.assigned_until = max(self.assigned_until, after)
         micros = self._micro_batches(window)
         return StepBatches(
             len(micros),
-            self._deliver(window, micros),
+            self._load(window, micros),
             window.size,
             total=self._count(window),
             span=(after - window.size, after),
@@ -261,7 +261,7 @@ class MapSource:
         self._prefetched = None
         self.assigned_until = self.position
 
-    # ---- which samples ----
+    # ---- choosing samples ----
 
     def _window(self, position: int) -> Window:
         """Return the window at a position, without the spans that are passed over."""
@@ -277,7 +277,7 @@ class MapSource:
                 window = Window(window.epoch, window.start, offset)
         return window
 
-    def _after(self, window: Window) -> int:
+    def _end_position(self, window: Window) -> int:
         return window.epoch * self.length + window.stop
 
     def _count(self, window: Window) -> int:
@@ -286,7 +286,7 @@ class MapSource:
     def _micro_batches(self, window: Window) -> list[MicroBatch]:
         """Return this rank's micro-batches of a window, still without data. A rank without work runs one as padding.
 
-        With prefetching, each step calls this twice: first in `_requests`, then in `take`. `_deliver` pairs the batches
+        With prefetching, each step calls this twice: first in `_requests`, then in `take`. `_load` pairs the batches
         from the first call with the micro-batches from the second by their order alone, so both calls must return the
         same. They do, because both callers advance `assigned_until`, before which `assign_by` changes nothing.
         """
@@ -301,8 +301,8 @@ class MapSource:
             own = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
-        wanted = -(-count // size) if self.options.collective_forwards else 1
-        padding = [own[0] if own else 0] * (wanted - len(own))
+        needed = -(-count // size) if self.options.collective_forwards else 1
+        padding = [own[0] if own else 0] * (needed - len(own))
         micros = [self._micro_batch(window, index, padding=False) for index in own]
         return micros + [self._micro_batch(window, index, padding=True) for index in padding]
 
@@ -311,9 +311,9 @@ class MapSource:
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
-    # ---- reading them ----
+    # ---- reading samples ----
 
-    def _deliver(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+    def _load(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Read the data of this rank's micro-batches of a window, and yield them."""
         # Without workers or a GPU, prefetching would overlap with nothing.
         prefetches = self.options.config.workers or self.options.device.type == "cuda"
@@ -343,7 +343,7 @@ class MapSource:
         # Continue the iterator of the last step, except at the start and after a resume.
         if self._prefetched is None or self._prefetched_position != self.position:
             self._prefetched = self._start_reading()
-        self._prefetched_position = self._after(window)
+        self._prefetched_position = self._end_position(window)
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
@@ -361,7 +361,7 @@ class MapSource:
         """Yield requests for this rank's micro-batches from a position on, endlessly."""
         while True:
             window = self._window(position)
-            position = self._after(window)
+            position = self._end_position(window)
             self.assigned_until = max(self.assigned_until, position)
             for micro in self._micro_batches(window):
                 yield Request(window.epoch, micro.ids)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -26,6 +26,14 @@ from lockstep.data.worker_process import open_files, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch, StepBatches, StepResult
+
+
+class _Item(NamedTuple):
+    """A micro-batch of a stream, as a worker process sends it."""
+
+    samples: int  # number of samples
+    batch: Any  # collated
+    beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
 
 
 class StreamSource:
@@ -50,7 +58,7 @@ class StreamSource:
 
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
-        self._next: Any = None  # the item after the current one, read one ahead
+        self._next: _Item | None = None  # the item after the current one, read one ahead
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
         self._ended = False
         self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
@@ -92,10 +100,10 @@ class StreamSource:
 
         # An estimate: this assumes that the other ranks have the same number of samples.
         samples = sum(micro.samples for micro in micros) * self.options.data_world.size
-        wanted = self._micro_batches if self.options.collective_forwards else 1
+        needed = self._micro_batches if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
-            for _ in range(wanted - len(micros))
+            for _ in range(needed - len(micros))
         ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 
@@ -122,7 +130,7 @@ class StreamSource:
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
-            self.beginning = self._next[2] if self._next else None
+            self.beginning = self._next.beginning if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown.
         index = self.options.data_world.rank * self._micro_batches
@@ -130,8 +138,8 @@ class StreamSource:
 
         # Read one item ahead, so that the last batch is known to be the last.
         while self._next is not None and len(micros) < self._micro_batches:
-            samples, batch, _ = self._next
-            micros.append(MicroBatch(to_device(batch, self.options.device), index + len(micros), samples, self.epoch))
+            data = to_device(self._next.batch, self.options.device)
+            micros.append(MicroBatch(data, index + len(micros), self._next.samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
@@ -157,7 +165,7 @@ class StreamSource:
         """Return the epoch's first micro-batch as the last worker process reads it."""
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
         workers = self.options.config.workers
-        return batch_or_raise(next(iter(self._loader(workers, only_worker=workers - 1))))[1]
+        return batch_or_raise(next(iter(self._loader(workers, only_worker=workers - 1)))).batch
 
     @property
     def workers_must_match(self) -> bool:
@@ -204,15 +212,12 @@ def _identity(item: Any) -> Any:
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The micro-batches that one worker of one rank reads, as (number of samples, batch, beginning).
+    """The micro-batches that one worker of one rank reads.
 
     `stride`: a rank gets every k-th sample, and its workers take turns with its micro-batches, so that the batches are
     the same with any number of workers. All of them read the whole stream with the same seed at each position, so a
     stream that shuffles or augments is the same everywhere. This is slow but correct.
     `own`: the dataset shards itself, and its seeds differ between ranks and workers.
-
-    `beginning` is the first sample of the stream, for comparison between ranks. It comes with the first micro-batch and
-    is None in the others.
     """
 
     dataset: Any
@@ -220,9 +225,9 @@ class _Shard(IterableDataset):
     options: SourceOptions
     epoch: int
     only_worker: int | None = None  # this worker process reads everything; None: workers take turns
-    beginning: Any = None
+    beginning: Any = None  # the first sample of the stream, until the first micro-batch is sent with it
 
-    def __iter__(self) -> Iterator[tuple[int, Any, Any] | WorkerError]:
+    def __iter__(self) -> Iterator[_Item | WorkerError]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
@@ -253,7 +258,7 @@ class _Shard(IterableDataset):
                 positions, samples_read = map(list, zip(*micro_batch, strict=True))
                 yield self._batch(positions, samples_read, check=info is not None and number < workers)
 
-    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any, Any] | WorkerError:
+    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
         def collate() -> Any:
             return collate_samples(self.collate, samples, positions, self._where, is_default_collate(self.collate))
 
@@ -261,7 +266,7 @@ class _Shard(IterableDataset):
         if isinstance(batch, WorkerError):
             return batch
         beginning, self.beginning = self.beginning, None
-        return len(samples), batch, beginning
+        return _Item(len(samples), batch, beginning)
 
     @property
     def _where(self) -> str:

@@ -137,9 +137,9 @@ class Run:
         self._accept_requests(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: advance the data source, and log or check what is due.
+        """End a step: advance the data source, write a log line if it is due, and run periodic checks.
 
-        `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
+        `result` is the newest known outcome: on a GPU that of the previous step, or None after the first step.
         """
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)

@@ -55,7 +55,7 @@ class Pending:
 class Stepper:
     """Runs optimizer steps on this rank, in lockstep with all others."""
 
-    control: StepControl  # of the step that began last
+    control: StepControl  # of the current step
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class Stepper:
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
 
-        # On a GPU the host reads the outcome one step late, so it never waits for the device. With fp16 it cannot,
-        # because the next loss scale depends on the outcome; nor with optimizers that cannot skip on the device.
+        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
+        # with fp16, whose next loss scale depends on the outcome, and if an optimizer cannot skip on the device.
         self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
-        """Run the whole transaction. Return the newest result known (on a GPU, the previous step's)."""
+        """Run a whole step. Return the newest known result (on a GPU, that of the previous step)."""
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)

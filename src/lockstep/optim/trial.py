@@ -12,7 +12,7 @@ import io
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,15 @@ TOLERANCE = 1e-9  # in float64
 
 
 class TrialFailed(Exception):
-    """The optimizer raised on synthetic parameters, or its updates of parameters depend on each other.
+    """The optimizer raised an error, or its update of one parameter depends on others. The message is for the user."""
 
-    The message tells the user the reason.
-    """
+
+class _Split(NamedTuple):
+    """A synthetic parameter and the parts that the optimizer steps."""
+
+    whole: Tensor
+    dim: int  # along which it is split
+    parts: list[nn.Parameter]
 
 
 def trial_kind(optimizer: torch.optim.Optimizer) -> str:
@@ -57,20 +62,20 @@ def _run(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor
     """Step synthetic parameters, each split by `split`, and return them concatenated again."""
     generator = torch.Generator().manual_seed(0)
     torch.default_generator.manual_seed(0)  # not those of GPUs, which `trial_kind` does not restore
-    copied, parts = _copy(optimizer, split, generator)
+    copied, splits = _copy(optimizer, split, generator)
     for scale in SCALES:
-        for (whole, dim), tensors in parts:
+        for whole, dim, parts in splits:
             gradient = scale * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
-            gradients = gradient.split([p.shape[dim] for p in tensors], dim) if whole.dim() else [gradient]
-            for p, grad in zip(tensors, gradients, strict=True):
+            gradients = gradient.split([p.shape[dim] for p in parts], dim) if whole.dim() else [gradient]
+            for p, grad in zip(parts, gradients, strict=True):
                 p.grad = grad.clone().to(p.device)
         if one_by_one:
             step_with_stand_ins(copied, gather=True)
         else:
             copied.step()
     return [
-        torch.cat([p.detach() for p in tensors], dim) if whole.dim() else tensors[0].detach()
-        for (whole, dim), tensors in parts
+        torch.cat([p.detach() for p in parts], dim) if whole.dim() else parts[0].detach()
+        for whole, dim, parts in splits
     ]
 
 
@@ -89,9 +94,9 @@ def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def _copy(
     optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator
-) -> tuple[torch.optim.Optimizer, list[Any]]:
-    """Return a copy of the optimizer with synthetic parameters, and a list of ((whole, split dimension), tensors)."""
-    parts: list[Any] = []
+) -> tuple[torch.optim.Optimizer, list[_Split]]:
+    """Return a copy of the optimizer with synthetic parameters, and these parameters."""
+    splits: list[_Split] = []
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     memo: dict[int, Any] = {}
@@ -103,9 +108,8 @@ def _copy(
             if p.dim() not in by_dim:
                 by_dim[p.dim()] = []
                 for _ in range(2):
-                    tensors, part = _synthetic(p, split, generator)
-                    parts.append(part)
-                    by_dim[p.dim()] += tensors
+                    splits.append(_synthetic(p, split, generator))
+                    by_dim[p.dim()] += splits[-1].parts
                 parameters += by_dim[p.dim()]
                 for tensor in by_dim[p.dim()]:
                     if optimizer.state.get(p):
@@ -124,20 +128,18 @@ def _copy(
         elif key not in ("state", "param_groups", "step"):  # a scheduler may have wrapped `step`
             copied.__dict__[key] = copy.deepcopy(value, memo)
     copied.state, copied.param_groups = state, groups
-    return copied, parts
+    return copied, splits
 
 
-def _synthetic(
-    p: Tensor, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator
-) -> tuple[list[nn.Parameter], Any]:
-    """Return small parameters with as many dimensions as `p`, and their entry for the list that `_copy` returns."""
+def _synthetic(p: Tensor, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator) -> _Split:
+    """Return a small random parameter with as many dimensions as `p`, split by `split`."""
     lengths = [*LENGTHS, *[2] * p.dim()][: p.dim()]
     whole = torch.randn(lengths, generator=generator, dtype=torch.float64)
     tensors = split(whole) if p.dim() else [whole]
     device = "cpu" if p.is_meta else p.device  # a pipeline stage has meta tensors for the parameters of other stages
     parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in tensors]
     changed = [dim for dim in range(p.dim()) if tensors[0].shape[dim] != whole.shape[dim]]
-    return parameters, ((whole, changed[0] if changed else 0), parameters)
+    return _Split(whole, changed[0] if changed else 0, parameters)
 
 
 def _state_like(value: Any, p: Tensor, tensor: Tensor) -> Any:

@@ -54,7 +54,7 @@ class StateSnapshot:
         self._checksums = checksums(self._parameters.values())
         self._copies = {name: p.detach().clone() for name, p in self._parameters.items()} if copies_parameters else {}
         self._settings = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._old_settings = [_plain(group) for group in self._settings]
+        self._old_settings = [_plain_settings(group) for group in self._settings]
 
         max_bytes = MAX_RATIO * sum(p.nbytes for p in self._parameters.values()) + MIN_BYTES
         self._owners: list[tuple[str, dict[str, Any]]] = [
@@ -78,14 +78,14 @@ class StateSnapshot:
             name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
         ]
         for group, old in zip(self._settings, self._old_settings, strict=True):
-            found.settings += [key for key, value in _plain(group).items() if old.get(key) != value]
+            found.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
                 value = attributes.get(name)
                 if old is not _NOT_COPIED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
-                    self._sort(f"{owner}.{name}", value, found)
+                    self._classify(f"{owner}.{name}", value, found)
                     self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
         return found
 
@@ -125,7 +125,8 @@ class StateSnapshot:
                     if old is not _NOT_COPIED and not _same(value, old):
                         attributes[name] = _restored(value, old)
 
-    def _sort(self, name: str, value: Any, found: Changes) -> None:
+    def _classify(self, name: str, value: Any, found: Changes) -> None:
+        """Add the name of a changed attribute to the list for its kind."""
         if isinstance(value, _GENERATORS):
             found.generators.append(name)
         elif any(t.is_floating_point() and t.shape in self._shapes for t in _tensors(value)):
@@ -169,7 +170,7 @@ def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: in
     return copies
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
 
 
