@@ -220,7 +220,7 @@ class RunState:
 
         # Masters are saved in place of parameters: float32 instead of bfloat16.
         if self.optimizers.masters:
-            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
+            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
 
         groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
         guess = sum(

@@ -139,7 +139,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             "build a smaller one, or type device=cpu",
         )
 
-    held = _footprint(driver, builder)
+    footprint = _footprint(driver, builder)
     on_host = not isinstance(error, torch.OutOfMemoryError)
     config = builder.config
     world = builder.runtime.world
@@ -152,7 +152,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     run = builder.run
     if run is None:
         what = "the model"
-        advice = options(held, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
+        advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
     elif builder.runtime.heartbeat.phase == "evaluate":
         batch = run.evaluation_batch()
         what = f"an evaluation in batches of {batch}"
@@ -165,13 +165,15 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
 
         blocks = find_blocks(driver.model, config.blocks)
-        advice = options(held, config, world.size, run.plan.micro_batch, len(blocks), on_host)
+        advice = options(footprint, config, world.size, run.plan.micro_batch, len(blocks), on_host)
 
     # Options that free enough memory by themselves come first. The sort is stable, so the order is otherwise kept.
-    missing = shortage.missing(held.to_come)
+    missing = shortage.missing(footprint.to_come)
     advice = sorted(advice, key=lambda option: not option.enough(missing))
     fix = "; ".join(option.text(missing) for option in [*first, *advice])
-    return UserError(f"{what} does not fit into memory", f"{shortage}; it holds {held}", f"try these in order: {fix}")
+    return UserError(
+        f"{what} does not fit into memory", f"{shortage}; it holds {footprint}", f"try these in order: {fix}"
+    )
 
 
 def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
@@ -196,20 +198,22 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))
         if optimizers.masters:
-            state += optimizers.masters.held()
+            state += optimizers.masters.persistent_tensors()
 
-    held = Footprint(
+    footprint = Footprint(
         parameters=count([*model.parameters(), *model.buffers()]),
         gradients=count(p.grad for p in model.parameters()),
         optimizer=count(state),
         to_come=to_come,
     )
     if device.type != "cuda":
-        return held
+        return footprint
 
     # Everything else at the peak was activations, or temporary buffers.
     peak = torch.cuda.max_memory_allocated(device)
-    return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
+    return replace(
+        footprint, activations=max(0, peak - footprint.parameters - footprint.gradients - footprint.optimizer)
+    )
 
 
 # ---- micro_batch=auto ----

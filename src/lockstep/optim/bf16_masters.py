@@ -49,7 +49,7 @@ class MasterWeights:
         """Return the master weight of a parameter, or None if this rank has none for it."""
         return self._stand_ins.get(id(parameter)) if self.persistent else None
 
-    def held(self) -> list[Tensor]:
+    def persistent_tensors(self) -> list[Tensor]:
         """Return the master weights. Temporary stand-ins take no memory between two steps."""
         return list(self._stand_ins.values()) if self.persistent else []
 

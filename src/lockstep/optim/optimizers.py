@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError, some_names
 from lockstep.optim.stand_ins import step_with_stand_ins
-from lockstep.optim.trial import PER_PARAMETER, TrialFailed, trial_kind
+from lockstep.optim.trial import PER_PARAMETER, TrialFailed, classify_update
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import balance, by_mesh
 
@@ -97,7 +97,7 @@ class Optimizers:
             has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
             if has_trainable and not _needs_no_trial(optimizer):
                 try:
-                    trial_kind(optimizer)
+                    classify_update(optimizer)
                 except TrialFailed as reason:
                     fix = (
                         "type strategy=ddp, where every rank steps all parameters; if it updates each parameter "
@@ -302,7 +302,7 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     treat only large matrices differently, or only after many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
     """
     try:
-        needs_full = trial_kind(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
+        needs_full = classify_update(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
     except TrialFailed as reason:
         fix = (
             "type strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "

@@ -27,17 +27,17 @@ def step_with_stand_ins(optimizer: torch.optim.Optimizer, gather: bool) -> None:
     groups = optimizer.param_groups
     attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str | None)}
 
-    used: list[dict[str, Any]] = [dict(group) for group in groups]
+    stepped_groups: list[dict[str, Any]] = [dict(group) for group in groups]
     if gather:
         for number, group in enumerate(groups):
             for p in [p for p in group["params"] if p.grad is not None]:
                 # Reset attributes such as a step count, so that every call looks like the first of this update.
                 vars(optimizer).update(attributes)
-                (used[number],) = _step(optimizer, [{**group, "params": [p]}], gather)
+                (stepped_groups[number],) = _step(optimizer, [{**group, "params": [p]}], gather)
     else:
-        used = _step(optimizer, used, gather)
+        stepped_groups = _step(optimizer, stepped_groups, gather)
 
-    for group, settings in zip(groups, used, strict=True):
+    for group, settings in zip(groups, stepped_groups, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
@@ -55,7 +55,7 @@ def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Gro
     optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
     try:
         optimizer.step()
-        used = optimizer.param_groups
+        stepped_groups = optimizer.param_groups
     finally:
         optimizer.param_groups, optimizer.state = own_groups, own_state
 
@@ -65,7 +65,7 @@ def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Gro
         if stand_in in temporary_state:
             new_state = temporary_state[stand_in].items()
             own_state[p] = {key: _laid_out(value, p, stand_in, gather) for key, value in new_state}
-    return used
+    return stepped_groups
 
 
 def _plain_parameter(p: nn.Parameter, gather: bool) -> nn.Parameter:

@@ -12,6 +12,7 @@ import io
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from lockstep.optim.stand_ins import step_with_stand_ins
 from lockstep.runtime.layout import local
 
-ELEMENTWISE = "every element by itself"
-PER_PARAMETER = "every parameter by itself"
+ELEMENTWISE = "elementwise"
+PER_PARAMETER = "per parameter"
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)
@@ -42,7 +43,7 @@ class _Split(NamedTuple):
     parts: list[nn.Parameter]
 
 
-def trial_kind(optimizer: torch.optim.Optimizer) -> str:
+def classify_update(optimizer: torch.optim.Optimizer) -> str:
     """Return ELEMENTWISE or PER_PARAMETER, or raise TrialFailed if the optimizer is neither."""
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
@@ -50,7 +51,7 @@ def trial_kind(optimizer: torch.optim.Optimizer) -> str:
             if _differ(together, _run(optimizer, _keep_whole, one_by_one=True)):
                 raise TrialFailed("its update of one parameter depends on the others")
 
-            splits = [_run(optimizer, lambda t, dim=dim: _halves(t, dim), one_by_one=False) for dim in range(2)]
+            splits = [_run(optimizer, partial(_halves, dim=dim), one_by_one=False) for dim in range(2)]
     except TrialFailed:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -61,7 +62,7 @@ def trial_kind(optimizer: torch.optim.Optimizer) -> str:
 def _run(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor]], one_by_one: bool) -> list[Tensor]:
     """Step synthetic parameters, each split by `split`, and return them concatenated again."""
     generator = torch.Generator().manual_seed(0)
-    torch.default_generator.manual_seed(0)  # not those of GPUs, which `trial_kind` does not restore
+    torch.default_generator.manual_seed(0)  # not those of GPUs, which `classify_update` does not restore
     copied, splits = _copy(optimizer, split, generator)
     for scale in SCALES:
         for whole, dim, parts in splits:

@@ -152,7 +152,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
 
 def check_different(digests: Sequence[str | None], fix: str) -> None:
     """Check that no two ranks have the same first batch. A digest of None means that the rank has no batch."""
-    seen: dict[str, int] = {}
+    first_rank: dict[str, int] = {}
     for rank, value in enumerate(digests):
-        if value is not None and seen.setdefault(value, rank) != rank:
-            raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)
+        if value is not None and first_rank.setdefault(value, rank) != rank:
+            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix)

@@ -91,10 +91,10 @@ def judge_repetition(first: Measurement, again: Measurement, changes: Changes, t
     if same_total and first.weight == again.weight:
         return None
 
-    seen = f"the same samples twice: {_pair(first)}, then {_pair(again)}"
+    evidence = f"the same samples twice: {_pair(first)}, then {_pair(again)}"
     if changes.others:
-        return named("carried-state", f"{seen}; {_some(changes.others)} changes")
-    return named("nondeterminism", seen)
+        return named("carried-state", f"{evidence}; {_some(changes.others)} changes")
+    return named("nondeterminism", evidence)
 
 
 # ---- the whole and its halves ----
@@ -148,7 +148,7 @@ def judge_halves(
     if not all(map(math.isfinite, numbers)) or not whole.weight:
         return None  # the first step will report it
 
-    seen = f"a few samples whole: {_pair(whole)}; in two halves: {_pair(first)}, and {_pair(second)}"
+    evidence = f"a few samples whole: {_pair(whole)}; in two halves: {_pair(first)}, and {_pair(second)}"
     weights = first.weight + second.weight
     totals = first.total + second.total
 
@@ -157,27 +157,27 @@ def judge_halves(
     is_mean = _is_mean(whole, halves, tolerance)
     if not math.isclose(whole.weight, weights, rel_tol=WEIGHT_TOLERANCE):
         if same_total:
-            return named("loss-weight", seen)
+            return named("loss-weight", evidence)
         # Neither adds up. If the weight varies with the batch, the loss selects terms from it, such as the hardest.
         same_weight = whole.weight == first.weight == second.weight
-        return named("mean-of-means" if same_weight else "batch-coupled", seen)
+        return named("mean-of-means" if same_weight else "batch-coupled", evidence)
     if same_total and not mismatched:
         return None
     if same_total:
         assert mismatched is not None
-        return named("batch-coupled", f"{seen}; these add up, but the gradient of {_some(mismatched)} does not")
+        return named("batch-coupled", f"{evidence}; these add up, but the gradient of {_some(mismatched)} does not")
     if is_mean:
-        return named("mean-for-sum", seen)
+        return named("mean-for-sum", evidence)
 
     # If every call adds a constant, such as a penalty on the weights, the two halves contain it twice and the whole
     # batch once. Then two calls on the first half also exceed one call on the doubled half by this constant.
     twice = measure_doubled(False)
     constant = totals - whole.total
     if tolerance.explains(2 * first.total - twice.total - constant, constant, *numbers):
-        return named("penalty", f"{seen}; every call adds {constant:.4g}, whatever its samples")
+        return named("penalty", f"{evidence}; every call adds {constant:.4g}, whatever its samples")
     if _is_reweighted(whole, halves, measure_doubled(True), tolerance):
-        return named("loss-weight", f"{seen}; each total is a mean over something else, times the weight")
-    return named("batch-coupled", seen)
+        return named("loss-weight", f"{evidence}; each total is a mean over something else, times the weight")
+    return named("batch-coupled", evidence)
 
 
 def _is_mean(whole: Measurement, halves: Sequence[Measurement], tolerance: Tolerance) -> bool:

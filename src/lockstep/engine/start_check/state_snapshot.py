@@ -68,26 +68,26 @@ class StateSnapshot:
 
     def changes(self) -> Changes:
         """Return the names of everything that differs from the snapshot."""
-        found = Changes()
-        found.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
+        changes = Changes()
+        changes.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
         now = checksums(self._parameters.values())
-        found.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
+        changes.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
 
         buffers = dict(self._model.named_buffers())
-        found.model += [
+        changes.model += [
             name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
         ]
         for group, old in zip(self._settings, self._old_settings, strict=True):
-            found.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
+            changes.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
                 value = attributes.get(name)
                 if old is not _NOT_COPIED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
-                    self._classify(f"{owner}.{name}", value, found)
+                    self._classify(f"{owner}.{name}", value, changes)
                     self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
-        return found
+        return changes
 
     def settled(self, name: str) -> bool:
         """Return whether an attribute in `Changes.averages` stays the same from now on and is no copy of a weight.
@@ -125,14 +125,14 @@ class StateSnapshot:
                     if old is not _NOT_COPIED and not _same(value, old):
                         attributes[name] = _restored(value, old)
 
-    def _classify(self, name: str, value: Any, found: Changes) -> None:
+    def _classify(self, name: str, value: Any, changes: Changes) -> None:
         """Add the name of a changed attribute to the list for its kind."""
         if isinstance(value, _GENERATORS):
-            found.generators.append(name)
+            changes.generators.append(name)
         elif any(t.is_floating_point() and t.shape in self._shapes for t in _tensors(value)):
-            found.averages.append(name)
+            changes.averages.append(name)
         else:
-            found.others.append(name)
+            changes.others.append(name)
 
 
 def _recomputed(model: nn.Module) -> Iterator[str]:
