@@ -72,7 +72,7 @@ class Own(torch.optim.SGD):
 def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, divides, skips):
     model = nn.Linear(2, 2)
     optimizers = Optimizers(make(model.parameters()), model)
-    assert (optimizers.divides_gradients, optimizers.skips_by_itself) == (divides, skips)
+    assert (optimizers.divides_gradients, optimizers.skips_on_device) == (divides, skips)
     assert not Optimizers(make(model.double().parameters()), model).divides_gradients
 
 

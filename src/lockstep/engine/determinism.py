@@ -190,5 +190,5 @@ def _switch_off_fused(optimizers: Optimizers) -> bool:
 
     # Only fused kernels divide the gradients and skip the step by themselves.
     optimizers.divides_gradients = False
-    optimizers.skips_by_itself = False
+    optimizers.skips_on_device = False
     return bool(fused)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.optimizers import GroupPart, only_these
+from lockstep.optim.optimizers import GroupPart, restricted_to
 from lockstep.runtime.layout import by_mesh, like, local, shard_of
 from lockstep.runtime.seeds import derive
 
@@ -76,7 +76,7 @@ class MasterWeights:
             stand_ins = [stand_in for _, tensors in parts for stand_in in tensors]
             for stand_in in stand_ins:
                 self._fill(optimizer, stand_in, divisor)
-            with only_these(optimizer, parts):
+            with restricted_to(optimizer, parts):
                 call(optimizer)
             for stand_in in stand_ins:
                 self._round_back(optimizer, stand_in, now)

@@ -68,11 +68,11 @@ class Optimizers:
 
         # Whether every optimizer can apply grad_scale inside its fused kernel. That divisor is float32, so gradients of
         # float64 parameters are divided before the step instead.
-        in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
-        self.divides_gradients = in_float32 and self._all_fused(DIVIDING)
+        all_float32 = all(p.dtype == torch.float32 for p in self.parameters())
+        self.divides_gradients = all_float32 and self._all_fused(DIVIDING)
 
         # Whether the device can skip a step without waiting for the host.
-        self.skips_by_itself = self.divides_gradients and self._all_fused(SKIPPING)
+        self.skips_on_device = self.divides_gradients and self._all_fused(SKIPPING)
 
         self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
@@ -95,7 +95,7 @@ class Optimizers:
         for optimizer in self.all:
             # An optimizer without trainable parameters may update something that has no gradient.
             has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-            if has_trainable and not _needs_no_trial(optimizer):
+            if has_trainable and not _is_trusted(optimizer):
                 try:
                     classify_update(optimizer)
                 except TrialFailed as reason:
@@ -113,7 +113,7 @@ class Optimizers:
         """Update parameters through `masters`, which divide the gradients when they convert them to float32."""
         self.masters = masters
         self.divides_gradients = True
-        self.skips_by_itself = self._all_fused(SKIPPING)
+        self.skips_on_device = self._all_fused(SKIPPING)
 
     def step(
         self,
@@ -138,7 +138,7 @@ class Optimizers:
                 self.masters.step(optimizer, divisor, update_count, self._step_one)
             elif self._several_meshes and id(optimizer) not in self._stand_ins:
                 parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
-                with only_these(optimizer, parts):
+                with restricted_to(optimizer, parts):
                     optimizer.step()
             else:
                 self._step_one(optimizer)
@@ -151,9 +151,9 @@ class Optimizers:
         else:
             optimizer.step()
 
-    def parameters_of(self, numbers: Sequence[int]) -> set[int]:
+    def parameters_of(self, indices: Sequence[int]) -> set[int]:
         """Return the ids of the model's parameters that these optimizers update, on any rank."""
-        return {id(p) for number in numbers for group in self.groups[number] for p in group}
+        return {id(p) for index in indices for group in self.groups[index] for p in group}
 
     def refuse_direct_steps(self) -> None:
         """Make `optimizer.step()` raise if the user calls it: it would apply sums that are not divided yet."""
@@ -238,7 +238,7 @@ class ShardedOptimizers(Optimizers):
 
 
 @contextmanager
-def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
+def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
     """Restrict the optimizer to these parts of its groups, with the settings of each group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
@@ -286,11 +286,11 @@ def _can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer needs no stand-ins: none of its parameters is sharded, or it supports DTensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     sharded = any(isinstance(p, DTensor) for p in parameters)
-    return not sharded or _needs_no_trial(optimizer)
+    return not sharded or _is_trusted(optimizer)
 
 
-def _needs_no_trial(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no trial: it is torch's, ours, or its author set DTENSOR_ATTRIBUTE."""
+def _is_trusted(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs no trial: it is torch's, ours, or sets DTENSOR_ATTRIBUTE."""
     ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
     return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
 

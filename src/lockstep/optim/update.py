@@ -41,7 +41,7 @@ class Update:
         # get copies), and no clipping of elements, which would need gradients at their true size earlier.
         full_gradients = replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
-        self.skips_on_device = replicated and self._fused and optimizers.skips_by_itself
+        self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
     def clip_factor(self, norm: Any) -> Any:
         """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
