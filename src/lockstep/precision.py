@@ -43,7 +43,7 @@ class Precision:
     # Raises a UserError if this precision cannot be used. None: it can always be used.
     check: Callable[[RunConfig, torch.device], None] | None = None
 
-    # `choose` sets these two.
+    # `choose_precision` sets these two.
     name: str = ""
     device_type: str = "cpu"
 
@@ -81,7 +81,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose(config: RunConfig, device: torch.device) -> Precision:
+def choose_precision(config: RunConfig, device: torch.device) -> Precision:
     """Return the precision of a run. `auto` means bf16 on a GPU that supports it, else fp16, and fp32 on a CPU.
 
     A precision that is set by name is never changed silently: it is used or refused.
@@ -262,7 +262,7 @@ def check_storage(model: nn.Module) -> None:
         )
 
 
-def check_statistics(model: nn.Module, precision: Precision) -> None:
+def check_batchnorm(model: nn.Module, precision: Precision) -> None:
     """Refuse BatchNorm on a CPU, where torch's kernels do not support float32 statistics with bfloat16 weights."""
     kind = nn.modules.batchnorm._BatchNorm
     names = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]

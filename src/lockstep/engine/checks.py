@@ -110,7 +110,7 @@ def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
         )
 
 
-def check_something_left(steps: int, done: int) -> None:
+def check_steps_left(steps: int, done: int) -> None:
     """Check that a resumed run has not passed `steps` already: its last records would be overwritten."""
     if done > steps:
         raise UserError(
@@ -123,7 +123,7 @@ def check_something_left(steps: int, done: int) -> None:
 # ---- the model ----
 
 
-def check_plain(model: Any) -> None:
+def check_not_wrapped(model: Any) -> None:
     """Check that the model is a plain nn.Module: wrappers would reduce gradients twice or rename parameters."""
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -188,7 +188,7 @@ def check_instance_norms(model: nn.Module) -> None:
             )
 
 
-def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
+def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
     if plan.data_size == 1 or not any(map(is_synchronised, model.modules())):
         return
@@ -202,7 +202,7 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
         )
 
 
-def refuse_single_values(model: nn.Module, plan: Plan, tail: str) -> None:
+def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
     """Refuse micro-batches of one sample if a BatchNorm would get one value per channel, which has no variance.
 
     A hook on the first forward sees how many values a sample has. So the error comes before the first update, and not

@@ -31,15 +31,15 @@ from lockstep.engine.checks import (
     LateHooks,
     TrainableGuard,
     check_enough_micro_batches,
-    check_even_work,
+    check_equal_work,
     check_instance_norms,
-    check_plain,
+    check_not_wrapped,
     check_replicas,
     check_same_config,
     check_sample_log,
-    check_something_left,
+    check_steps_left,
     check_supported,
-    refuse_single_values,
+    refuse_single_samples,
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
@@ -56,14 +56,14 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
-from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_learning_rate
+from lockstep.optim.own_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.optim.registry import build_optimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
-from lockstep.precision import Precision, check_statistics, check_storage, choose, for_model
+from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
@@ -125,10 +125,10 @@ class RunBuilder:
                 "may be passed alone: teacher = run.setup(teacher)",
             )
 
-        check_plain(model)
+        check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
         if self.precision.rounding:
-            check_statistics(model, self.precision)
+            check_batchnorm(model, self.precision)
         else:
             check_storage(model)
         check_supported(model)
@@ -156,7 +156,7 @@ class RunBuilder:
         self._on_failure.callback(wrapped.release)
 
         own_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
-        check_none_left_out(own_optimizers, own_schedulers)
+        check_schedulers_passed(own_optimizers, own_schedulers)
 
         # Exactness saves a description of the platform with every checkpoint: a resumed run must compute the same bits.
         exactness = None
@@ -284,8 +284,8 @@ class RunBuilder:
 
         plan = make_plan(config, data_world.size, length, max_micro_batch, role.pipeline_depth)
         plan = plan_by_speed(plan, config.load_balance)
-        check_even_work(driver.model, plan, config.tail)
-        refuse_single_values(driver.model, plan, config.tail)
+        check_equal_work(driver.model, plan, config.tail)
+        refuse_single_samples(driver.model, plan, config.tail)
         if not role.runs_whole_model:
             check_enough_micro_batches(plan)
 
@@ -366,7 +366,7 @@ class RunBuilder:
     def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
         step = stepper.counters.step
-        check_something_left(plan.steps, step)
+        check_steps_left(plan.steps, step)
         self.started -= resumed.seconds
         self.recorder.resume_interval(stepper.sums, resumed.interval)
         stepper.context.metrics.known = set(self.recorder.names)
@@ -403,7 +403,7 @@ def open_run(
     # This check comes before any other collective: with different settings the ranks might deadlock there.
     check_same_config(config, runtime)
 
-    precision = choose(config, runtime.device)
+    precision = choose_precision(config, runtime.device)
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)

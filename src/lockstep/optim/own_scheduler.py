@@ -271,7 +271,7 @@ def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]
         )
 
 
-def check_none_left_out(optimizers: Any, schedulers: Any) -> None:
+def check_schedulers_passed(optimizers: Any, schedulers: Any) -> None:
     """Refuse an optimizer that has a scheduler which was not passed to Lockstep."""
     with_scheduler = [scheduler.optimizer for scheduler in as_list(schedulers) if isinstance(scheduler, LRScheduler)]
     for optimizer in as_list(optimizers):
