@@ -171,9 +171,8 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     missing = shortage.missing(footprint.to_come)
     advice = sorted(advice, key=lambda option: not option.enough(missing))
     fix = "; ".join(option.text(missing) for option in [*first, *advice])
-    return UserError(
-        f"{what} does not fit into memory", f"{shortage}; it holds {footprint}", f"try these in order: {fix}"
-    )
+    found = f"{shortage}; it holds {footprint}"
+    return UserError(f"{what} does not fit into memory", found, f"try these in order: {fix}")
 
 
 def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
@@ -211,9 +210,8 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
 
     # Everything else at the peak was activations, or temporary buffers.
     peak = torch.cuda.max_memory_allocated(device)
-    return replace(
-        footprint, activations=max(0, peak - footprint.parameters - footprint.gradients - footprint.optimizer)
-    )
+    rest = peak - footprint.parameters - footprint.gradients - footprint.optimizer
+    return replace(footprint, activations=max(0, rest))
 
 
 # ---- micro_batch=auto ----
