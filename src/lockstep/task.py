@@ -164,7 +164,7 @@ class Task:
     presets: dict[str, dict[str, Any]] = {}
     # Settings that must not change when a run is resumed, because the task's own state depends on them.
     lasting: tuple[str, ...] = ()
-    # Names of the model's buffers that a forward changes: `exact` is then refused before the first step.
+    # Names of the model's buffers that training changes: `exact` is then refused before the first step.
     changing_buffers: tuple[str, ...] = ()
     # Advice in the error if a checkpoint holds only digests of the frozen weights, and these differ from the model's.
     frozen_advice: str = "build the model with the same frozen weights"
