@@ -642,7 +642,7 @@ def explained_fit(world: Any, store: Any, task: Any, values: dict[str, Any]) -> 
 
 
 WORDS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
-    (Lazy(), {}, ("the shape of '0.weight' is not known yet", "nn.Linear(in_features")),
+    (Lazy(), {}, ("'0.weight' has no shape yet", "nn.Linear(in_features")),
     (OnHost(), {}, ("it is a float", "remove .item() or float()")),
     (ShapeForWeight(), {}, ("it cannot be a Size", "weight=len(batch)")),
     (ManyWeights(), {}, ("it cannot be a Tensor (2,)", "mask.sum()")),
