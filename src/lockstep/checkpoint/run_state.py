@@ -56,7 +56,7 @@ class SavedStepper(Stateful, Protocol):
     """The engine's `Stepper`, as far as checkpoints need it."""
 
     counters: Any  # `step` counts the steps
-    update: Any  # calls `before_next` before the next change
+    update: Any  # calls `before_update` before the next change
 
 
 class Change(NamedTuple):

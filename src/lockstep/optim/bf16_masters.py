@@ -58,28 +58,28 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         divisor: Tensor | None,
-        now: int,
-        call: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
+        update_count: int,
+        step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
     ) -> None:
         """Update the parameters of one optimizer, a few at a time.
 
         divisor: shape (); gradients are divided by it, unless it is None
-        now: the number of the step, so that no two steps draw the same random bits
-        call: steps the optimizer; it may put other tensors into its groups
+        update_count: seeds the random bits, so that no two updates draw the same
+        step: steps the optimizer; it may put other tensors into its groups
         """
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             # None of its tensors has a stand-in: it updates something other than trainable parameters.
             optimizer.step()
             return
 
-        for parts in self._in_turn(optimizer):
+        for parts in self._parts_per_step(optimizer):
             stand_ins = [stand_in for _, tensors in parts for stand_in in tensors]
             for stand_in in stand_ins:
-                self._fill(optimizer, stand_in, divisor)
+                self._load_stand_in(optimizer, stand_in, divisor)
             with restricted_to(optimizer, parts):
-                call(optimizer)
+                step(optimizer)
             for stand_in in stand_ins:
-                self._round_back(optimizer, stand_in, now)
+                self._round_back(optimizer, stand_in, update_count)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
         """Return a float32 stand-in with the same placement. Frozen parameters are returned as they are."""
@@ -104,7 +104,7 @@ class MasterWeights:
 
         return stand_in
 
-    def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
+    def _parts_per_step(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
         """Yield the parts of groups that one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
         # A user-defined optimizer may count its calls: it gets everything at once.
@@ -131,7 +131,7 @@ class MasterWeights:
 
             yield group, part
 
-    def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
+    def _load_stand_in(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
         """Set the value and the gradient of a stand-in. The division in float32 loses no precision."""
         parameter = self._parameters[id(stand_in)]
 
@@ -153,7 +153,7 @@ class MasterWeights:
             wide.div_(divisor)
         stand_in.grad = like(wide, gradient)
 
-    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, now: int) -> None:
+    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, update_count: int) -> None:
         """Round an updated stand-in into its bfloat16 parameter, and free temporary memory."""
         parameter = self._parameters[id(stand_in)]
         wide = local(stand_in)
@@ -161,7 +161,7 @@ class MasterWeights:
 
         # `copy_` rounds to the nearest bfloat16.
         if self.rounding == "stochastic":
-            key = rounding_key(self.seed, now, self.names[id(parameter)])
+            key = rounding_key(self.seed, update_count, self.names[id(parameter)])
             shard.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
         else:
             shard.copy_(wide)

@@ -28,7 +28,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before_next: Callable[[], None] = lambda: None  # waits for a save that is still copying
+        self.before_update: Callable[[], None] = lambda: None  # waits for a save that is still copying
         self.optimizer_indices = range(len(optimizers.all))
         self._optimizers = optimizers
         self._clip = clip
@@ -60,7 +60,7 @@ class Update:
         `update_count` counts the updates of the run, including skipped ones. `to_step` holds the indices of the
         optimizers to step.
         """
-        self.before_next()
+        self.before_update()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, to_step, torch.tensor(1.0 / factor, device=self._device))
@@ -76,7 +76,7 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, to_step: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
-        self.before_next()
+        self.before_update()
         self._optimizers.step(update_count, to_step, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:

@@ -49,7 +49,7 @@ class Probe:
         """Call the loss on a batch with the seed of the first micro-batch, and return the result."""
         run = self.run
 
-        with self._errors_of_the_user():
+        with self._catch_user_errors():
             # A loss may change its batch in place, so each call gets a new one. Seed after collate, which may draw too.
             batch = to_device(make_batch(), run.runtime.device)
             self.seed()
@@ -81,7 +81,7 @@ class Probe:
         self.inner = inner
 
     @contextmanager
-    def _errors_of_the_user(self) -> Iterator[None]:
+    def _catch_user_errors(self) -> Iterator[None]:
         """Turn errors of the user's code into `Inconclusive`: training will raise them again, with a traceback."""
         try:
             yield
