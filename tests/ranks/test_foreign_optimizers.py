@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_whole
+from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
 from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, TrialFailed, classify_update
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -131,8 +131,8 @@ def test_what_couples_parameters_is_neither(kind: Any) -> None:
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:
     """Lion is elementwise; so, on small parameters, is what looks at matrices only if they are large."""
-    assert _needs_whole(Lion(small().parameters()))
-    assert not _needs_whole(torch.optim.Rprop(small().parameters()))
+    assert _needs_full_parameters(Lion(small().parameters()))
+    assert not _needs_full_parameters(torch.optim.Rprop(small().parameters()))
 
 
 # ---- as in plain PyTorch ----
