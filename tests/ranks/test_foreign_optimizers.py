@@ -76,7 +76,7 @@ class Shampoo(Plain):
         if grad.dim() != 2:
             return grad
         if not state:
-            state["left"] = torch.eye(len(grad), dtype=grad.dtype) * 1e-3
+            state["left"] = torch.eye(len(grad), dtype=grad.dtype, device=grad.device) * 1e-3
         state["left"] += grad @ grad.T
         values, vectors = torch.linalg.eigh(state["left"])
         return vectors @ torch.diag(values.clamp(min=1e-9) ** -0.5) @ vectors.T @ grad
@@ -199,7 +199,7 @@ def whole_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
         loop.fit(Foreign(), builder)
         trace = trace_of(builder)
         states = (trace.initial, trace.steps[-1].weights)
-        return [{name: full_tensor(tensor) for name, tensor in state.items()} for state in states]
+        return [{name: full_tensor(tensor).cpu() for name, tensor in state.items()} for state in states]
 
 
 def by_hand(initial: dict[str, Tensor], resumed_after: int = 0) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import (
+    DEVICE,
     JOBS,
     Perceptron,
     Regression,
@@ -99,12 +100,12 @@ def freeze(task: Regression, call: int) -> None:
 
 def replace(task: Regression, call: int) -> None:
     if call == 4:
-        task.net.out = nn.Linear(6, 1)
+        task.net.out = nn.Linear(6, 1).to(DEVICE)
 
 
 def add(task: Regression, call: int) -> None:
     if call == 5:
-        task.net.extra = nn.Parameter(torch.zeros(3))
+        task.net.extra = nn.Parameter(torch.zeros(3, device=DEVICE))
 
 
 def test_a_parameter_unfrozen_after_wrapping(pool: Pool) -> None:

@@ -26,7 +26,7 @@ from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool
-from ranks.support import ALL_PAIRS, assert_user_errors, configured, delay_collectives, fit, flat
+from ranks.support import ALL_PAIRS, DEVICE, assert_user_errors, configured, delay_collectives, fit, flat
 from ranks.test_strategies import assert_close, final
 
 POWERSGD = {"ddp.hook": "powersgd", "ddp.powersgd_rank": 2, "ddp.powersgd_start": 0}
@@ -93,7 +93,7 @@ class Control:
         return self._word
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
 Step = tuple[list[list[Tensor]], list[ControlWord], float]  # gradients and word of every rank, loss scale
@@ -104,26 +104,26 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
     config = configured(values).config
     found: dict[str, Any] = {"sums": [], "words": [], "sent": [], "bytes": [], "states": []}
     with context.start(world, config, store=store) as runtime:
-        driver = DDPDriver(Linear(steps[0][0][0]), config.ddp, runtime, config.seed)
+        driver = DDPDriver(Linear(steps[0][0][0]).to(DEVICE), config.ddp, runtime, config.seed)
         for gradients, words, scale in steps:
             driver.begin()
             driver.before_forward(MicroBatch(None, 0, 1), Control(scale, words[world.rank]))
-            total = driver.module(gradients[world.rank])
+            total = driver.module([gradient.to(DEVICE) for gradient in gradients[world.rank]])
             with Sent() as sent:
                 driver.backward(Loss(total, 1), Control(scale, words[world.rank]))
-            sums = [p.grad * driver.to_sum for p in driver.parameters if p.grad is not None]
+            sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
             found["words"].append(driver.codec.unpack(driver.reduced().packed.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
-            found["states"].append({n: (m.query.clone(), _copy(m.error)) for n, m in matrices.items()})
+            found["states"].append({n: (m.query.cpu().clone(), _copy(m.error)) for n, m in matrices.items()})
         runtime.collectives.final_barrier()
     return found
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+    return None if tensor is None else tensor.cpu().clone()
 
 
 def drawn(world: int, shapes: list[tuple[int, ...]], scale: float = 1.0, seed: int = 0) -> list[list[Tensor]]:

@@ -99,7 +99,7 @@ def own_backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def of_something_else(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """An inner optimization that does not touch the model."""
-    shift = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    shift = torch.zeros(6, dtype=x.dtype, device=x.device, requires_grad=True)
     (shift - 0.3).square().sum().backward()
     assert shift.grad is not None
     return ((model(x - shift.grad) - y) ** 2).sum()
@@ -128,7 +128,7 @@ def whole_weights(world: Any, store: Any, task: Task, values: dict[str, Any]) ->
         loop.fit(task, builder)
         trace = trace_of(builder)
         states = (trace.initial, trace.steps[-1].weights)
-        return [{name: full_tensor(tensor) for name, tensor in state.items()} for state in states]
+        return [{name: full_tensor(tensor).cpu() for name, tensor in state.items()} for state in states]
 
 
 def assert_as_by_hand(pool: Pool, task: Trained, values: dict[str, Any], world: int) -> None:

@@ -131,7 +131,7 @@ def train_two_models(world: World, store: Any, values: dict[str, Any]) -> tuple[
         whole = builder.driver.model
         full = [builder.driver.fetch(name, p).detach().flatten() for name, p in whole.named_parameters()]
         own.close()
-        return torch.cat(full), evaluated
+        return torch.cat(full).cpu(), evaluated
 
 
 def test_a_copy_of_one_of_two_models_is_a_model_by_itself() -> None:
@@ -175,7 +175,7 @@ def train_gan(world: World, store: Any, plan: Plan, values: dict[str, Any]) -> T
         names = [name for name, _ in plain.named_parameters()]
         full = [builder.driver.fetch(name, plain.get_parameter(name)).detach().flatten() for name in names]
         own.close()
-        return torch.cat(full)
+        return torch.cat(full).cpu()
 
 
 @pytest.mark.parametrize(("world", "values"), [*STRATEGIES, EXACT], ids=str)
@@ -225,7 +225,7 @@ def train_language_model(world: World, store: Any, values: dict[str, Any]) -> Te
             step.apply(sgd if step.index % 2 else adam)
         full = [builder.driver.fetch(name, p).detach().flatten() for name, p in plain.named_parameters()]
         own.close()
-        return torch.cat(full)
+        return torch.cat(full).cpu()
 
 
 @pytest.mark.parametrize(("world", "values"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"})], ids=str)
@@ -300,7 +300,7 @@ def train_sam(world: World, store: Any, values: dict[str, Any]) -> Tensor:
             assert step.apply().applied
         full = [builder.driver.fetch(name, p).detach().flatten() for name, p in plain.named_parameters()]
         own.close()
-        return torch.cat(full)
+        return torch.cat(full).cpu()
 
 
 @pytest.mark.parametrize(("world", "values"), [(1, {}), (2, {}), (2, {"strategy": "fsdp"}), (3, {"exact": True})])

@@ -189,6 +189,8 @@ class Run:
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
             self._accept_requests(self.stepper.wait_for_outcome())
+            # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
+            self.recorder.poll(wait=True)
         if self.stepper.outcomes.spoiled:
             self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # this state was just loaded from a checkpoint

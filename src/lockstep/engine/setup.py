@@ -258,6 +258,10 @@ class RunBuilder:
         with contextlib.suppress(Exception):
             self._on_failure.close()
 
+        # Metrics that have arrived from the device.
+        with contextlib.suppress(Exception):
+            self.recorder.poll()
+
         with contextlib.suppress(Exception):
             # The parent process prints the error. A launcher prints only the first error of all ranks.
             self.recorder.hide()

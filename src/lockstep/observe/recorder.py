@@ -138,7 +138,7 @@ class Recorder:
     def poll(self, wait: bool = False) -> None:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
         while self._pending and (wait or self._pending[0][0]()):
-            # Host-device synchronisation, at the end of a run only.
+            # Host-device synchronisation: at the end of a run and before a save, which waits for the device anyway.
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
 

@@ -335,6 +335,48 @@ def test_a_second_backward_is_an_error():
         y.backward()
 
 
+def penalised(model, x):
+    """A gradient penalty: the loss depends on a gradient."""
+    x.requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    return y.sum() + (slope.norm(dim=1) - 1).square().sum()
+
+
+def kept_for_later(model, x):
+    """Two backwards through one forward."""
+    y = model(x)
+    y.sum().backward(retain_graph=True)
+    return y.square().sum()
+
+
+@pytest.mark.parametrize(("loss", "why"), [(penalised, "differentiated again"), (kept_for_later, "runs twice")])
+def test_what_a_replayed_backward_cannot_do_runs_plainly(loss, why):
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = copy.deepcopy(plain)
+    _found, device, said = graphed(model)
+    for step in range(STEPS):
+        for one in (model, plain):
+            one.zero_grad()
+            loss(one, torch.full((3, 4), 0.1 * step)).backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+    assert device.replayed == 0
+    assert [why in reason for _, reason in said] == [True]
+
+
+def test_a_penalty_that_begins_late_is_an_error():
+    """Torch's `once_differentiable` would let the penalty count as zero."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    _found, device, _said = graphed(model)
+    for _ in range(STEPS):
+        model(torch.ones(3, 4).requires_grad_()).sum().backward()
+    assert device.replayed > 0
+    with pytest.raises(UserError, match="create_graph=True") as caught:
+        penalised(model, torch.ones(3, 4))
+    assert "graph=false" in str(caught.value)
+
+
 def test_parameters_that_move_are_captured_again():
     model = Dropping()
     found, _device, said = warmed(model)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import unflatten
@@ -143,8 +142,15 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        # Not torch's `once_differentiable`: it lets a second derivative through, as zero, if no gradient that arrives
+        # here requires one itself. That is so in every gradient penalty.
+        if torch.is_grad_enabled():
+            raise UserError(
+                "a gradient was taken with create_graph=True through a model that runs as a CUDA graph",
+                "a replayed backward cannot be differentiated again",
+                "type graph=false",
+            )
         if ctx.ticket is None:
             raise UserError(
                 "backward() was called twice through one forward of a model that runs as a CUDA graph",

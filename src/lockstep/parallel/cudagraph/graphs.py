@@ -12,7 +12,7 @@ and does not trace every model; `torch.cuda.make_graphed_callables` gives wrong 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -400,7 +400,7 @@ class GraphedCall(Link):
             return result
 
         # A hook on every output sees which of them get a gradient, and when the first one arrives.
-        watch = _BackwardWatch(self.device, variant, len(live))
+        watch = _BackwardWatch(self.device, variant, len(live), partial(self._refuse, variant))
         for index, tensor in enumerate(live):
             tensor.register_hook(partial(watch.gradient_arrived, index))
 
@@ -420,15 +420,24 @@ class GraphedCall(Link):
 class _BackwardWatch:
     """Watches the backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
 
-    def __init__(self, device: CudaDevice, variant: Variant, outputs: int):
+    def __init__(self, device: CudaDevice, variant: Variant, outputs: int, refuse: Callable[[str], None]):
         self._device = device
         self._variant = variant
+        self._refuse = refuse  # this variant, for a reason
         self._timed = variant.calls > 1
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
         # torch also calls the hook for an output without gradient, if its node has several outputs.
-        if gradient is None:
+        if gradient is None or self._variant.refused is not None:
+            return
+
+        # Autograd enables gradients in a backward with create_graph=True.
+        if torch.is_grad_enabled():
+            self._refuse("its gradient is differentiated again (create_graph=True)")
+        elif self._arrived[index]:
+            self._refuse("backward() runs twice through one forward")
+        if self._variant.refused is not None:
             return
 
         if not any(self._arrived):

@@ -53,6 +53,16 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
     ways = axes.mesh.sizes["tp"]
     # A bad plan is refused before any rank waits for another.
     plan = choose_plan(model, task, ways, runtime.world.size // ways)
+
+    gathered = [name for name, style in plan.items() if style == "gathered"]
+    if gathered and runtime.device.type == "cuda" and runtime.backend == "gloo":
+        # Torch 2.11 crashes there, in `wait_tensor`.
+        raise UserError(
+            "tensor parallelism (mesh.tp) on GPUs cannot run over gloo where the output of a layer is gathered",
+            f"{gathered[0]} is sharded as {plan[gathered[0]]!r}, and ranks share a GPU",
+            "give every rank a GPU of its own (nccl), or type device=cpu",
+        )
+
     broadcast_model(model, runtime.collectives)
     apply_plan(model, plan, axes, runtime)
     explain_mixtures(model)
