@@ -216,7 +216,7 @@ def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Pa
     values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), values | {"steps": 3}, world=1)
     errors = pool.errors(fit_with, Regression(SCHEDULERS["one cycle"]), values, world=2)
-    assert_user_errors(errors, "the checkpoint holds StepLR", "here it is OneCycleLR")
+    assert_user_errors(errors, "the checkpoint holds StepLR", "this run has OneCycleLR")
 
 
 class OtherRates(Regression):
