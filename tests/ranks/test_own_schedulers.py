@@ -454,7 +454,10 @@ class KeepsItself(Regression):
         (AssignsToTensor, ("the learning rate of parameter group 1 was changed", "it is 0.5")),
         (StepsItsOwn, ("the learning rate of parameter group 0 was changed", "it is 0.01; Lockstep set 0.02")),
         (StepsOurs, ("scheduler.step() was called", "remove the call")),
-        (KeepsItself, ("this SGD has a scheduler that was not passed to Lockstep", "run.setup(model, optimizer, scheduler)")),
+        (
+            KeepsItself,
+            ("this SGD has a scheduler that was not passed to Lockstep", "run.setup(model, optimizer, scheduler)"),
+        ),
     ],
 )
 def test_a_rate_that_lockstep_did_not_set_is_an_error(pool: Pool, task: type[Task], words: tuple[str, ...]) -> None:
