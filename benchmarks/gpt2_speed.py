@@ -27,7 +27,7 @@ from turns import LR_WARM_UP, WARM_UP, by_hand, by_lockstep, losses, settings, t
 
 from lockstep.config import Resolved, resolve_for
 from lockstep.losses import linear_cross_entropy
-from lockstep.precision import choose
+from lockstep.precision import choose_precision
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -168,7 +168,7 @@ def main() -> None:
     task, tokens = Tokens(size, given.form == "fast"), given.batch * size.length
     config = resolve_for({}, {}, [("benchmark", {})]).config
     with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
-        choose(config, runtime.device).set_tf32()  # for the hand-written loop, too
+        choose_precision(config, runtime.device).set_tf32()  # for the hand-written loop, too
         if on_cuda and given.attention != "torch":
             choose_attention(given.attention)
         rate = matmul_rate(runtime.device) if on_cuda else math.nan

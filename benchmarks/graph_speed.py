@@ -29,7 +29,7 @@ from lockstep.config import resolve_for
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.precision import choose
+from lockstep.precision import choose_precision
 from lockstep.recipes.hrm import TASK as HRM
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -165,7 +165,7 @@ def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, 
     values = values if workers is None else values | {"data": {"workers": workers}}
     config = resolve_for({}, {}, [("benchmark", {"precision": "bf16"})]).config
     with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
-        choose(config, runtime.device).set_tf32()  # for the hand-written loop, too
+        choose_precision(config, runtime.device).set_tf32()  # for the hand-written loop, too
         batch = values.get("global_batch", 32)
         loops = {"by hand": by_hand(make, block, runtime.device, batch)}
         for way in ways:

@@ -20,7 +20,7 @@ from torch import Tensor
 from turns import LR_WARM_UP, by_hand, by_lockstep, losses, median_ratio, settings, take_turns
 
 from lockstep.config import Resolved, resolve_for
-from lockstep.precision import choose
+from lockstep.precision import choose_precision
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -56,7 +56,7 @@ def main() -> None:
     task = CharLM(**options)
     config = resolve_for({}, {}, [("benchmark", {})]).config
     with context.start(World(), config) as runtime, tempfile.TemporaryDirectory() as folder:
-        choose(config, runtime.device).set_tf32()  # for the hand-written loop, too
+        choose_precision(config, runtime.device).set_tf32()  # for the hand-written loop, too
         loops = {
             "hand-written": by_hand(task, batches(task, batch), runtime.device, BLOCK, LR),
             "lockstep": losses(by_lockstep(task, resolved(task, batch, folder), runtime, BLOCK)),

@@ -522,7 +522,7 @@ BATCH = {
     "nothing to assign": Row(
         {"load_balance": "auto"},
         "cannot assign 4 micro-batches to 4 ranks",
-        "one for each, and none to move",
+        "each rank has at most one, so none can be moved",
         "type micro_batch=1",
     ),
     "a micro-batch that nobody can lower": Row(
@@ -552,7 +552,7 @@ DATA = {
     "an uneven stream": Row(
         {"global_batch": 18, "micro_batch": 2},
         "on 4 ranks",
-        "cannot be assigned",
+        "the same number of micro-batches",
         "multiple of 4",
         Asked(samples=Stream()),
     ),

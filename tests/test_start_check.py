@@ -17,9 +17,9 @@ import lockstep
 from lockstep.causes import CAUSES
 from lockstep.config import KEYS, resolve
 from lockstep.config.schema import LossTrait
-from lockstep.engine.start_check.check import FEWEST, MOST, NEVER_MEANT
-from lockstep.engine.start_check.judge import Measured, Tolerance, of_halves
-from lockstep.engine.start_check.random_numbers import HeldStill
+from lockstep.engine.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
+from lockstep.engine.start_check.judge import Measurement, Tolerance, judge_halves
+from lockstep.engine.start_check.random_numbers import ConstantDraws
 from lockstep.errors import UserError
 from lockstep.recipes import char_lm, latent_wire, pixel_llm
 from lockstep.task import Loss, Task
@@ -98,7 +98,7 @@ def test_a_mistake_is_named_before_the_first_step(task: type[Sound], tmp_path: A
         train(task(), tmp_path)
     assert error.value.problem == cause.title
     assert error.value.found
-    meant = "" if cause.key in NEVER_MEANT else f". If you mean it, type checks.loss={cause.key}"
+    meant = "" if cause.key in NEVER_ACCEPTED else f". If you mean it, type checks.loss={cause.key}"
     assert error.value.fix == f"{cause.fix}{meant}"
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_named_before_the_first_step(task: type[Sound], tmp_path: A
 
 def test_enough_traps() -> None:
     assert len(ALONE) + len(MORE) + len(ON_TWO) >= 15
-    assert {broken.FOUND[task] for task in ALONE} <= {*LossTrait.__args__, *NEVER_MEANT}
+    assert {broken.FOUND[task] for task in ALONE} <= {*LossTrait.__args__, *NEVER_ACCEPTED}
     assert set(LossTrait.__args__) <= set(CAUSES)
 
 
@@ -354,7 +354,7 @@ def test_a_stream_whose_batches_hold_a_count_is_left_out_with_a_word(tmp_path: A
             return Loss(super().loss(model, batch[0]).total, batch[1])
 
     (note,) = notes(train(Counted(), tmp_path))
-    assert "cannot be taken apart" in note
+    assert "cannot be split" in note
 
 
 def test_a_loss_that_fails_on_a_half_is_left_out_with_a_word(tmp_path: Any) -> None:
@@ -438,8 +438,8 @@ def test_it_costs_at_most_a_micro_batch_and_leaves_nothing(micro_batch: int, tmp
         values = {"global_batch": 96, "micro_batch": micro_batch, "steps": 2, "checks": {"loss": check}}
         weights = train(task, tmp_path / check, **values).weights
         trained = 2 * 96
-        assert sum(SEEN) - trained <= (max(micro_batch, 4 * FEWEST) if check == "all" else 0)
-        assert max(SEEN[: len(SEEN) - 2 * (96 // micro_batch)], default=0) <= MOST
+        assert sum(SEEN) - trained <= (max(micro_batch, 4 * MIN_SAMPLES) if check == "all" else 0)
+        assert max(SEEN[: len(SEEN) - 2 * (96 // micro_batch)], default=0) <= MAX_SAMPLES
         results.append((weights, task.calls, task.sizes, random.random(), np.random.rand(), torch.rand(1).item()))
 
     checked, unchecked = results
@@ -512,7 +512,7 @@ def test_several_causes_can_be_meant() -> None:
 
 def test_random_numbers_are_held_still() -> None:
     x = torch.ones(6, 4)
-    with HeldStill() as mode:
+    with ConstantDraws() as mode:
         assert torch.equal(F.dropout(x, 0.3), x)
         assert torch.equal(torch.rand(3), torch.full((3,), 0.5))
         assert torch.equal(torch.randn_like(x), torch.zeros_like(x))
@@ -521,17 +521,17 @@ def test_random_numbers_are_held_still() -> None:
         q = torch.rand(1, 2, 5, 4)
         attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
         assert torch.allclose(attended, F.scaled_dot_product_attention(q, q, q))
-    assert not mode.missed
-    with HeldStill() as mode:
+    assert not mode.unsupported
+    with ConstantDraws() as mode:
         torch.empty(3).cauchy_()
-    assert mode.missed == {"cauchy_"}
+    assert mode.unsupported == {"cauchy_"}
 
 
 def judged(whole: tuple[float, float], halves: list[tuple[float, float]], doubled: list[float]) -> str | None:
     tolerance = Tolerance.of(torch.finfo(torch.float32).eps)
-    parts = [Measured(*half) for half in halves]
+    parts = [Measurement(*half) for half in halves]
     weight = 2 * halves[0][1] + halves[1][1]
-    cause = of_halves(Measured(*whole), parts, lambda rest: Measured(doubled[rest], weight), None, tolerance)
+    cause = judge_halves(Measurement(*whole), parts, lambda rest: Measurement(doubled[rest], weight), None, tolerance)
     return cause and cause.key
 
 

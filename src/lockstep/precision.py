@@ -1,7 +1,7 @@
-"""Precision: the number formats in which a run stores, computes, reduces and optimizes; and the loss scale of fp16.
+"""Precision: the dtypes in which a run stores, computes, reduces and optimizes, and the loss scale of fp16.
 
-Every value of `precision` except `auto` is one record in PRECISIONS. By default a record means float32 throughout, so a
-new one says only how it differs.
+Every value of `precision` except `auto` is one record in PRECISIONS. The defaults of a record mean float32 throughout,
+so each one states only its differences.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from lockstep.errors import UserError
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats of a run. By default everything stays in the model's own float32."""
+    """The dtypes of a run. By default everything stays in the model's own float32."""
 
     # The dtype of matrix products under autocast; float32 means that there is no autocast.
     compute: torch.dtype = torch.float32
-    # How small updates of parameters that are stored in bfloat16 survive: `master`, `stochastic` or `compensated` (see
-    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, as they come.
+    # How updates of parameters that are stored in bfloat16 are rounded: `master`, `stochastic` or `compensated` (see
+    # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, in the model's own dtype.
     rounding: str | None = None
     # Whether the loss is multiplied by a dynamic scale.
     needs_scaler: bool = False
-    # Whether layers inside blocks are converted to float8.
+    # Whether linear layers inside blocks are converted to float8.
     float8: bool = False
-    # Whether matrix products and convolutions that stay in float32 may use TF32 on a GPU.
+    # Whether float32 matrix products and convolutions may use TF32 on a GPU.
     allows_tf32: bool = True
-    # Describes the compute where its dtype does not.
+    # For the banner: the compute dtype, if `compute` alone does not describe it.
     compute_text: str = ""
-    # Describes the optimizer of parameters that are stored in bfloat16.
+    # For the banner: the optimizer's dtypes, if parameters are stored in bfloat16.
     optimizer_text: str = "float32"
-    # Raises a UserError where this precision cannot work. None: it works everywhere.
+    # Raises a UserError if this precision cannot be used. None: it can always be used.
     check: Callable[[RunConfig, torch.device], None] | None = None
 
-    # `choose` sets these two.
+    # `choose_precision` sets these two.
     name: str = ""
     device_type: str = "cpu"
 
@@ -54,22 +54,22 @@ class Precision:
 
     @cached_property
     def autocast(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes the context for a forward. It is chosen once: a run without autocast pays nothing for it."""
+        """A function that returns the context manager for a forward: torch.autocast, or nullcontext without a cost."""
         return partial(torch.autocast, self.device_type, dtype=self.compute) if self.casts else nullcontext
 
     def set_tf32(self) -> None:
-        """Set torch's global switches for TF32 on a GPU. Only precision=fp32, asked for by name, turns it off."""
+        """Set torch's global switches for TF32 on a GPU. Only an explicit precision=fp32 switches TF32 off."""
         if self.device_type == "cuda":
             torch.set_float32_matmul_precision("high" if self.allows_tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = self.allows_tf32
 
     def contract(self, stored: torch.dtype) -> str:
-        """Return one line about all formats. `stored` is the dtype of the parameters."""
+        """Return a line for the banner about all dtypes. `stored` is the dtype of the parameters."""
         own = _dtype_name(stored)
         if stored == torch.float64 and not self.casts:
             return "everything float64"
 
-        # Gradients of bfloat16 parameters are added in float32, and rounded once.
+        # Gradients of bfloat16 parameters are summed in float32 and rounded once.
         compute = self.compute_text or _dtype_name(self.compute)
         if self.rounding:
             return f"stored {own}, computed {compute}, reduced float32, optimizer {self.optimizer_text}"
@@ -81,10 +81,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose(config: RunConfig, device: torch.device) -> Precision:
-    """Return the precision of a run. By default that is bf16 where a GPU has it, and fp32 on a CPU.
+def choose_precision(config: RunConfig, device: torch.device) -> Precision:
+    """Return the precision of a run. `auto` means bf16 on a GPU that supports it, else fp16, and fp32 on a CPU.
 
-    A precision that was asked for by name is never changed silently: it is used, or refused.
+    A precision that is set by name is never changed silently: it is used or refused.
     """
     name = config.precision
     if name == "auto" and device.type != "cuda":
@@ -98,7 +98,7 @@ def choose(config: RunConfig, device: torch.device) -> Precision:
     return replace(precision, name=name, device_type=device.type)
 
 
-# ---- where a precision cannot work ----
+# ---- when a precision cannot be used ----
 
 
 def _check_tf32(config: RunConfig, device: torch.device) -> None:
@@ -121,7 +121,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
             f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "type precision=bf16"
         )
 
-    # Matrix units for float8 came with compute capability 8.9 (Ada, Hopper).
+    # float8 tensor cores need compute capability 8.9 (Ada) or 9.0 (Hopper).
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         raise UserError(
@@ -141,7 +141,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
     if config.compile is False:
         raise UserError(
             "precision=fp8 with compile=false would be slow",
-            "conversions to float8 cost more than they save unless they are compiled",
+            "without compilation, conversions to float8 cost more than they save",
             "leave compile out, or type precision=bf16",
         )
 
@@ -159,20 +159,20 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
     if config.ddp.hook not in ("none", "bf16"):
         raise UserError(
             f"precision={config.precision} with ddp.hook={config.ddp.hook} is not supported",
-            "gradients are stored in bfloat16 already",
-            "type ddp.hook=bf16 (they are added in bfloat16), or ddp.hook=none (they are added in float32)",
+            "gradients are already stored in bfloat16",
+            "type ddp.hook=bf16 (sums in bfloat16), or ddp.hook=none (sums in float32)",
         )
 
 
 def _refuse_sharded_layers(config: RunConfig) -> None:
-    # The strategies, and the axes of a mesh that do the same.
+    # tp and pp can be set as a strategy or as an axis of a mesh.
     sharding = [f"strategy={config.strategy}"] if config.strategy_record.axis else []
     axes = {"tp": config.mesh.tp, "pp": config.mesh.pp}
     sharding += [f"mesh.{axis}={size}" for axis, size in axes.items() if size and size > 1]
     if sharding:
         raise UserError(
             f"precision={config.precision} with {sharding[0]} is not supported",
-            "layers or stages lie on several ranks",
+            "layers or stages are on several ranks",
             "type precision=bf16, or strategy=fsdp without a mesh",
         )
 
@@ -200,12 +200,12 @@ PRECISIONS = {
     "bf16-pure-compensated": Precision(
         torch.bfloat16,
         rounding="compensated",
-        optimizer_text="float32, what rounding a weight cuts off kept in bfloat16",
+        optimizer_text="float32, rounding errors of weights kept in bfloat16",
         check=_check_bf16_storage,
     ),
 }
 
-# Those that store parameters and gradients in bfloat16.
+# The precisions that store parameters and gradients in bfloat16.
 BF16_STORED = tuple(name for name, precision in PRECISIONS.items() if precision.rounding)
 
 
@@ -213,7 +213,7 @@ BF16_STORED = tuple(name for name, precision in PRECISIONS.items() if precision.
 
 
 def cast_parameters_(module: nn.Module, precision: str) -> None:
-    """Convert parameters to bfloat16, in place, if `precision` stores them so."""
+    """Convert parameters to bfloat16 in place, if `precision` stores them in bfloat16."""
     if precision not in BF16_STORED:
         return
 
@@ -228,51 +228,54 @@ def cast_parameters_(module: nn.Module, precision: str) -> None:
             )
 
 
-def for_model(precision: Precision, asked: str, model: nn.Module) -> Precision:
-    """Return the precision for a model. Autocast leaves float64 as it is: asked for by name, that is refused."""
+def for_model(precision: Precision, setting: str, model: nn.Module) -> Precision:
+    """Return the precision to use for this model. `setting` is the value in the configuration.
+
+    Autocast does not cast float64. So `auto` becomes fp32 for a float64 model, and a named precision is refused.
+    """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    wide = [name for name, p in trainable if p.dtype == torch.float64]
-    if not wide or not precision.casts or precision.rounding:
+    in_float64 = [name for name, p in trainable if p.dtype == torch.float64]
+    if not in_float64 or not precision.casts or precision.rounding:
         return precision
 
-    if asked != "auto":
+    if setting != "auto":
         raise UserError(
             f"precision={precision.name} has no effect on a model in float64",
-            f"{len(wide)} trainable parameters are in float64, first {wide[0]!r}; autocast computes with them as they "
-            "are",
+            f"{len(in_float64)} trainable parameters are in float64, first {in_float64[0]!r}; autocast does not cast "
+            "them",
             "build the model with model.float(); or type precision=fp32, which computes in the model's own float64",
         )
-    own = replace(PRECISIONS["fp32"], name="fp32", device_type=precision.device_type)
-    return own if len(wide) == len(trainable) else precision
+    fp32 = replace(PRECISIONS["fp32"], name="fp32", device_type=precision.device_type)
+    return fp32 if len(in_float64) == len(trainable) else precision
 
 
 def check_storage(model: nn.Module) -> None:
-    """Refuse trainable weights below float32: they would lose small updates silently."""
+    """Refuse trainable weights below float32, because they would silently lose small updates."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    low = [name for name, p in trainable if p.dtype in (torch.bfloat16, torch.float16)]
-    if low:
+    half = [name for name, p in trainable if p.dtype in (torch.bfloat16, torch.float16)]
+    if half:
         raise UserError(
-            f"{len(low)} trainable parameters are stored in half precision, first {low[0]!r}; they must be in float32",
+            f"{len(half)} trainable parameters are stored in half precision, first {half[0]!r}; they must be float32",
             "they are the master weights: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
             "precision=bf16-master stores bf16 copies of them",
         )
 
 
-def check_statistics(model: nn.Module, precision: Precision) -> None:
-    """Refuse BatchNorm on a CPU: torch's kernels do not take float32 statistics with bfloat16 weights there."""
+def check_batchnorm(model: nn.Module, precision: Precision) -> None:
+    """Refuse BatchNorm on a CPU, where torch's kernels do not support float32 statistics with bfloat16 weights."""
     kind = nn.modules.batchnorm._BatchNorm
     names = [name for name, module in model.named_modules() if isinstance(module, kind) and module.affine]
     if names and precision.device_type == "cpu":
         raise UserError(
             f"precision={precision.name} cannot be used with BatchNorm ({names[0]!r}) on a CPU",
-            "its statistics stay in float32, which torch's CPU kernels do not take with bf16 weights",
+            "its statistics stay in float32, which torch's CPU kernels do not support with bf16 weights",
             "use GroupNorm, or type precision=bf16",
         )
 
 
 def full_precision(precision: Precision) -> AbstractContextManager[Any]:
-    """Return the context for backwards, which use the dtypes of their forward without autocast."""
+    """Return the context for a backward, which must run without autocast: its dtypes follow from the forward."""
     return torch.autocast(precision.device_type, enabled=False) if precision.casts else nullcontext()
 
 
@@ -280,11 +283,10 @@ def full_precision(precision: Precision) -> AbstractContextManager[Any]:
 
 
 class DynamicScaler:
-    """The fp16 loss scale: large enough that small gradients survive, halved when any rank overflows.
+    """The fp16 loss scale: large enough that small gradients do not underflow, lowered when any rank overflows.
 
-    It holds no tensor and asks no other rank: gradients are summed over ranks before they are judged, so an overflow
-    anywhere is an overflow everywhere, and all ranks arrive at the same scale. Every step checks that they have: the
-    scale is part of the control word.
+    It needs no communication. Gradients are summed over ranks before they are checked, so all ranks see the same
+    overflows and compute the same scale. The scale is part of the control word, so every step checks that it is equal.
     """
 
     VERSION = 1
@@ -295,32 +297,32 @@ class DynamicScaler:
         # Steps since the last overflow or growth.
         self.clean_steps = 0
         self.overflows_left = self.config.hysteresis
-        # The typical weight of a step, once it is known: we scale sums, and `value` is meant for means.
+        # The typical weight of a step, once it is known. It converts `value`, which is meant for means, to our sums.
         self.reference_weight: float | None = None
         # (scale, overflowed) of recent steps
         self.history: deque[tuple[float, bool]] = deque(maxlen=100)
 
     @property
     def factor_on_sums(self) -> float:
-        """The factor that the gradient of a micro-batch's loss sum starts with."""
+        """The factor on the loss sum of a micro-batch."""
         return self.value / (self.reference_weight or 1.0)
 
     def update(self, overflowed: bool) -> None:
-        """Adapt the scale to the outcome of a step, which is the same on all ranks."""
+        """Adapt the scale to the outcome of a step. All ranks call it with the same outcome."""
         config = self.config
         self.history.append((self.value, overflowed))
         if overflowed:
             self.clean_steps = 0
             self.overflows_left -= 1
 
-            # Hysteresis: a rare overflow need not halve the scale.
+            # Hysteresis: lower the scale only after several overflows.
             if self.overflows_left <= 0:
                 self.value = max(self.value * config.backoff, config.minimum)
                 self.overflows_left = config.hysteresis
 
             return
 
-        # Now and then a larger scale is tried: only an overflow shows where the limit is.
+        # Try a larger scale from time to time, because only an overflow reveals the limit.
         self.clean_steps += 1
         if self.clean_steps >= config.interval:
             self.value = min(self.value * config.growth, config.maximum)

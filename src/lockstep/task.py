@@ -1,6 +1,6 @@
-"""The contract between the user and the engine: a Task says what to train, Lockstep decides how.
+"""The contract between the user and the engine: a Task defines what to train, Lockstep decides how.
 
-A loss is a **sum with a weight**. Nothing here knows about ranks, devices or precision.
+A loss is a **sum with a weight**. Nothing here depends on ranks, devices or precision.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-# A weight on the device costs no synchronisation; a number is the same on every device.
+# A number, or a tensor on the device, which costs no synchronisation.
 Weight = int | float | Tensor
 
 # A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
 
 
-# ---- what a task computes ----
+# ---- losses ----
 
 
 @dataclass(slots=True)
 class Loss:
     """The loss of one micro-batch.
 
-    `total` () is the SUM over the micro-batch's terms, `weight` the number of those terms (tokens, samples, ...).
+    `total` () is the SUM over the terms of the micro-batch, and `weight` is the number of terms (tokens, samples, ...).
     Lockstep adds both over micro-batches and ranks, and divides once.
-    `metrics` are sums as well, each divided by the loss's weight, or by its own if it is a pair `(sum, weight)`.
+    `metrics` are sums as well. Each is divided by the loss's weight, or by its own weight if it is a pair
+    `(sum, weight)`.
     """
 
     total: Tensor
@@ -37,24 +38,23 @@ class Loss:
 
     @classmethod
     def sum(cls, total: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `n` terms from their sum: what `Loss(total, n)` does, by name."""
+        """Return the loss of `n` terms, given their sum. The same as `Loss(total, n)`."""
         return cls(total, n, metrics or {})
 
     @classmethod
     def mean(cls, mean: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `n` terms from their mean, such as `.loss` of a Hugging Face model and `n` tokens.
+        """Return the loss of `n` terms, given their mean, such as `.loss` of a Hugging Face model for `n` tokens.
 
-        The mean of no terms is NaN; with `n` 0 the total is 0, and so is its gradient.
+        With `n` = 0 the mean is NaN, but the total and its gradient are 0.
         """
         if isinstance(n, Tensor):
-            nothing = n == 0
-            total = torch.where(nothing, torch.nan_to_num(mean) * 0.0, mean * n)
+            total = torch.where(n == 0, torch.nan_to_num(mean) * 0.0, mean * n)
         else:
             total = mean * n if n else torch.nan_to_num(mean) * 0.0
         return cls(total, n, metrics or {})
 
 
-# ---- where its batches come from ----
+# ---- batches ----
 
 
 @dataclass(slots=True)
@@ -62,24 +62,24 @@ class MicroBatch:
     """The data of one forward and backward."""
 
     data: Any
-    index: int  # among the micro-batches of the whole global step, not of this rank
-    samples: int
+    index: int  # among all micro-batches of the global step, not only this rank's
+    samples: int  # number of samples
     epoch: int = 0
-    ids: Any = ()  # which samples (int64); empty if the source does not know
-    padding: bool = False  # it only fills up this rank's number of micro-batches, so its weight must be 0
-    first: int = 0  # position of its first sample in the global step, if the source knows it
+    ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
+    padding: bool = False  # runs only because collectives need every rank; its weight must be 0
+    first: int = 0  # position of its first sample in the global step, if the source has positions
 
 
 @dataclass(slots=True)
 class StepBatches:
-    """The work of one rank in one global step: `count` micro-batches, read lazily."""
+    """This rank's micro-batches of one global step, read lazily."""
 
-    count: int
+    count: int  # of this rank's micro-batches
     micro_batches: Iterable[MicroBatch]
-    samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
-    total: int | None = None  # micro-batches of the whole global step, if the source knows them
-    exhausted: bool = False  # this rank's stream has ended
-    span: tuple[int, int] | None = None  # positions in the endless order of samples, if the source knows them
+    samples: int  # on all ranks together (for a stream, an estimate)
+    total: int | None = None  # micro-batches of all ranks together, if known
+    exhausted: bool = False  # whether this rank's stream has ended
+    span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -96,29 +96,29 @@ class StepResult:
     grad_norm: float  # of the gradient of the mean loss, before clipping
     skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
 
-    # What the ranks agreed on, through the step's control word.
+    # Summed over ranks in the step's control word.
     stop: bool = False  # some rank requested a stop
     exhausted: bool = False  # every rank's stream has ended
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
-    save_failed: bool = False  # some rank could not write its file of the checkpoint
-    new_metrics: bool = False  # some rank saw a metric that not all ranks know
+    save_failed: bool = False  # some rank could not write its checkpoint file
+    new_metrics: bool = False  # some rank has a metric that not all ranks have seen
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where micro-batches come from: a dataset, a stream, a rollout. Its state holds no rank and no world size.
+    """A source of micro-batches: a dataset, a stream, a rollout. Its state must not depend on the rank or world size.
 
-    A source may also have: `attach(context)`, called before the first step (see SourceContext), and `close()`, called
-    after the last; `upcoming()`, which a resumed run compares; and for `policy=rewind`, `pass_over(span)`, which skips
-    these positions from now on, and `passed_over`, the spans skipped so far.
+    A source may also have these: `attach(context)`, called before the first step (see SourceContext); `close()`, called
+    after the last; `upcoming()`, whose result a resumed run compares with the saved one; and for `policy=rewind`,
+    `pass_over(span)`, which skips these positions from now on, and `passed_over`, the spans skipped so far.
     """
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next step."""
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Mark `batches` as used. `result` is the newest one known (on a GPU, the previous step's)."""
+        """Advance past `batches`. `result` is the newest known result (on a GPU, that of the previous step)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -127,23 +127,22 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """What a BatchSource needs to know about the run.
+    """The argument of `BatchSource.attach`, which is called before the first step and before the state is restored.
 
-    A source with a method `attach(context)` is given it before the first step, and before its state is restored.
-    `attach` moves this rank's data to its device, and returns a line about the data for the banner.
+    `attach` moves this rank's data to the device, and returns a line about the data for the banner.
     """
 
-    # What to compute with.
-    model: nn.Module  # as this rank holds it, not wrapped: for forwards without gradients
+    # The model, and the sizes of a step.
+    model: nn.Module  # this rank's model, not wrapped: for forwards without gradients
     device: torch.device
     seed: int
     global_batch: int
     micro_batch: int
 
-    # This rank among the others.
-    mine: range  # this rank's micro-batches of a global step
+    # This rank and the others.
+    mine: range  # indices of this rank's micro-batches in a global step
     ranks: int
-    collective_forwards: bool  # a forward waits for the other ranks: all must run the same number of them
+    collective_forwards: bool  # whether forwards are collective: then all ranks must run the same number of them
     add: Callable[[Tensor], Tensor]  # all-reduces a tensor in place (sum); collective
 
 
@@ -157,17 +156,17 @@ class Task:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`.
     """
 
-    # What a loss weight of 1 counts, such as "token": shown in rates. By default rates count samples.
+    # The unit of a loss weight of 1, such as "token", for throughput in the log. By default it counts samples.
     unit: str = "sample"
-    # Values of the run's configuration that suit this task; files and the command line override them.
+    # Settings of the run that suit this task; files and the command line override them.
     defaults: dict[str, Any] = {}
-    # Named sets of values, chosen by `preset=tiny`, for example.
+    # Named sets of settings, chosen by `preset=tiny`, for example.
     presets: dict[str, dict[str, Any]] = {}
-    # Settings that a resumed run must keep, such as "global_batch", because the task's own state depends on them.
+    # Settings that must not change when a run is resumed, because the task's own state depends on them.
     lasting: tuple[str, ...] = ()
     # Names of the model's buffers that training changes: `exact` is then refused before the first step.
     changing_buffers: tuple[str, ...] = ()
-    # What to do if a checkpoint holds only digests of the frozen weights, and they differ from the model's.
+    # Advice in the error if a checkpoint holds only digests of the frozen weights, and these differ from the model's.
     frozen_advice: str = "build the model with the same frozen weights"
 
     # ---- required ----
@@ -175,7 +174,7 @@ class Task:
     def model(self) -> nn.Module:
         """Return a new model.
 
-        Trainable weights may be random: ranks start with equal ones. Frozen weights must be equal on all ranks.
+        Trainable weights may be random: Lockstep makes them equal on all ranks. Frozen weights must already be equal.
         """
         raise NotImplementedError(f"{type(self).__name__}.model() must return an nn.Module")
 
@@ -193,10 +192,10 @@ class Task:
     # ---- optional ----
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
-        """Return fused AdamW that decays matrices, and no vectors (biases, norms)."""
+        """Return the optimizer, or a list of them. The default is fused AdamW with weight decay on matrices only."""
         trainable = [p for p in model.parameters() if p.requires_grad]
 
-        # Decay is for matrices and embeddings; biases and norms would only lose their scale.
+        # Weight decay is for matrices and embeddings. Biases and norms (vectors) would only lose their scale.
         groups = [
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
@@ -204,24 +203,24 @@ class Task:
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, fused=True)
 
     def scheduler(self, optimizer: Any) -> Any:
-        """Return what sets the learning rates, or None for the settings under `lr`.
+        """Return a scheduler, a list of them, a function of the step, or None for the settings under `lr`.
 
-        `optimizer` is what `optimizer(model)` returned, or a list of several. A torch LRScheduler is stepped after each
-        applied step, a function of the step (from 0) returns a share of the optimizer's own rate.
+        `optimizer` is the result of `optimizer(model)`, or a list of optimizers. A torch LRScheduler is stepped after
+        each applied step. A function of the step (from 0) returns a share of the optimizer's own rate.
         """
         return None
 
     def tensor_plan(self, model: nn.Module) -> dict[str, Any] | None:
-        """For mesh.tp, return how layers are sharded: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.
+        """For mesh.tp, return how to shard layers: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.
 
-        Values are "colwise", "rowwise", "gathered", or a torch ParallelStyle. None: by the usual names of layers.
+        Values are "colwise", "rowwise", "gathered", or a torch ParallelStyle. None shards layers by their usual names.
         """
         return None
 
     def stages(self, model: nn.Module) -> list[nn.Module] | None:
-        """For mesh.pp, return the model as modules that are called in order, each with the output of the one before.
+        """For mesh.pp, return the model as a list of modules, each of which is called with the previous one's output.
 
-        Stage boundaries lie between them. None: the parts of an nn.Sequential, or between the model's blocks.
+        Stages are split between them. None splits between the parts of an nn.Sequential, or between the model's blocks.
         """
         return None
 
@@ -230,31 +229,31 @@ class Task:
         return None
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of an evaluation batch; the model is in eval mode, without gradients."""
+        """Return the loss of an evaluation batch. It is called in eval mode, without gradients."""
         return self.loss(model, batch)
 
     def collate(self, samples: list[Any]) -> Any:
-        """Make a batch of samples."""
+        """Return a batch of these samples."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def before_batch(self, micro: MicroBatch) -> None:
-        """Prepare for `micro`; called before each training loss.
+        """Prepare for `micro`. It is called before each training loss.
 
-        For tasks that keep state from step to step for every position of the global batch: `micro.first` is the
-        position of the first sample, on whichever rank it runs.
+        This is for tasks that keep state from step to step for every position of the global batch: `micro.first` is the
+        position of the micro-batch's first sample.
         """
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """Update what follows the parameters, such as a moving average; called on every rank after every step."""
+        """Update state that follows the parameters, such as a moving average. Called on every rank after every step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return extra state for checkpoints (a moving average, a curriculum): nested tensors and plain values."""
+        """Return extra state for checkpoints, such as a moving average: nested tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; called on resume."""
+        """Restore the state that `state_dict` returned. Called on resume."""
 
     def show(self, model: nn.Module) -> str | None:
         """Return text for the end of a run, printed by rank 0: a generated sample, a table, ..."""

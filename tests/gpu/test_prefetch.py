@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import SideStream, one_ahead
+from lockstep.data.loader import CopyStream, prefetch_to_device
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.runtime.world import World
@@ -40,7 +40,7 @@ def test_the_same_batches_as_on_the_cpu(workers: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class Noted(SideStream):
+class Noted(CopyStream):
     """When each batch has arrived."""
 
     def __init__(self, device: torch.device):
@@ -66,7 +66,7 @@ def test_a_copy_runs_beside_the_work_and_nobody_waits() -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for i, batch in enumerate(one_ahead(iter(host), link)):
+            for i, batch in enumerate(prefetch_to_device(iter(host), link)):
                 torch.cuda._sleep(50_000_000)  # some 30 ms; the copy takes less than one
                 totals[i : i + 1].copy_(batch.mean().view(1))
                 ends.append(torch.cuda.Event(enable_timing=True))
@@ -84,5 +84,5 @@ def test_a_copy_runs_beside_the_work_and_nobody_waits() -> None:
 
 def test_a_batch_that_is_there_already_is_not_copied() -> None:
     """Its memory belongs to the stream that made it, which could use it again before a copy beside it has ended."""
-    link, batch = SideStream(torch.device("cuda", 0)), torch.ones(4, device="cuda:0")
+    link, batch = CopyStream(torch.device("cuda", 0)), torch.ones(4, device="cuda:0")
     assert link.receive(link.send(batch)) is batch

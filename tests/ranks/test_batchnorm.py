@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
-from lockstep.engine.checks import refuse_single_values
+from lockstep.engine.checks import refuse_single_samples
 from lockstep.engine.own_loop import OwnRun
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.layers import synchronise_batchnorm
@@ -363,8 +363,8 @@ def test_one_sample_is_enough_for_several_values() -> None:
     """A picture has many values per channel, and a run that ends before the single sample comes never sees it."""
     plan = make_plan(configured({"global_batch": 6, "steps": 2}).config, data_size=1, samples=13)
     model = nn.Sequential(nn.BatchNorm1d(3))
-    refuse_single_values(model, plan, "short")
+    refuse_single_samples(model, plan, "short")
     assert not model[0]._forward_pre_hooks, "the run ends before the short step"
-    refuse_single_values(model, replace(plan, steps=3), "short")
+    refuse_single_samples(model, replace(plan, steps=3), "short")
     model(torch.randn(2, 3, 4))
     assert not model[0]._forward_pre_hooks, "one look is enough"

@@ -82,7 +82,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
             if isinstance(value, Tensor)
         ]
         if run.model_setup.optimizers.masters:
-            states += run.model_setup.optimizers.masters.held()
+            states += run.model_setup.optimizers.masters.persistent_tensors()
         run.checkpoints.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_whole
-from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, CannotTry, kind_of
+from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
+from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, TrialFailed, classify_update
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -107,32 +107,32 @@ def small() -> nn.Module:
 def test_what_treats_every_element_alike(kind: Any) -> None:
     optimizer = kind(small().parameters(), lr=0.0)  # as a warm-up leaves it
     before = len(optimizer.state)
-    assert kind_of(optimizer) == ELEMENTWISE
+    assert classify_update(optimizer) == ELEMENTWISE
     assert (len(optimizer.state), optimizer.param_groups[0]["lr"]) == (before, 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb, Normalised, Shampoo], ids=lambda kind: kind.__name__)
 def test_what_needs_whole_parameters(kind: Any) -> None:
     optimizer = kind(small().parameters(), lr=0.1)
-    assert kind_of(optimizer) == PER_PARAMETER
+    assert classify_update(optimizer) == PER_PARAMETER
     assert not optimizer.state
     assert getattr(optimizer, "calls", 0) == 0
 
 
 def test_muon_needs_whole_matrices() -> None:
-    assert kind_of(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
+    assert classify_update(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
 
 
 @pytest.mark.parametrize("kind", [GlobalNorm, ClipsLarge])
 def test_what_couples_parameters_is_neither(kind: Any) -> None:
-    with pytest.raises(CannotTry, match="depends on the others"):
-        kind_of(kind(small().parameters()))
+    with pytest.raises(TrialFailed, match="depends on the others"):
+        classify_update(kind(small().parameters()))
 
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:
     """Lion is elementwise; so, on small parameters, is what looks at matrices only if they are large."""
-    assert _needs_whole(Lion(small().parameters()))
-    assert not _needs_whole(torch.optim.Rprop(small().parameters()))
+    assert _needs_full_parameters(Lion(small().parameters()))
+    assert not _needs_full_parameters(torch.optim.Rprop(small().parameters()))
 
 
 # ---- as in plain PyTorch ----

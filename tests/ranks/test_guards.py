@@ -459,7 +459,7 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "second model": "run.setup was called a second time with a model to train",
             "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
-            "no state": "run.register('part', part) needs a part with a state; int has none",
+            "no state": "run.register('part', part) needs a part with state; int has none",
             "registered twice": "run.register('average', ...) uses a name that is taken",
             "registered data": "run.register('data', ...) uses a name that is taken",
             "register late": "run.register('part', ...) was called after run.steps(...)",
@@ -643,8 +643,8 @@ def explained_fit(world: Any, store: Any, task: Any, values: dict[str, Any]) -> 
 
 
 WORDS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
-    (Lazy(), {}, ("the shape of '0.weight' is not known yet", "nn.Linear(in_features")),
-    (OnHost(), {}, ("it is a float", "leave .item() or float() out")),
+    (Lazy(), {}, ("'0.weight' has no shape yet", "nn.Linear(in_features")),
+    (OnHost(), {}, ("it is a float", "remove .item() or float()")),
     (ShapeForWeight(), {}, ("it cannot be a Size", "weight=len(batch)")),
     (ManyWeights(), {}, ("it cannot be a Tensor (2,)", "mask.sum()")),
     (Regression(network=SparseTable), {}, ("sparse gradients are not supported", "leave sparse=True out")),

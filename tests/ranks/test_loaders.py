@@ -229,11 +229,11 @@ class Curriculum(Seeing):
 
 def test_what_worker_processes_would_change_is_refused(pool: Pool) -> None:
     errors = pool.errors(seen, OwnGenerator(), {"data.workers": 1}, world=2)
-    assert_user_errors(errors, "a worker process reads other samples", "data.workers=0", "checks.first_batch=false")
+    assert_user_errors(errors, "a worker process reads different samples", "data.workers=0", "checks.first_batch=false")
     errors = pool.errors(seen, OwnGeneratorInBatches(), {"data.workers": 1}, world=1)
-    assert_user_errors(errors, "a worker process reads other samples")
+    assert_user_errors(errors, "a worker process reads different samples")
     errors = pool.errors(fit, Seeing(Level(), Counting()), VALUES | {"data.workers": 2}, world=1)
-    assert_user_errors(errors, "a worker process reads other samples")
+    assert_user_errors(errors, "a worker process reads different samples")
     errors = pool.errors(seen, NeedsAWorker(), {"data.workers": 1}, world=1)
     assert_user_errors(errors, "this rank cannot read the samples", "'NoneType' object", "get_worker_info() is None")
     for stream in (SplitsItself(40), SplitsInParts(40), Reshuffled(40)):
@@ -253,7 +253,7 @@ class SplitsByRank(Numbers):
 def test_a_stream_that_splits_itself_by_rank_is_not_split_once_more(pool: Pool, workers: int) -> None:
     values = {"data.workers": workers}
     errors = pool.errors(seen, SplitsByRank(40), values, world=2)
-    assert_user_errors(errors, "the stream of rank 1 begins with another sample", "data.sharding=own")
+    assert_user_errors(errors, "the stream begins with a different sample on rank 1", "data.sharding=own")
     one, two = pool.run(seen, SplitsByRank(40), values | {"data.sharding": "own"}, world=2)
     assert one == [[0, 2], [4, 6], [8, 10]]
     assert two == [[1, 3], [5, 7], [9, 11]]

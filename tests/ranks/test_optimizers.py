@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
-from lockstep.engine.checks import check_even_work
+from lockstep.engine.checks import check_equal_work
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
@@ -72,7 +72,7 @@ class Own(torch.optim.SGD):
 def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_that_say_so(make, divides, skips):
     model = nn.Linear(2, 2)
     optimizers = Optimizers(make(model.parameters()), model)
-    assert (optimizers.divides_gradients, optimizers.skips_by_itself) == (divides, skips)
+    assert (optimizers.divides_gradients, optimizers.skips_on_device) == (divides, skips)
     assert not Optimizers(make(model.double().parameters()), model).divides_gradients
 
 
@@ -243,11 +243,11 @@ def test_sync_batch_norm_needs_even_work():
     model = nn.Sequential(nn.Linear(5, 1), nn.SyncBatchNorm(1))
     config = resolve([("test", {"global_batch": 6, "micro_batch": 2, "steps": 1})]).config
     with pytest.raises(UserError, match="3 on 2 data-parallel ranks"):
-        check_even_work(model, make_plan(config, 2, 12), "short")
+        check_equal_work(model, make_plan(config, 2, 12), "short")
     with pytest.raises(UserError, match="short last step"):
-        check_even_work(model, make_plan(config, 3, 13), "short")
-    check_even_work(model, make_plan(config, 3, 13), "drop")
-    check_even_work(nn.Linear(5, 1), make_plan(config, 2, 12), "short")
+        check_equal_work(model, make_plan(config, 3, 13), "short")
+    check_equal_work(model, make_plan(config, 3, 13), "drop")
+    check_equal_work(nn.Linear(5, 1), make_plan(config, 2, 12), "short")
 
 
 def test_the_time_of_an_evaluation_is_not_the_time_of_a_step(pool: Pool) -> None:

@@ -24,7 +24,7 @@ SINGLE: dict[str, dict[str, Tensor]] = {}
 
 def small_state(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
     """A job: even the small matrices of this model become bytes."""
-    adamw8bit.SMALLEST = 64
+    adamw8bit.MIN_ELEMENTS = 64
     return final(world, store, {"steps": 8} | values, leave_at)
 
 
@@ -97,7 +97,7 @@ def test_an_optimizer_without_parameters_is_left_alone_and_stepped():
     made, kept = build_optimizers(config, [torch.optim.AdamW(model.parameters()), other])
     assert isinstance(made, adamw8bit.AdamW8bit)
     assert kept is other
-    MasterWeights([made, kept], model, "master", seed=0).step(kept, None, now=0)
+    MasterWeights([made, kept], model, "master", seed=0).step(kept, None, update_count=0)
     assert other.steps == 1
 
 

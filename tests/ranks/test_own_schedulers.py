@@ -216,7 +216,7 @@ def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Pa
     values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), values | {"steps": 3}, world=1)
     errors = pool.errors(fit_with, Regression(SCHEDULERS["one cycle"]), values, world=2)
-    assert_user_errors(errors, "the state of StepLR", "here it is OneCycleLR")
+    assert_user_errors(errors, "the checkpoint holds StepLR", "this run has OneCycleLR")
 
 
 class OtherRates(Regression):
@@ -454,7 +454,10 @@ class KeepsItself(Regression):
         (AssignsToTensor, ("the learning rate of parameter group 1 was changed", "it is 0.5")),
         (StepsItsOwn, ("the learning rate of parameter group 0 was changed", "it is 0.01; Lockstep set 0.02")),
         (StepsOurs, ("scheduler.step() was called", "remove the call")),
-        (KeepsItself, ("a scheduler was made for this SGD", "run.setup(model, optimizer, scheduler)")),
+        (
+            KeepsItself,
+            ("this SGD has a scheduler that was not passed to Lockstep", "run.setup(model, optimizer, scheduler)"),
+        ),
     ],
 )
 def test_a_rate_that_lockstep_did_not_set_is_an_error(pool: Pool, task: type[Task], words: tuple[str, ...]) -> None:

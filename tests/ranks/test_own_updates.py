@@ -386,7 +386,7 @@ def goes_on_after_the_end(step: Any, model: Any, first: Any, second: Any) -> Non
 
 
 MISTAKES = [
-    (names_none, 1, ("does not say which of the 2 optimizers to step", "step.apply(optimizer)")),
+    (names_none, 1, ("must name the optimizers to step, because there are 2", "step.apply(optimizer)")),
     (names_the_other, 1, ("step 0 has no gradient for any parameter of the optimizer",)),
     (names_a_stranger, 1, ("something other than the optimizers of run.setup",)),
     (measures_last, 1, ("step.measure() was called in the last of 1 passes", "passes=2")),

@@ -393,4 +393,4 @@ class SplitByRank(Tokens):
 
 def test_ranks_of_one_group_must_read_the_same_samples(pool: Pool) -> None:
     errors = pool.errors(train, SplitByRank(Transformer), TP | {"data.sharding": "own"}, world=2)
-    assert_user_errors(errors, "rank 1 read another first batch", "no split by RANK")
+    assert_user_errors(errors, "rank 1 read a different first batch", "no split by RANK")

@@ -18,7 +18,7 @@ from lockstep.precision import (
     Precision,
     cast_parameters_,
     check_storage,
-    choose,
+    choose_precision,
     for_model,
 )
 from lockstep.runtime import context
@@ -90,11 +90,11 @@ def test_the_history_is_bounded():
 
 
 def test_cpu_runs_in_fp32_unless_asked():
-    assert choose(config(), CPU).name == "fp32"
-    assert choose(config(precision="bf16"), CPU).compute is torch.bfloat16
-    assert choose(config(precision="fp16"), CPU).needs_scaler
+    assert choose_precision(config(), CPU).name == "fp32"
+    assert choose_precision(config(precision="bf16"), CPU).compute is torch.bfloat16
+    assert choose_precision(config(precision="fp16"), CPU).needs_scaler
     with pytest.raises(UserError, match="no TF32"):
-        choose(config(precision="tf32"), CPU)
+        choose_precision(config(precision="tf32"), CPU)
 
 
 def test_half_precision_master_weights_are_refused():
@@ -106,11 +106,11 @@ def test_half_precision_master_weights_are_refused():
 
 
 def test_the_contract_of_every_format():
-    contracts = {name: choose(config(precision=name), CPU).contract(torch.bfloat16) for name in BF16_STORED}
+    contracts = {name: choose_precision(config(precision=name), CPU).contract(torch.bfloat16) for name in BF16_STORED}
     start = "stored bfloat16, computed bfloat16, reduced float32, optimizer float32"
     assert all(contract.startswith(start) for contract in contracts.values())
     assert len(set(contracts.values())) == len(contracts)
-    assert choose(config(precision="bf16"), CPU).rounding is None
+    assert choose_precision(config(precision="bf16"), CPU).rounding is None
 
 
 def test_the_table_has_every_precision_of_the_configuration():
@@ -123,7 +123,7 @@ def test_a_precision_is_one_record(monkeypatch):
     refused = []
     plain = Precision(compute_text="int8 in blocks", check=lambda config, device: refused.append(device))
     monkeypatch.setitem(PRECISIONS, "tf32", plain)
-    found = choose(config(precision="tf32"), CPU)
+    found = choose_precision(config(precision="tf32"), CPU)
     assert refused == [CPU]
     assert (found.rounding, found.needs_scaler, found.casts) == (None, False, False)
     assert found.contract(torch.float32).startswith("stored float32, computed int8 in blocks, reduced float32")
@@ -142,7 +142,7 @@ def test_a_precision_is_one_record(monkeypatch):
 )
 def test_what_bf16_storage_cannot_do_is_refused(values, words):
     with pytest.raises(UserError, match=f"bf16-master {words}"):
-        choose(config(precision="bf16-master", **values), CPU)
+        choose_precision(config(precision="bf16-master", **values), CPU)
 
 
 def test_storing_keeps_the_objects_and_refuses_doubles():
@@ -161,21 +161,21 @@ def test_storing_keeps_the_objects_and_refuses_doubles():
 def test_fp8_is_refused_where_it_cannot_work(monkeypatch):
     cuda = torch.device("cuda")
     with pytest.raises(UserError, match="cpu, which has no float8"):
-        choose(config(precision="fp8"), CPU)
+        choose_precision(config(precision="fp8"), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(UserError, match=r"A100, compute capability 8\.0; 8\.9 is needed"):
-        choose(config(precision="fp8"), cuda)
+        choose_precision(config(precision="fp8"), cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(precision, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="torchao is not installed"):
-        choose(config(precision="fp8"), cuda)
+        choose_precision(config(precision="fp8"), cuda)
     monkeypatch.setattr(precision, "find_spec", lambda name: object())
     with pytest.raises(UserError, match="compile=false"):
-        choose(config(precision="fp8", compile=False), cuda)
+        choose_precision(config(precision="fp8", compile=False), cuda)
     with pytest.raises(UserError, match="fp8 with strategy=tp"):
-        choose(config(precision="fp8", strategy="tp"), cuda)
-    found = choose(config(precision="fp8"), cuda)
+        choose_precision(config(precision="fp8", strategy="tp"), cuda)
+    found = choose_precision(config(precision="fp8"), cuda)
     assert found.contract(torch.float32).startswith("stored float32, computed float8 in blocks, else bfloat16")
 
 

@@ -351,7 +351,7 @@ class CheckpointManager:
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
         # The optimizers' state may still be copying when the next update runs.
-        self.state.stepper.update.before_next = self.saver.wait_for_copy
+        self.state.stepper.update.before_update = self.saver.wait_for_copy
 
         self._unsettled = True
         self._saved_step = step

@@ -56,7 +56,7 @@ class SavedStepper(Stateful, Protocol):
     """The engine's `Stepper`, as far as checkpoints need it."""
 
     counters: Any  # `step` counts the steps
-    update: Any  # calls `before_next` before the next change
+    update: Any  # calls `before_update` before the next change
 
 
 class Change(NamedTuple):
@@ -220,7 +220,7 @@ class RunState:
 
         # Masters are saved in place of parameters: float32 instead of bfloat16.
         if self.optimizers.masters:
-            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.held())
+            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
 
         groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
         guess = sum(

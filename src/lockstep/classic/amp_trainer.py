@@ -23,7 +23,7 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.driver import BaseDriver
-from lockstep.precision import DynamicScaler, check_storage, choose
+from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.heartbeat import Heartbeat
@@ -82,7 +82,7 @@ class AMPTrainer:
         settings = self.config.run_config(**self.settings(), **more)
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
-        precision = choose(settings, self.runtime.device)
+        precision = choose_precision(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 
         # With the step these tell one save from another: a step may come again after a load, and a save be retried.

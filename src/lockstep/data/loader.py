@@ -1,7 +1,7 @@
-"""Reading samples, in this process or in worker processes, and moving batches to the device.
+"""Reads samples, in this process or in worker processes, and moves batches to the device.
 
-Random numbers are keyed by sample, so that a sample looks the same on every rank and in every worker. Batches for a GPU
-are copied on a separate stream, one micro-batch ahead, while the GPU computes.
+Random numbers are seeded per sample, so that a sample is the same on every rank and in every worker. Batches for a GPU
+are copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.data.sample_errors import batch_to_send, explain_collate, is_empty, name_samples, unless_refused
+from lockstep.data.sample_errors import batch_or_raise, batch_to_send, explain_collate_error, is_empty, name_samples
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
 
-NESTED = 8  # datasets within each other that are looked at
+MAX_NESTING = 8  # how deep datasets within datasets are searched
 
 
 class Request(NamedTuple):
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The place that an error message names."""
+        """Text for error messages."""
         return f"in epoch {self.epoch}"
 
 
@@ -52,40 +52,40 @@ class SampleReader:
     seed_samples: bool = True
 
     def __post_init__(self) -> None:
-        self._plain = plain = is_plain(self.collate)
-        if plain:
-            self.collate = default_collate  # without the detour through the task
+        self._default_collate = is_default_collate(self.collate)
+        if self._default_collate:
+            self.collate = default_collate  # Task.collate would only call it
 
-        # A Subset always has `__getitems__`, so the dataset in it decides.
+        # A Subset always has `__getitems__`, so the dataset inside it decides.
         innermost = self.dataset
         while isinstance(innermost, Subset):
             innermost = innermost.dataset
         self._reads_in_batches = hasattr(innermost, "__getitems__")
 
-        # The one dataset known to be nothing but indexing: one gather per tensor, nothing to collate.
-        self._gathers = type(self.dataset) is TensorDataset and plain
+        # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.
+        self._gathers_rows = type(self.dataset) is TensorDataset and self._default_collate
 
     def __call__(self, request: Request) -> Any:
-        # Indexing draws no random numbers: nothing is seeded.
-        if self._gathers:
+        # Indexing draws no random numbers, so no seed is needed.
+        if self._gathers_rows:
             rows = torch.from_numpy(np.asarray(request.ids))
             try:
                 return [tensor[rows] for tensor in self.dataset.tensors]
-            except IndexError as error:  # the user's sampler gave an id that the dataset does not have
+            except IndexError as error:  # the user's sampler returned an id that the dataset does not have
                 name_samples(error, rows.tolist(), request.where)
                 raise
         ids = [int(i) for i in request.ids]
-        return collate_named(self.collate, self.samples(request), ids, request.where, self._plain)
+        return collate_samples(self.collate, self.samples(request), ids, request.where, self._default_collate)
 
     def samples(self, request: Request) -> list[Any]:
-        """Return the samples of a request, not collated."""
+        """Return the samples of a request before collate."""
         ids = [int(i) for i in request.ids]
         if self._reads_in_batches:
-            # One seed for all: the samples of a micro-batch are drawn together.
+            # One call reads all samples, so they share one seed.
             self._seed(request.epoch, ids[0])
             return self._read(self.dataset.__getitems__, ids, ids, request.where)
 
-        # Each sample has its own seed, so that it does not depend on those read before it.
+        # Each sample has its own seed, so that it does not depend on the samples read before it.
         samples = []
         for index in ids:
             self._seed(request.epoch, index)
@@ -93,21 +93,21 @@ class SampleReader:
         return samples
 
     def read_again(self, request: Request) -> Any:
-        """Read twice and return the second: a stateful dataset or collate then gives a different batch."""
-        if not self._gathers:
+        """Read the batch twice and return the second one, which differs if the dataset or collate has state."""
+        if not self._gathers_rows:
             self(request)
         return self(request)
 
-    def some_batch(self, size: int) -> Any:
-        """Return a batch that is not empty, to compute with where a collate has left nothing."""
+    def nonempty_batch(self, size: int) -> Any:
+        """Return the first batch of `size` samples that collate does not empty, to run in place of an empty one."""
         for start in range(0, len(self.dataset), size):
             batch = self(Request(0, range(start, min(start + size, len(self.dataset)))))
             if not is_empty(batch):
                 return batch
         raise UserError(
-            f"collate leaves no sample of any batch of {size}",
-            "None, or tensors of length 0, for all of the dataset",
-            "return a batch from Task.collate for samples that are to be trained on",
+            f"collate drops all samples of every batch of {size}",
+            "it returned None, or tensors of length 0, for the whole dataset",
+            "return a batch from Task.collate for at least some samples",
         )
 
     def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], where: str) -> Any:
@@ -122,21 +122,21 @@ class SampleReader:
             seed_everything(derive(self.seed, "sample", epoch, index))
 
 
-def is_plain(collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether it is torch's own collate, and not the user's."""
+def is_default_collate(collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether this is torch's default_collate, or Task.collate, which calls it."""
     return getattr(collate, "__func__", collate) in (Task.collate, default_collate)
 
 
-def collate_named(
-    collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str, plain: bool
+def collate_samples(
+    collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str, is_default: bool
 ) -> Any:
-    """Make a batch of samples; an error names them."""
+    """Return `collate(samples)`. An error gets the ids of the samples."""
     try:
         return collate(samples)
     except UserError:
         raise
     except Exception as error:
-        explained = explain_collate(error, samples, ids, where, plain)
+        explained = explain_collate_error(error, samples, ids, where, is_default)
         if explained is error:
             raise
         raise explained from error
@@ -147,13 +147,13 @@ def collate_named(
 
 @dataclass
 class _OneRequestPerItem(torch.utils.data.Dataset):
-    """Lets torch's DataLoader carry whole requests to its workers."""
+    """A dataset for torch's DataLoader whose index is a whole request and whose item is a collated batch."""
 
     reader: SampleReader
-    sent: int = 0  # by this process
+    sent: int = 0  # batches that this worker has sent
 
     def __getitem__(self, index: Request) -> Any:
-        # Check only the first batch of each worker; the rest have the same structure.
+        # Check only the first batch of each worker: later batches have the same structure.
         first = self.sent == 0
         self.sent += 1
         ids = [int(i) for i in index.ids]
@@ -170,7 +170,7 @@ def read_all(
 
     check_no_connection(reader.dataset)
 
-    # To torch a request is the index of one sample, so that the order and the size of batches stay ours.
+    # The DataLoader takes each request for a batch with one index, so we decide the order and the size of batches.
     loader = DataLoader(
         _OneRequestPerItem(reader),
         batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
@@ -180,37 +180,37 @@ def read_all(
         pin_memory=pin_memory,
         worker_init_fn=partial(start_worker, open_files()),
     )
-    return map(unless_refused, start_reading(loader))
+    return map(batch_or_raise, start_reading(loader))
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return what a worker process has a copy of: numbers, texts, lists and arrays that the dataset holds by name."""
+    """Return the dataset's attributes that are numbers, strings, lists or arrays, by name. Workers have copies."""
     plain = (int, float, str, list, tuple, np.ndarray, Tensor)
     return {name: value for name, value in _attributes(dataset) if isinstance(value, plain)}
 
 
 def check_no_connection(dataset: Any) -> None:
-    """Refuse a connection in the dataset: forked processes would all use it, and get each other's answers."""
+    """Refuse an open connection in the dataset: forked workers would share it and receive each other's responses."""
     for name, value in _attributes(dataset):
         if isinstance(value, socket.socket | Connection):
             raise UserError(
                 f"the dataset's {name} is an open connection, which worker processes would share",
-                f"{value!r}: answers to one process would reach another",
+                f"{value!r}: a response to one process could reach another",
                 "open it when a process reads its first sample, in __getitem__ or __iter__, and not before (compare "
                 "os.getpid()); or type data.workers=0",
             )
 
 
 def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a dataset by name, those of its class first, and those of datasets inside it."""
-    level = ""
-    for _ in range(NESTED):
+    """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
+    prefix = ""
+    for _ in range(MAX_NESTING):
         classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
         for attributes in [*classes, getattr(dataset, "__dict__", {})]:
-            yield from ((f"{level}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
-        # A Subset holds another dataset. One that looks its attributes up by itself may fail to.
+            yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
+        # A Subset holds another dataset. A dataset with its own __getattr__ may raise anything here.
         try:
-            dataset, level = getattr(dataset, "dataset", None), f"{level}dataset."
+            dataset, prefix = getattr(dataset, "dataset", None), f"{prefix}dataset."
         except Exception:
             return
 
@@ -219,30 +219,30 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in page-locked memory, from where a copy to the GPU does not block the host.
+    """Return the batch in pinned memory, from which a copy to the GPU does not block the host.
 
-    Tensors that a dataset keeps on a GPU stay there: only host memory can be locked.
+    Tensors on a GPU stay there: only host memory can be pinned.
     """
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    def locked(tensor: Tensor) -> Tensor:
+    def pin_tensor(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
-    return _map_tensors(batch, locked, pin_memory, "pin_memory")
+    return _map_tensors(batch, pin_tensor, pin_memory, "pin_memory")
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch`, asynchronously from pinned memory, or with `move`."""
+    """Move every tensor inside `batch` to the device, with `move` or else `Tensor.to`, asynchronously if pinned."""
     if device.type == "cpu":
         return batch
 
-    def moved(tensor: Tensor) -> Tensor:
-        # A subclass of Tensor has its own way of moving.
+    def move_tensor(tensor: Tensor) -> Tensor:
+        # A subclass of Tensor may override `to`.
         if move and type(tensor) is Tensor:
             return move(tensor)
         return tensor.to(device, non_blocking=True)
 
-    return _map_tensors(batch, moved, lambda other: other, "to", (device,))
+    return _map_tensors(batch, move_tensor, lambda other: other, "to", (device,))
 
 
 def _map_tensors(
@@ -252,36 +252,36 @@ def _map_tensors(
     method: str,
     arguments: tuple[Any, ...] = (),
 ) -> Any:
-    """Return `batch` with every tensor changed.
+    """Return `batch` with `change` applied to every tensor.
 
-    An object that is neither a tensor nor a plain container is changed by its own method named `method`, if it has
-    one. A mapping without that method is treated as a dict, and anything else is left to `otherwise`.
+    For an object that is neither a tensor nor a plain container, its own method named `method` is called, if it has
+    one. A mapping without that method is treated as a dict. `otherwise` is applied to anything else.
     """
     if isinstance(batch, Tensor):
         return change(batch)
 
-    def inside(values: Iterable[Any]) -> Iterator[Any]:
+    def map_all(values: Iterable[Any]) -> Iterator[Any]:
         return (_map_tensors(value, change, otherwise, method, arguments) for value in values)
 
-    # A named tuple takes its fields as arguments, other sequences an iterable.
+    # The constructor of a named tuple takes its fields as arguments; others take an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*inside(batch))
+        return type(batch)(*map_all(batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(inside(batch))
+        return type(batch)(map_all(batch))
     if not isinstance(batch, dict) and hasattr(batch, method):
         return getattr(batch, method)(*arguments)
     if isinstance(batch, Mapping):
-        return _mapping_like(batch, dict(zip(batch, inside(batch.values()), strict=True)))
+        return _mapping_like(batch, dict(zip(batch, map_all(batch.values()), strict=True)))
 
     return otherwise(batch)
 
 
 def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return `values` as a mapping of the same kind, with the other attributes of `batch`.
+    """Return `values` as a mapping of the same type, with the other attributes of `batch`.
 
-    A kind that cannot be made from a dict becomes a dict.
+    If the type cannot be built from a dict, return a dict.
     """
-    # A copy of these does not share their values.
+    # A shallow copy of these has its own dict, so `update` leaves the original alone.
     if isinstance(batch, dict | UserDict):
         changed = copy.copy(batch)
         changed.update(values)
@@ -293,41 +293,41 @@ def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
         return values
 
 
-# ---- ahead of the GPU ----
+# ---- prefetching to the GPU ----
 
 
-def one_ahead(batches: Iterator[Any], stream: SideStream) -> Iterator[Any]:
-    """Yield batches on the device, each after `stream` sent the next one.
+def prefetch_to_device(batches: Iterator[Any], stream: CopyStream) -> Iterator[Any]:
+    """Yield batches on the device. The copy of the next batch starts before each batch is yielded.
 
-    A batch that cannot be read raises its error in its turn, not one batch early.
+    An error while reading a batch is raised in place of that batch, not one batch early.
     """
-    # At most two batches are on their way: the one that is due, and the one after it.
-    waiting: list[Any] = []
-    problem: Exception | None = None
+    # At most two copies are in flight: the batch to yield next, and the one after it.
+    in_flight: list[Any] = []
+    stop: Exception | None = None
     try:
-        while problem is None:
+        while stop is None:
             try:
-                waiting.append(stream.send(next(batches)))
-            except Exception as error:  # or StopIteration
-                problem = error
+                in_flight.append(stream.send(next(batches)))
+            except Exception as error:  # StopIteration, or an error of the dataset
+                stop = error
 
-            if waiting and (problem or len(waiting) > 1):
-                yield stream.receive(waiting.pop(0))
+            if in_flight and (stop or len(in_flight) > 1):
+                yield stream.receive(in_flight.pop(0))
 
-        if not isinstance(problem, StopIteration):
-            raise problem
+        if not isinstance(stop, StopIteration):
+            raise stop
     finally:
-        # Batches that are dropped: their memory must not be reused before the copy has ended.
-        for sent in waiting:
+        # The memory of batches that are dropped must not be reused before their copy has ended.
+        for sent in in_flight:
             stream.receive(sent)
 
 
-class SideStream:
+class CopyStream:
     """Copies batches to the device on a separate CUDA stream.
 
-    The memory of a batch belongs to the stream that computes: when the batch is no longer needed, its memory is reused
-    by the batch after next, however far the host has run ahead. A copy therefore begins when the work that was queued
-    before it is done, and overlaps with the work of the batch in between.
+    The memory of a batch is allocated on the compute stream. Once a batch is freed, the batch after next reuses its
+    memory, however far the host has run ahead. So a copy starts only after the work that was queued before it, and
+    overlaps with the work on the batch in between.
     """
 
     def __init__(self, device: torch.device):
@@ -335,24 +335,24 @@ class SideStream:
         self.stream = torch.cuda.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Queue a copy behind the work that the device has so far. The host does not wait."""
+        """Queue a copy behind all work queued so far. The host does not wait."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
         return moved, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, torch.Event]) -> Any:
-        """Return the batch and have the computing stream wait for its copy. The host does not wait."""
+        """Return the batch, and let the compute stream wait for its copy. The host does not wait."""
         batch, arrived = sent
         torch.cuda.current_stream(self.device).wait_event(arrived)
         return batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # A tensor on a GPU belongs to the computing stream: if another one read it, its memory might be reused before
-        # the read has ended.
+        # A tensor on a GPU belongs to the compute stream. Reading it on another stream would allow its memory to be
+        # reused before the read has ended.
         if tensor.is_cuda:
             return tensor.to(self.device, non_blocking=True)
 
-        # Memory comes from the computing stream, the copy runs on ours.
+        # The memory is allocated on the compute stream; the copy runs on ours.
         copied = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):
             copied.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Errors of a dataset or of its collate, with the sample that they come from and the way out."""
+"""Errors of a dataset or of collate: they name the samples and say what to do."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch import Tensor
 
 from lockstep.errors import UserError, some_names
 
-# What torch says in a worker process, which is forked from a rank that has opened the GPU: if it opens it again, and if
-# it computes with a tensor that is there.
+# torch's errors if a forked worker process uses the GPU that its rank has initialised: for a new tensor there, and for
+# a computation with an existing one.
 _IN_A_FORK = re.compile("re-initialize CUDA in forked subprocess|CUDA error: initialization error")
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A UserError that travels from a worker process to its rank: torch would turn it into a RuntimeError."""
+class WorkerError:
+    """A UserError that a worker process sends to its rank as data: torch would turn it into a RuntimeError."""
 
-    texts: tuple[str, str, str]
+    texts: tuple[str, str, str]  # problem, found, fix
 
     @staticmethod
-    def of(error: UserError) -> Refusal:
-        return Refusal((error.problem, error.found, error.fix))
+    def of(error: UserError) -> WorkerError:
+        return WorkerError((error.problem, error.found, error.fix))
 
 
-def unless_refused(batch: Any) -> Any:
-    """Return the batch, or raise the error that a worker process sent in its place."""
-    if isinstance(batch, Refusal):
+def batch_or_raise(batch: Any) -> Any:
+    """Return the batch, or raise the error that a worker process sent instead of it."""
+    if isinstance(batch, WorkerError):
         raise UserError(*batch.texts)
     return batch
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a collate has left nothing: None, or tensors that all have length 0."""
+    """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
     lengths = list(_lengths(batch))
     return batch is None or (bool(lengths) and not any(lengths))
 
@@ -54,51 +54,57 @@ def _lengths(batch: Any) -> Any:
 
 
 def name_samples(error: Exception, ids: Sequence[int], where: str) -> None:
-    """Add to an error of the user's code which samples it comes from. Its type and its traceback stay."""
+    """Add a note to an error of the user's code that names the samples. Its type and traceback stay the same."""
     which = f"sample {ids[0]}" if len(ids) == 1 else f"samples {some_names([str(i) for i in ids])}"
     fix = "fix it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
     error.add_note(f"lockstep: this is {which} {where}; {fix}")
 
 
-def explain_collate(error: Exception, samples: Sequence[Any], ids: Sequence[int], where: str, plain: bool) -> Exception:
-    """Return what to raise for an error of collate. `plain`: it is torch's own, which needs samples of one form."""
-    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def explain_collate_error(
+    error: Exception, samples: Sequence[Any], ids: Sequence[int], where: str, is_default: bool
+) -> Exception:
+    """Return the error to raise for an error in collate: a UserError if the cause is known, else `error` itself.
+
+    `is_default`: it is torch's default_collate, which needs samples of the same structure.
+    """
+    message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     missing = [index for index, sample in zip(ids, samples, strict=True) if sample is None]
     if missing:
         return UserError(
             f"the dataset returned None for sample {missing[0]} {where}, and collate cannot make a batch with it",
-            said,
+            message,
             "leave such samples out of the dataset; or drop them in Task.collate, and return None there if none is "
             "left: that micro-batch then has weight 0",
         )
 
-    outlines = [_outline(sample) for sample in samples]
-    odd = next((place for place, outline in enumerate(outlines) if outline != outlines[0]), None)
-    if plain and odd is not None:
+    structures = [_structure(sample) for sample in samples]
+    odd = next((position for position, structure in enumerate(structures) if structure != structures[0]), None)
+    if is_default and odd is not None:
         return UserError(
             f"sample {ids[odd]} has a different structure from sample {ids[0]} {where}, so they do not fit into one "
             "batch",
-            f"{outlines[odd]} and {outlines[0]}; {said}",
-            "give all samples one form in the dataset, by padding for instance; or write Task.collate(samples)",
+            f"{structures[odd]} and {structures[0]}; {message}",
+            "give all samples the same structure in the dataset, for example by padding; or write "
+            "Task.collate(samples)",
         )
 
     name_samples(error, list(ids), where)
     return error
 
 
-def _outline(sample: Any) -> str:
-    """Return the form of a sample: its containers, the shapes of its tensors, and the types of the rest."""
+def _structure(sample: Any) -> str:
+    """Return text about a sample: its containers, the shapes of its tensors, and the types of everything else."""
     if isinstance(sample, Tensor | np.ndarray):
         return f"{sample.dtype} {tuple(sample.shape)}"
     if isinstance(sample, dict):
-        return "{" + ", ".join(f"{key}: {_outline(value)}" for key, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_structure(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, list | tuple):
-        return f"{type(sample).__name__} of {len(sample)} ({', '.join(map(_outline, sample))})"
+        return f"{type(sample).__name__} of {len(sample)} ({', '.join(map(_structure, sample))})"
     return type(sample).__name__
 
 
-class _WithoutTensors(pickle.Pickler):
-    """Finds what cannot be pickled. Tensors travel in shared memory, so they are only looked at."""
+class _SendCheck(pickle.Pickler):
+    """Raises for objects that cannot be pickled. Tensors are sent in shared memory, so they are only checked."""
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -110,30 +116,30 @@ class _WithoutTensors(pickle.Pickler):
         return "tensor"
 
 
-class _Nowhere:
+class _NullFile:
     def write(self, data: bytes) -> int:
         return len(data)
 
 
 def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check: bool) -> Any:
-    """Return what a worker process sends: the batch that `read` returns, or a Refusal. `check`: `check_sendable`."""
+    """Return the batch from `read`, or a WorkerError to send instead. `check`: also check that it can be sent."""
     try:
         batch = read()
         if check:
             check_sendable(batch, ids, where)
     except UserError as error:
-        return Refusal.of(error)
+        return WorkerError.of(error)
     except RuntimeError as error:
         if not _IN_A_FORK.search(str(error)):
             raise
         which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
-        return Refusal.of(_on_device(which + str(error).splitlines()[0]))
+        return WorkerError.of(_on_device(which + str(error).splitlines()[0]))
     return batch
 
 
 def _on_device(found: str) -> UserError:
     return UserError(
-        "a worker process cannot compute on a GPU, nor send what is on one",
+        "a worker process can neither compute on a GPU nor send tensors that are on one",
         found,
         "leave tensors on the CPU in the dataset and in collate: Lockstep copies every micro-batch to the GPU, one "
         "ahead; or type data.workers=0",
@@ -141,9 +147,9 @@ def _on_device(found: str) -> UserError:
 
 
 def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
-    """Check that a worker process can send the batch: otherwise it would be lost, and its rank would wait for it."""
+    """Check that a worker process can send the batch. Otherwise it would be lost, and the rank would wait forever."""
     try:
-        _WithoutTensors(_Nowhere()).dump(batch)
+        _SendCheck(_NullFile()).dump(batch)
     except UserError:
         raise
     except Exception as error:

@@ -1,7 +1,8 @@
-"""Samplers: they decide which sample comes at a position of an epoch, as a pure function of (epoch, position).
+"""Samplers: the sample at each position of an epoch is a pure function of (epoch, position).
 
-A sampler has no state and knows no rank. Any position of any epoch can be computed directly, so the state of a run's
-data is one integer, resuming costs nothing, and every position is trained exactly once on any number of ranks.
+A sampler has no state and does not depend on the rank. Any position of any epoch can be computed directly, so the state
+of a run's data is one integer, resuming costs nothing, and every position is trained exactly once on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 
 from lockstep.runtime.seeds import derive
 
-BLOCK = 4096  # positions permuted at a time: one numpy pass serves many steps
-ROUNDS = 8  # of the Feistel network
+BLOCK = 4096  # positions that are permuted at once, with one numpy call for many steps
+ROUNDS = 8  # rounds of the Feistel network
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Chooses samples. An id may come several times in an epoch, or never; every *position* comes once."""
+    """Chooses samples. An id may occur several times in an epoch, or never; every *position* occurs once."""
 
     def __len__(self) -> int:
         """Return the number of positions in an epoch."""
@@ -48,7 +49,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SequentialSampler:
-    """The samples of a dataset of this length, in its own order."""
+    """The samples 0, 1, ... `length` - 1, in this order."""
 
     length: int
 
@@ -61,11 +62,11 @@ class SequentialSampler:
 
 
 class ShuffledSampler:
-    """Every sample once per epoch, in an order that is a function of (seed, epoch, length), in O(1) memory.
+    """Every sample once per epoch, in an order that depends on (seed, epoch, length), in O(1) memory.
 
-    A permutation of a billion ids is never stored. A keyed Feistel network permutes the next larger power of four, and
-    an id outside the dataset is permuted again until it falls inside ("cycle walking"). The result is a permutation
-    of the dataset.
+    The permutation is never stored. A keyed Feistel network permutes the integers below the next power of four, and an
+    id outside the dataset is permuted again until it falls inside ("cycle walking"). The result is a permutation of the
+    dataset.
     """
 
     def __init__(self, length: int, seed: int):
@@ -76,7 +77,7 @@ class ShuffledSampler:
         # A Feistel network needs two halves of equal width, hence a power of four.
         self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
 
-        # One cache for each sampler: a cached method would keep all samplers alive.
+        # One cache per instance: `lru_cache` on the method would keep all instances alive.
         self._block = lru_cache(maxsize=2)(self._make_block)
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class ShuffledSampler:
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= self.length
 
-        # Blocks are cached: consecutive micro-batches lie in the same one.
+        # Consecutive micro-batches usually lie in the same block, which is cached.
         first = start // BLOCK
         blocks = [self._block(epoch, index) for index in range(first, max(start, stop - 1) // BLOCK + 1)]
         joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
@@ -96,7 +97,7 @@ class ShuffledSampler:
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
         ids = self._feistel(positions, keys)
 
-        # At most 3 of 4 ids are outside, so this ends after a few short passes.
+        # At most 3 of 4 ids are outside the dataset, so this ends after a few passes.
         outside = ids >= self.length
         while outside.any():
             ids[outside] = self._feistel(ids[outside], keys)
@@ -106,8 +107,8 @@ class ShuffledSampler:
     def _feistel(self, values: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
         """Permute uint64 values below the power of four, with one key per round.
 
-        A round replaces one half of the bits by itself xor a function of the other half, which can be undone. Hence
-        it is a permutation, whatever the function.
+        A round xors one half of the bits with a function of the other half. This can be undone, so it is a permutation
+        for any function.
         """
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)

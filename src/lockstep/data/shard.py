@@ -1,6 +1,6 @@
-"""How an epoch is divided: windows (one optimizer step each) -> micro-batches -> ranks. Pure arithmetic.
+"""Divides an epoch into windows (one per optimizer step), and a window into micro-batches for the ranks.
 
-Windows and micro-batches do not depend on the number of ranks; ranks own contiguous ranges of micro-batches.
+Windows and micro-batches do not depend on the number of ranks. Each rank gets a contiguous range of micro-batches.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Window:
 
 
 def next_window(position: int, length: int, batch: int, tail: str) -> Window:
-    """Return the first window at or after `position`, an index into the order of all epochs, one after the other.
+    """Return the first window at or after `position`, which counts the samples of all epochs in order.
 
-    A window never crosses an epoch: the last one is short (`tail="short"`) or left out (`"drop"`). Positions that are
-    left out are counted like all others.
+    A window never crosses the end of an epoch: the last window is short (`tail="short"`) or dropped (`tail="drop"`).
+    Dropped samples keep their positions.
     """
     epoch, start = divmod(position, length)
     if tail == "drop" and start + batch > length:
@@ -37,20 +37,20 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
 
 
 def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int, int]:
-    """Return the positions [start, stop) of one micro-batch of a window. The last one may be short."""
+    """Return the positions [start, stop) of one micro-batch of a window. The last micro-batch may be short."""
     start = window.start + index * micro_batch_size
     return start, min(start + micro_batch_size, window.stop)
 
 
 def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None = None) -> range:
-    """Divide `count` items among the ranks and return the contiguous range that belongs to `rank`.
+    """Divide `count` items among the ranks and return the contiguous range for `rank`.
 
-    Without `speeds` ranges differ by at most one item.
+    Without `speeds` the ranges differ in length by at most one.
     """
     if speeds is None:
         return range(count * rank // size, count * (rank + 1) // size)
 
-    # Every rank computes all counts: no message is needed.
+    # Every rank computes the counts of all ranks, so no communication is needed.
     counts = rank_counts(count, tuple(speeds))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])
@@ -60,14 +60,14 @@ def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None 
 def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many of `count` equal items each rank gets, so that the slowest rank finishes as early as possible.
 
-    Items are assigned one after another, each to the rank that would finish it first, ties to the lowest rank.
-    Every rank gets an item if there are enough: an idle rank runs one all the same, as padding.
+    Items are assigned one after another, each to the rank that would finish it first; ties go to the lowest rank.
+    Every rank gets at least one item if there are enough: without one, it would have to run padding anyway.
     """
-    least = int(count >= len(speeds))
-    counts = [least] * len(speeds)
+    minimum = int(count >= len(speeds))
+    counts = [minimum] * len(speeds)
 
-    # (time at which the rank would finish its next item, rank): a heap, with the earliest on top.
-    finishing = [((least + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    # A heap of (time at which the rank would finish its next item, rank).
+    finishing = [((minimum + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapify(finishing)
     for _ in range(count - sum(counts)):
         rank = finishing[0][1]

@@ -1,4 +1,4 @@
-"""What every source over a dataset must know."""
+"""Options that map-style sources and streams share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.runtime.world import World
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What a source over a dataset must know: the shape of a step, the configuration, and this rank."""
+    """Options of a source over a dataset: the size of a step, the configuration, and this rank."""
 
     global_batch: int
     micro_batch: int
-    tail: str  # what happens to the last window of an epoch, see `next_window`
+    tail: str  # how the last window of an epoch is treated, see `next_window`
     config: DataConfig
     seed: int
-    data_world: World  # the ranks that train on different samples, and which of them this one is
+    data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
-    interleaved: bool = False  # ranks take micro-batches in turns, instead of a range each
-    collective_forwards: bool = False  # all ranks run the same number of micro-batches: some of weight 0 are added
+    interleaved: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    collective_forwards: bool = False  # all ranks must run the same number of micro-batches: padding is added
     exact: bool = False
 
     @property

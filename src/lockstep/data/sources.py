@@ -1,6 +1,6 @@
-"""Batch sources over datasets: they give this rank its micro-batches of each global step.
+"""Batch sources over datasets: `take` returns this rank's micro-batches of each global step.
 
-The state of a map-style source is one integer, its position in the endless order of samples: epoch 0, then epoch 1,
+The state of a map-style source is one integer, a position in the endless sequence of samples: epoch 0, then epoch 1,
 and so on. Skipped samples (`tail=drop`, `pass_over`) keep their positions. Spans skipped after a rewind are saved too.
 Streams, which have no position, are in streams.py.
 """
@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
+    CopyStream,
     Request,
     SampleReader,
-    SideStream,
     check_no_connection,
-    one_ahead,
     plain_attributes,
+    prefetch_to_device,
     read_all,
     to_device,
 )
@@ -38,9 +38,9 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
 def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceOptions) -> BatchSource:
-    """Return the source for what `Task.data()` returned.
+    """Return a source over `data`, the return value of `Task.data()`.
 
-    `data` is a dataset with `__getitem__`, one with its own sampler (`Sampled`), a stream, or already a source.
+    `data` is a dataset with `__getitem__`, optionally with a sampler (`Sampled`), a stream, or already a source.
     """
     if isinstance(data, BatchSource):
         return data
@@ -53,10 +53,10 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         )
 
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
-    streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    _check_readable(dataset, streams, options.config)
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    _check_readable(dataset, is_stream, options.config)
 
-    if not streams:
+    if not is_stream:
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
@@ -64,28 +64,28 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
 
     if isinstance(data, Sampled):
         raise UserError(
-            f"a sampler needs a dataset with __getitem__; it was given a {type(dataset).__name__}",
+            f"a sampler needs a dataset with __getitem__; it got a {type(dataset).__name__}",
             "",
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
     return StreamSource(dataset, collate, options)
 
 
-def _check_readable(data: Any, streams: bool, config: DataConfig) -> None:
-    if not (hasattr(data, "__iter__") if streams else hasattr(data, "__len__")):
-        lack = "can neither be indexed nor iterated over" if streams else "has no __len__"
+def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
+    if not hasattr(data, "__iter__" if is_stream else "__len__"):
+        problem = "can neither be indexed nor iterated over" if is_stream else "has no __len__"
         raise UserError(
-            f"the training data cannot be read: a {type(data).__name__} {lack}",
+            f"the training data cannot be read: a {type(data).__name__} {problem}",
             "",
             "return a torch Dataset, a list, or an IterableDataset",
         )
 
-    if config.workers and streams:
+    if config.workers and is_stream:
         check_no_connection(data)
-    if config.sharding == "own" and not streams:
+    if config.sharding == "own" and not is_stream:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
-            "it is for a stream that assigns its samples to the ranks by itself",
+            "it is for a stream that assigns its samples to the ranks itself",
             "return all samples on every rank, and leave data.sharding out",
         )
 
@@ -99,32 +99,32 @@ class MapSource:
         self.options = options
         self.data_world = options.data_world
         self.length = len(sampler)
-        self.position = 0  # of the next step, in the endless order of samples
+        self.position = 0  # where the next step begins, in the endless sequence of samples
 
-        # Positions (start, stop) that are skipped from now on, because they spoiled a step.
+        # Spans [start, stop) of positions that are skipped because they spoiled a step.
         self.passed_over: list[tuple[int, int]] = []
 
-        # Micro-batches up to this position are assigned for good: workers may already be reading them.
+        # The assignment of micro-batches before this position is final: workers may already be reading them.
         self.assigned_until = 0
 
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
         self._assignments: list[tuple[int, tuple[float, ...]]] = []
 
-        # Batches that are read, or sent to the device, before their turn; and the position of the next one.
-        self._ahead: Iterator[Any] | None = None
-        self._ahead_at = 0
-        self._filler: Any = None  # takes the place of an emptied micro-batch
-        self._held_by_workers: dict[str, Any] = {}  # see `plain_attributes`
+        # An iterator over batches that are read and copied ahead, and the position of its next step.
+        self._prefetched: Iterator[Any] | None = None
+        self._prefetched_position = 0
+        self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
+        self._copied_attributes: dict[str, Any] = {}  # of the dataset, as the workers have them
 
     def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next global step. They are read while they are iterated over."""
+        """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
         window = self._window(self.position)
-        after = self._after(window)
+        after = self._end_position(window)
         self.assigned_until = max(self.assigned_until, after)
         micros = self._micro_batches(window)
         return StepBatches(
             len(micros),
-            self._deliver(window, micros),
+            self._load(window, micros),
             window.size,
             total=self._count(window),
             span=(after - window.size, after),
@@ -134,15 +134,15 @@ class MapSource:
         assert batches.span is not None
         self.position = batches.span[1]
 
-    def some_samples(self, most: int = 8) -> list[Any]:
-        """Return a few samples from all over the dataset, each as a batch of one."""
-        ids = {index * len(self.reader.dataset) // most for index in range(most)}
+    def some_samples(self, count: int = 8) -> list[Any]:
+        """Return a few samples, evenly spread over the dataset, each as a batch of one."""
+        ids = {index * len(self.reader.dataset) // count for index in range(count)}
         with self.reading_here():
             return [self.reader(Request(0, [index])) for index in sorted(ids)]
 
     def largest_input(self) -> Tensor | None:
-        """Return the largest tensor of the first sample, or None where it cannot be read before the workers start."""
-        # What a dataset opens for its first sample must not be shared with worker processes.
+        """Return the largest tensor of the first sample, or None if it must not be read before the workers start."""
+        # A dataset may open files for its first sample, which forked workers would share.
         innermost = self.reader.dataset
         while isinstance(innermost, Subset):
             innermost = innermost.dataset
@@ -151,89 +151,91 @@ class MapSource:
         try:
             leaves = tree_leaves(self.reader.samples(Request(0, [0])))
             tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-        except Exception:  # the first step reports it
+        except Exception:  # the first step will report it
             return None
         return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return a micro-batch as this process reads it, to compare with what a worker process read."""
+        """Read a micro-batch in this process and return it, to compare with the one that a worker read."""
         with self.reading_here():
             return self.reader.read_again(Request(micro.epoch, micro.ids))
 
     @contextmanager
     def reading_here(self) -> Iterator[None]:
-        """Read in this process beside the worker processes: a dataset may keep what it read last, or count."""
-        changed_before = {name: self._held_by_workers[name] for name in self._changed()}
+        """Context for reading in this process: `check_dataset` ignores changes that reading makes to the dataset."""
+        changed_before = {name: self._copied_attributes[name] for name in self._changed()}
         try:
             yield
         finally:
-            self._note_dataset()
-            self._held_by_workers |= changed_before
+            self._record_attributes()
+            self._copied_attributes |= changed_before
 
     def check_dataset(self) -> None:
-        """Refuse a dataset that was changed in this process: its worker processes would read on from the old one."""
+        """Raise if the dataset was changed in this process: its workers would still read the old one."""
         for name in self._changed():
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
                 "they have copies of the dataset, and read ahead",
-                "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
-                "torch, numpy or random, which are seeded by epoch and sample. If it does not matter, type "
+                "type data.workers=0; or do not change the dataset: to vary samples by epoch, draw from torch, numpy "
+                "or random, which are seeded by epoch and sample. If it does not matter, type "
                 "checks.first_batch=false",
             )
 
     def _changed(self) -> Iterator[str]:
-        """Yield the names of attributes that are others than when they were noted."""
-        now = plain_attributes(self.reader.dataset) if self._held_by_workers else {}
-        for name, old in self._held_by_workers.items():
+        """Yield the names of attributes that differ from `_copied_attributes`."""
+        now = plain_attributes(self.reader.dataset) if self._copied_attributes else {}
+        for name, old in self._copied_attributes.items():
             new = now.get(name)
-            if new is not None and new is not old and not (isinstance(old, int | float | str) and old == new):
+            equal = new is old or (isinstance(old, int | float | str) and old == new)
+            if new is not None and not equal:
                 yield name
 
-    def _note_dataset(self) -> None:
-        """Note what the dataset holds, to compare it later."""
+    def _record_attributes(self) -> None:
+        """Record the dataset's attributes, to compare them later."""
         if self.options.config.workers:
-            self._held_by_workers = plain_attributes(self.reader.dataset)
+            self._copied_attributes = plain_attributes(self.reader.dataset)
 
     @property
     def workers_must_match(self) -> bool:
-        """Whether workers and rank must read identical samples; true when each sample is seeded."""
+        """Whether workers and rank must read identical samples: true if each sample is seeded."""
         return self.options.config.workers > 0 and self.options.config.seed_samples
 
-    def next_request(self, most: int, beyond_step: bool = False) -> Request:
-        """Return a request for the next samples, the same on every rank.
+    def next_request(self, count: int, beyond_step: bool = False) -> Request:
+        """Return a request for up to `count` next samples, the same on every rank.
 
-        It ends with the step at the latest, or with the epoch if it may go `beyond_step`.
+        It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
         """
         window = self._window(self.position)
-        stop = min(window.start + most, self.length if beyond_step else window.stop)
+        stop = min(window.start + count, self.length if beyond_step else window.stop)
         return Request(window.epoch, self.sampler.ids(window.epoch, window.start, stop).tolist())
 
     def start_workers(self) -> None:
         """Start the worker processes, if there are any.
 
-        Called before this process reads: what a dataset opens for its first sample must not be shared with them.
+        Call it before this process reads a sample: a dataset may open files for its first sample, which forked workers
+        would share.
         """
-        if self.options.config.workers and self._ahead is None:
-            self._ahead = self._start_reading()
-            self._ahead_at = self.position
+        if self.options.config.workers and self._prefetched is None:
+            self._prefetched = self._start_reading()
+            self._prefetched_position = self.position
 
     def close(self) -> None:
-        self._ahead = None  # which ends the worker processes
+        self._prefetched = None  # ends the worker processes
 
-    def upcoming(self, most: int = 64) -> list[Any]:
-        """Return the epoch and the ids of the next samples. A resumed run must find the same, whatever its batch."""
-        # Only up to the end of the epoch: what follows depends on the batch.
-        request = self.next_request(most, beyond_step=True)
+    def upcoming(self, count: int = 64) -> list[Any]:
+        """Return the epoch and the ids of the next samples. A resumed run must have the same, at any batch size."""
+        # Only up to the end of the epoch: where the next one begins depends on the batch size.
+        request = self.next_request(count, beyond_step=True)
         return [request.epoch, *request.ids]
 
     def pass_over(self, span: tuple[int, int]) -> None:
-        """Never train on these positions again: they spoiled a step."""
+        """Skip these positions from now on, because they spoiled a step."""
         self.passed_over = sorted({*self.passed_over, span})
 
     def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
         """Assign micro-batches to the ranks by their `speeds` from `position` on.
 
-        All ranks must call it, before any of them has read that far.
+        All ranks must call it with the same arguments, before any of them has read up to `position`.
         """
         assert position >= self.assigned_until
         self._assignments.append((position, tuple(speeds)))
@@ -250,43 +252,43 @@ class MapSource:
             raise UserError(
                 f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
                 "",
-                "give the run its old dataset back, or start a new run",
+                "resume with the same dataset, or start a new run",
             )
 
-        # The batches that were read ahead are those of the old position.
+        # Prefetched batches belong to the old position.
         self.position = int(state["position"])
         self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
-        self._ahead = None
+        self._prefetched = None
         self.assigned_until = self.position
 
-    # ---- which samples ----
+    # ---- choosing samples ----
 
     def _window(self, position: int) -> Window:
-        """Return the window at a position, without the samples that are passed over."""
+        """Return the window at a position, without the spans that are passed over."""
         for start, stop in self.passed_over:
             if start <= position < stop:
                 position = stop
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
-        # After a resume with another batch, a window may reach into the samples that are passed over.
+        # After a resume with a different batch size, a window may reach into a span that is passed over.
         for start, _ in self.passed_over:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
         return window
 
-    def _after(self, window: Window) -> int:
+    def _end_position(self, window: Window) -> int:
         return window.epoch * self.length + window.stop
 
     def _count(self, window: Window) -> int:
         return -(-window.size // self.options.micro_batch)
 
     def _micro_batches(self, window: Window) -> list[MicroBatch]:
-        """Return this rank's micro-batches, still without data. A rank without work runs one as padding.
+        """Return this rank's micro-batches of a window, still without data. A rank without work runs one as padding.
 
-        Each step calls it twice if batches are read ahead: first `_requests`, then `take`. `_deliver` pairs the batches
-        of the one with the micro-batches of the other by their order alone, so both calls must return the same. They
-        do, because the callers move `assigned_until`, before which `assign_by` changes nothing.
+        With prefetching, each step calls this twice: first in `_requests`, then in `take`. `_load` pairs the batches
+        from the first call with the micro-batches from the second by their order alone, so both calls must return the
+        same. They do, because both callers advance `assigned_until`, before which `assign_by` changes nothing.
         """
         count = self._count(window)
         rank, size = self.data_world.rank, self.data_world.size
@@ -299,8 +301,8 @@ class MapSource:
             own = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
-        wanted = -(-count // size) if self.options.collective_forwards else 1
-        padding = [own[0] if own else 0] * (wanted - len(own))
+        needed = -(-count // size) if self.options.collective_forwards else 1
+        padding = [own[0] if own else 0] * (needed - len(own))
         micros = [self._micro_batch(window, index, padding=False) for index in own]
         return micros + [self._micro_batch(window, index, padding=True) for index in padding]
 
@@ -309,54 +311,57 @@ class MapSource:
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
-    # ---- reading them ----
+    # ---- reading samples ----
 
-    def _deliver(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
-        # Without workers or a GPU, reading ahead would overlap with nothing.
-        reads_ahead = self.options.config.workers or self.options.device.type == "cuda"
-        ahead = self._read_ahead(window) if reads_ahead else None
+    def _load(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Read the data of this rank's micro-batches of a window, and yield them."""
+        # Without workers or a GPU, prefetching would overlap with nothing.
+        prefetches = self.options.config.workers or self.options.device.type == "cuda"
+        batches = self._prefetch(window) if prefetches else None
         for micro in micros:
-            micro.data = next(ahead) if ahead is not None else self.reader(Request(window.epoch, micro.ids))
+            micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
             if is_empty(micro.data):
-                self._fill(micro)
+                self._make_padding(micro)
             yield micro
 
-    def _fill(self, micro: MicroBatch) -> None:
-        """Make padding of a micro-batch that a collate has emptied: it has weight 0, but every rank must run it."""
+    def _make_padding(self, micro: MicroBatch) -> None:
+        """Turn a micro-batch that collate emptied into padding: its weight is 0, but every rank must run it."""
         if self.options.exact:
             raise UserError(
-                f"exact=true needs samples in every micro-batch, and collate left none of {micro.ids.tolist()}",
+                f"exact=true needs samples in every micro-batch, and collate dropped all of {micro.ids.tolist()}",
                 "the order of additions follows the micro-batches",
                 "leave such samples out of the dataset, or leave exact out",
             )
-        if self._filler is None:
+        if self._padding_batch is None:
             with self.reading_here():
-                filler = self.reader.some_batch(self.options.micro_batch)
-            self._filler = to_device(filler, self.options.device)
-        micro.data, micro.padding = self._filler, True
+                batch = self.reader.nonempty_batch(self.options.micro_batch)
+            self._padding_batch = to_device(batch, self.options.device)
+        micro.data, micro.padding = self._padding_batch, True
 
-    def _read_ahead(self, window: Window) -> Iterator[Any]:
-        """Return batches on the device, an endless series from the present position on."""
-        # The series of the last step continues, except at the start and after a resume.
-        if self._ahead is None or self._ahead_at != self.position:
-            self._ahead = self._start_reading()
-        self._ahead_at = self._after(window)
-        return self._ahead
+    def _prefetch(self, window: Window) -> Iterator[Any]:
+        """Return an endless iterator over batches on the device, from the current position on."""
+        # Continue the iterator of the last step, except at the start and after a resume.
+        if self._prefetched is None or self._prefetched_position != self.position:
+            self._prefetched = self._start_reading()
+        self._prefetched_position = self._end_position(window)
+        return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
         config = self.options.config
-        self._note_dataset()
+        self._record_attributes()
         requests = self._requests(self.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
 
         # On a CPU there is no copy to overlap.
-        return one_ahead(batches, SideStream(self.options.device)) if self.options.device.type == "cuda" else batches
+        if self.options.device.type != "cuda":
+            return batches
+        return prefetch_to_device(batches, CopyStream(self.options.device))
 
     def _requests(self, position: int) -> Iterator[Request]:
-        """Yield a request for each of this rank's micro-batches from a position on, without end."""
+        """Yield requests for this rank's micro-batches from a position on, endlessly."""
         while True:
             window = self._window(position)
-            position = self._after(window)
+            position = self._end_position(window)
             self.assigned_until = max(self.assigned_until, position)
             for micro in self._micro_batches(window):
                 yield Request(window.epoch, micro.ids)

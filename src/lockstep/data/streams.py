@@ -7,13 +7,20 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_named, is_plain, pin, to_device
-from lockstep.data.sample_errors import Refusal, batch_to_send, check_sendable, is_empty, name_samples, unless_refused
+from lockstep.data.loader import collate_samples, is_default_collate, pin, to_device
+from lockstep.data.sample_errors import (
+    WorkerError,
+    batch_or_raise,
+    batch_to_send,
+    check_sendable,
+    is_empty,
+    name_samples,
+)
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
@@ -21,8 +28,16 @@ from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
 
+class _Item(NamedTuple):
+    """A micro-batch of a stream, as a worker process sends it."""
+
+    samples: int  # number of samples
+    batch: Any  # collated
+    beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
+
+
 class StreamSource:
-    """An iterable dataset: every rank and worker reads its own shard. A resumed run repeats the epoch and says so."""
+    """An iterable dataset, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.dataset = dataset
@@ -31,47 +46,48 @@ class StreamSource:
 
         micro_batch = options.micro_batch
         ranks = options.data_world.size
-        self._count, rest = divmod(options.global_batch, ranks * micro_batch)  # micro-batches of this rank in a step
+        # The number of this rank's micro-batches in a step.
+        self._micro_batches, rest = divmod(options.global_batch, ranks * micro_batch)
         if rest:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
                 f"{micro_batch} on {ranks} ranks",
-                "the samples of a stream cannot be assigned again for a window that does not divide evenly",
+                "every rank reads the same number of micro-batches of a stream in each step",
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
         self.epoch = 0
         self._batches: Iterator[Any] | None = None
-        self._next: Any = None  # the batch that was read one ahead
-        self._last: MicroBatch | None = None  # the newest of this epoch, which serves as padding
+        self._next: _Item | None = None  # the item after the current one, read one ahead
+        self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
         self._ended = False
-        self._first: StepBatches | None = None  # what was looked at before its turn
-        self._failed: Exception | None = None  # how that ended, if not well
+        self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
+        self._peek_error: Exception | None = None
 
-        # The first sample of the whole stream, which all ranks must find there; None if it is not known.
+        # The first sample of the whole stream, which must be the same on all ranks; None if it is not known.
         self.beginning: Any = None
 
     def first_micro_batch(self) -> MicroBatch:
-        """Return the first micro-batch of the next step, which `take` will return as well."""
+        """Return the first micro-batch of the next step. `take` will return it again."""
         try:
-            self._first = self._first or self.take()
-            return next(iter(self._first))
+            self._peeked = self._peeked or self.take()
+            return next(iter(self._peeked))
         except Exception as error:
-            self._failed = error
+            self._peek_error = error
             raise
 
     def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next global step: padding, if its shard of the stream has ended."""
-        # An iterator that has raised only says that it has ended.
-        if self._failed is not None:
-            raise self._failed
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
+        """Return this rank's micro-batches of the next global step, or padding if its shard has ended."""
+        # A generator that has raised is exhausted, so raise its error again.
+        if self._peek_error is not None:
+            raise self._peek_error
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
 
         micros = [] if self._ended else self._pull()
 
-        # A rank whose shard ends before those of others repeats its last micro-batch with weight 0.
+        # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
         self._last = last = micros[-1] if micros else self._last
         if last is None:
             world = self.options.data_world
@@ -82,17 +98,17 @@ class StreamSource:
                 "__iter__ starts again",
             )
 
-        # The other ranks are not asked: their number of samples is an estimate.
+        # An estimate: this assumes that the other ranks have the same number of samples.
         samples = sum(micro.samples for micro in micros) * self.options.data_world.size
-        wanted = self._count if self.options.collective_forwards else 1
+        needed = self._micro_batches if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
-            for _ in range(wanted - len(micros))
+            for _ in range(needed - len(micros))
         ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Begin the next epoch, once the stream has ended on all ranks."""
+        """Begin the next epoch if the stream has ended on all ranks."""
         if result is not None and result.exhausted and self._ended:
             self.epoch += 1
             self._batches = None
@@ -100,82 +116,82 @@ class StreamSource:
             self._ended = False
 
     def close(self) -> None:
-        self._batches = None  # which ends the worker processes
-        self._next = self._first = None
+        self._batches = None  # ends the worker processes
+        self._next = self._peeked = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch}  # the position in it is not known: it is repeated
+        return {"epoch": self.epoch}  # a stream has no position, so a resumed run repeats the epoch
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = int(state["epoch"])
 
     def _pull(self) -> list[MicroBatch]:
-        """Read the micro-batches of one step. There are fewer at the end of the stream."""
+        """Read the micro-batches of one step and return them. There may be fewer at the end of the stream."""
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
-            self.beginning = self._next[2] if self._next else None
+            self.beginning = self._next.beginning if self._next else None
 
-        # Micro-batches of a stream are numbered rank by rank, since their order in the stream is not known.
-        index = self.options.data_world.rank * self._count
+        # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown.
+        index = self.options.data_world.rank * self._micro_batches
         micros: list[MicroBatch] = []
 
-        # One is read ahead, so that the end is known with the last batch, not after it.
-        while self._next is not None and len(micros) < self._count:
-            samples, batch, _ = self._next
-            micros.append(MicroBatch(to_device(batch, self.options.device), index + len(micros), samples, self.epoch))
+        # Read one item ahead, so that the last batch is known to be the last.
+        while self._next is not None and len(micros) < self._micro_batches:
+            data = to_device(self._next.batch, self.options.device)
+            micros.append(MicroBatch(data, index + len(micros), self._next.samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
-        self._fill(micros)
+        self._make_padding(micros)
         return micros
 
-    def _fill(self, micros: list[MicroBatch]) -> None:
-        """Make padding of micro-batches that a collate has emptied: they have weight 0."""
+    def _make_padding(self, micros: list[MicroBatch]) -> None:
+        """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
         empty = [micro for micro in micros if is_empty(micro.data)]
         if not empty:
             return
-        full = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
-        if not full:
+        nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
+        if not nonempty:
             raise UserError(
-                f"collate left none of the first {sum(m.samples for m in micros)} samples of this rank's stream",
+                f"collate dropped the first {sum(m.samples for m in micros)} samples of this rank's stream",
                 "a rank needs one micro-batch to repeat with weight 0 while the others train",
-                "leave samples out in the stream's __iter__, not in collate",
+                "drop samples in the stream's __iter__, not in collate",
             )
         for micro in empty:
-            micro.data, micro.padding = full[0].data, True
+            micro.data, micro.padding = nonempty[0].data, True
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return the epoch's first micro-batch as read by the last worker."""
-        # In another process: a stream may keep its place, and this rank's copy is read again in the next epoch.
+        """Return the epoch's first micro-batch as the last worker process reads it."""
+        # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
         workers = self.options.config.workers
-        return unless_refused(next(start_reading(self._loader(workers, only=workers - 1))))[1]
+        return batch_or_raise(next(start_reading(self._loader(workers, only_worker=workers - 1)))).batch
 
     @property
     def workers_must_match(self) -> bool:
-        """Whether all worker processes must read the same stream. One that shards itself need not."""
+        """Whether all worker processes must read the same stream: true unless it shards itself."""
         return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
-        """Return an iterable over the items of this rank's shard of an epoch, see `_Shard`."""
+        """Return an iterable over the items of this rank's shard of the epoch; see `_Shard`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
         workers = self.options.config.workers
-        batches = map(unless_refused, start_reading(self._loader(workers)))
+        batches = map(batch_or_raise, start_reading(self._loader(workers)))
 
-        # Batches that are read in this process are pinned in this process.
+        # With workers the DataLoader pins the batches; without them we do.
         if self.options.pins_memory and not workers and self.options.device.type != "cpu":
             return map(pin, batches)
         return batches
 
-    def _loader(self, workers: int, only: int | None = None) -> DataLoader:
+    def _loader(self, workers: int, only_worker: int | None = None) -> DataLoader:
         options = self.options
         return DataLoader(
-            _Shard(self.dataset, self.collate, options, self.epoch, only),
-            # The shard already makes micro-batches and collates them.
+            _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
+            # `_Shard` already makes micro-batches and collates them.
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=workers,
             prefetch_factor=options.config.prefetch if workers else None,
             pin_memory=options.pins_memory and workers > 0,
@@ -184,49 +200,47 @@ class StreamSource:
         )
 
     def _worker_seeds(self) -> torch.Generator:
-        """Return what `get_worker_info().seed` is drawn from: the same on every rank that reads the whole stream."""
+        """Return the generator for `get_worker_info().seed`, the same on all ranks unless the stream shards itself."""
         seed, config = self.options.seed, self.options.config
         rank = self.options.data_world.rank if config.sharding == "own" else 0
         return torch.Generator().manual_seed(derive(seed, "loaders", self.epoch, rank))
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
 @dataclass(eq=False)
 class _Shard(IterableDataset):
-    """The micro-batches of one worker of one rank of a stream, as (number of samples, batch, beginning).
+    """The micro-batches that one worker of one rank reads.
 
-    `stride`: a rank has every k-th sample, and its worker processes take its micro-batches in turns, so that the
-    batches are the same without them. All read the whole stream, with the same random numbers at the same position, so
-    a stream that shuffles or augments by itself is the same one everywhere. Slow, but right.
-    `own`: the dataset shards itself; its random numbers then differ between ranks and workers.
-
-    The beginning, which comes with the first micro-batch, is the first sample that was read, for ranks to compare.
+    `stride`: a rank gets every k-th sample, and its workers take turns with its micro-batches, so that the batches are
+    the same with any number of workers. All of them read the whole stream with the same seed at each position, so a
+    stream that shuffles or augments is the same everywhere. This is slow but correct.
+    `own`: the dataset shards itself, and its seeds differ between ranks and workers.
     """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     options: SourceOptions
     epoch: int
-    only: int | None = None  # the worker process that reads everything; None: they take turns
-    beginning: Any = None
+    only_worker: int | None = None  # this worker process reads everything; None: workers take turns
+    beginning: Any = None  # the first sample of the stream, until the first micro-batch is sent with it
 
-    def __iter__(self) -> Iterator[tuple[int, Any, Any] | Refusal]:
+    def __iter__(self) -> Iterator[_Item | WorkerError]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
 
-        # (position in the stream, sample) of this rank, or of this process of a stream that shards itself.
+        # An iterator over (position in the stream, sample).
         if self.options.config.sharding == "own":
             # Readers are numbered over all workers of all ranks.
             samples = self._seeded(world.rank * workers + worker)
             workers, worker = 1, 0
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
-        if self.only is not None:
-            if worker != self.only:
+        if self.only_worker is not None:
+            if worker != self.only_worker:
                 return
             workers, worker = 1, 0
 
@@ -234,41 +248,40 @@ class _Shard(IterableDataset):
             micro_batch = batch_to_send(
                 lambda: list(itertools.islice(samples, self.options.micro_batch)), [], self._where, check=False
             )
-            if isinstance(micro_batch, Refusal):
+            if isinstance(micro_batch, WorkerError):
                 yield micro_batch
                 return
             if not micro_batch:
                 return
-            # torch asks its worker processes in turns, so the batches arrive in this order.
+            # The DataLoader collects from its workers in turn, so the batches arrive in this order.
             if number % workers == worker:
-                yield self._batch(
-                    *map(list, zip(*micro_batch, strict=True)), check=info is not None and number < workers
-                )
+                positions, samples_read = map(list, zip(*micro_batch, strict=True))
+                yield self._batch(positions, samples_read, check=info is not None and number < workers)
 
-    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> tuple[int, Any, Any] | Refusal:
-        def collated() -> Any:
-            return collate_named(self.collate, samples, positions, self._where, is_plain(self.collate))
+    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
+        def collate() -> Any:
+            return collate_samples(self.collate, samples, positions, self._where, is_default_collate(self.collate))
 
-        batch = batch_to_send(collated, positions, self._where, check)
-        if isinstance(batch, Refusal):
+        batch = batch_to_send(collate, positions, self._where, check)
+        if isinstance(batch, WorkerError):
             return batch
         beginning, self.beginning = self.beginning, None
-        return len(samples), batch, beginning
+        return _Item(len(samples), batch, beginning)
 
     @property
     def _where(self) -> str:
         return f"of the stream, counted from 0, in epoch {self.epoch}"
 
     def _seeded(self, stream: int) -> Iterator[tuple[int, Any]]:
-        """Yield position and sample, each sample with its own seeds, which also depend on `stream`."""
+        """Yield (position, sample). Each sample is seeded by its position and by `stream`, the number of the reader."""
         seed = self.options.seed
 
-        # The dataset's `__iter__` may draw as well, for example the order of its files.
+        # The dataset's `__iter__` may also draw random numbers, for example to shuffle its files.
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
 
         for position in itertools.count():
-            # Seed before each sample: since the last one, training has drawn from the same generators.
+            # Seed before each sample, because training has drawn from the same generators meanwhile.
             seed_everything(derive(seed, "stream", self.epoch, stream, position))
             try:
                 sample = next(samples)
@@ -278,17 +291,17 @@ class _Shard(IterableDataset):
                 name_samples(error, [position], self._where)
                 raise
             if position == 0:
-                self.beginning = self._kept(sample)
+                self.beginning = self._comparable_copy(sample)
             yield position, sample
 
-    def _kept(self, sample: Any) -> Any:
-        """Return a copy of a sample that ranks can compare; None if they need not, or it cannot be copied or sent."""
+    def _comparable_copy(self, sample: Any) -> Any:
+        """Return a copy of a sample for ranks to compare, or None if there is no need, or it cannot be sent."""
         if self.options.config.sharding == "own" or self.options.data_world.alone:
             return None
         try:
-            # A copy, as collate may change what it is given.
-            kept = copy.deepcopy(sample)
-            check_sendable(kept, [0], "")
+            # A copy, because collate may change the sample in place.
+            copied = copy.deepcopy(sample)
+            check_sendable(copied, [0], "")
         except Exception:
             return None
-        return kept
+        return copied

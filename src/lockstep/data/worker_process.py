@@ -1,6 +1,6 @@
-"""A worker process of a rank: it ends with its rank, outlives a preemption's signals, and reads files on its own.
+"""Set-up of a DataLoader worker: it ends with its rank, ignores preemption signals, and has its own file positions.
 
-Workers are torch's, forked from the rank by a DataLoader, so they begin with the rank's signals and open files.
+torch forks workers from the rank, so they inherit its signal handlers and open files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.runtime.preemption import WORKER_NAME
 # After SIGTERM a worker process ends by itself, unless its rank ends it before.
 WORKER_GRACE_S = 120.0
 
-DESCRIPTORS = "/proc/self/fd"  # of Linux: opening an entry opens its file once more
+DESCRIPTORS = "/proc/self/fd"  # Linux only: opening an entry opens its file again
 
 
 def start_reading(loader: DataLoader) -> Iterator[Any]:
@@ -37,16 +37,16 @@ def start_reading(loader: DataLoader) -> Iterator[Any]:
 
 
 def start_worker(files: dict[int, int], worker: int) -> None:
-    """Prepare a worker process, which was forked when `files` (see `open_files`) were open."""
+    """Set up a worker process. `files` is the result of `open_files` in the rank, before the fork."""
     _die_with_rank()
     outlive_signals()
     reopen(files)
 
 
 def _die_with_rank() -> None:
-    """End with the rank, even in the middle of a sample: if its launcher is killed too, nobody else would see to it."""
+    """Let the kernel kill this process when the rank dies, even if the launcher was killed too."""
     rank = multiprocessing.parent_process()
-    # A fork server, of which this process may be a child, ends with the rank as well.
+    # Otherwise the parent may be a fork server, which ends with the rank as well.
     if rank is not None and rank.pid is not None and multiprocessing.get_start_method() == "fork":
         die_with_parent(rank.pid)
     else:
@@ -54,11 +54,11 @@ def _die_with_rank() -> None:
 
 
 def open_files() -> dict[int, int]:
-    """Return the descriptors of the files that this process may read from, and where it is in each."""
+    """Return the position in each regular file that is open for reading, by file descriptor."""
     offsets: dict[int, int] = {}
     folder = Path(DESCRIPTORS)
     for descriptor in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []:
-        # The listing's own descriptor is closed by now.
+        # The descriptor of the directory listing itself is closed by now.
         with contextlib.suppress(OSError):
             readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
             if readable and stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -67,14 +67,14 @@ def open_files() -> dict[int, int]:
 
 
 def reopen(files: dict[int, int]) -> None:
-    """Give this process its own position in each file: forked processes share one, and would move it under each other.
+    """Give this process its own position in each file: forked processes share one, and each read would move it.
 
-    The descriptors keep their numbers, so file objects and libraries that hold them need not know.
+    The descriptors keep their numbers, so file objects and libraries that hold them still work.
     """
     for descriptor, offset in files.items():
-        # A file that may not be opened again stays shared; the first micro-batch is compared with the rank's own.
+        # A file that cannot be opened again stays shared. The comparison of the first micro-batch detects problems.
         with contextlib.suppress(OSError):
-            # A temporary file also has flags that would make another one, or follow no link to it.
+            # Other flags are dropped: those of a temporary file would create a new file, or refuse to follow a link.
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
             own = os.open(f"{DESCRIPTORS}/{descriptor}", flags)
             os.lseek(own, offset, os.SEEK_SET)
@@ -85,10 +85,10 @@ def reopen(files: dict[int, int]) -> None:
 def outlive_signals() -> None:
     """Make a worker process survive the signals of a preemption.
 
-    Schedulers signal all processes of a job, but a rank needs its workers until it has saved. They end with the
+    Schedulers signal all processes of a job, but a rank needs its workers until it has saved. Workers end with the
     rank, or WORKER_GRACE_S after a SIGTERM.
     """
-    # Ctrl-C reaches the whole process group, SIGUSR1 is Slurm's warning.
+    # Ctrl-C reaches the whole process group; SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_later)

@@ -1,6 +1,6 @@
-"""What is printed and recorded about a run: the facts before its first step, and the summary after its last one.
+"""The banner that is printed before the first step, and the summary after the last one.
 
-Each fact is one line: a derived value, and the reason for it.
+Each line of the banner (a "fact") is a derived value with its reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
     from lockstep.observe.run_folder import RunFolder
 
-MAX_PIDS = 16  # that are listed
+MAX_PIDS = 16  # at most this many are listed
 
 COMPARE = {">=": operator.ge, "<=": operator.le}
 
@@ -57,24 +57,24 @@ def describe_run(
     precision: Precision,
     runtime: Runtime,
 ) -> dict[str, str]:
-    """Return the facts about a run, by name. Collective: every rank must call it."""
+    """Return the lines of the banner, by name. Collective: every rank must call it."""
     mesh = plan_mesh(config, runtime.world)
     several = not runtime.world.alone
     facts = {
         "world": _world(runtime),
         "pids": _pids(runtime) if several else None,
         "parameters": _parameters(model),
-        # Every number format that a value passes through, since a setting names only one of them.
+        # All dtypes: stored, computed, reduced and in the optimizer. The setting names only one of them.
         "precision": f"{precision.name}: {precision.contract(next(model.parameters()).dtype)}",
         "batch": _batch(plan),
         "data": _data(plan, config),
         "learning rate": _learning_rate(rate, config, plan),
-        # How the ranks share the model. A plain replica on every rank is the usual case and needs no line.
+        # How the model is sharded. Plain replicas are the usual case and get no line.
         "strategy": _strategy(model, config, mesh, runtime.world),
         "remat": _remat(model, config) if config.remat != "none" else None,
         "mesh": None if mesh.plain else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
         "dropout": _dropout(model, config, mesh),
-        # Settings that change what a step costs. What is off is not mentioned.
+        # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
         "graph": _graph(config) if wants_graph(config, runtime) else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
@@ -92,15 +92,15 @@ def _world(runtime: Runtime) -> str:
 def _pids(runtime: Runtime) -> str:
     """List the process ids of all ranks, for attaching to one or killing it. Collective: every rank must call it."""
     processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
-    # A process id means nothing without its host, if there are several.
+    # With several hosts a process id needs its host.
     several_hosts = len({host for host, _ in processes}) > 1
-    words = [
+    entries = [
         f"rank {rank} {pid} on {host}" if several_hosts else f"rank {rank} {pid}"
         for rank, (host, pid) in enumerate(processes[:MAX_PIDS])
     ]
     if len(processes) > MAX_PIDS:
-        words.append(f"and {len(processes) - MAX_PIDS} more")
-    return ", ".join(words)
+        entries.append(f"and {len(processes) - MAX_PIDS} more")
+    return ", ".join(entries)
 
 
 def _parameters(model: nn.Module) -> str:
@@ -119,11 +119,11 @@ def _batch(plan: Plan) -> str:
 
 
 def _data(plan: Plan, config: RunConfig) -> str:
-    # A stream does not know its length, so there are no epochs, and no position to resume at exactly.
+    # The length of a stream is unknown: it has no number of steps per epoch, and no position for an exact resume.
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; resuming it is approximate"
 
-    # What happens to the samples at the end of an epoch that do not fill a step.
+    # Samples at the end of an epoch that do not fill a step.
     rest = plan.samples % plan.global_batch
     tail = f", last one {config.tail}" if rest else ""
     if rest and config.tail == "drop":
@@ -138,7 +138,7 @@ def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: 
     landmarks = rate.describe()
     if config.lr.scaling == "none":
         return landmarks
-    # The landmarks are already scaled. Without the rule they would look like a mistake.
+    # The landmarks are scaled rates, which differ from lr.peak, so name the rule.
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 
@@ -148,14 +148,14 @@ def _graph(config: RunConfig) -> str:
 
 
 def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
-    """Return a line if the dropout masks depend on the number of ranks."""
+    """Return a line if the dropout masks depend on the number of ranks, else None."""
     if not any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return None
-    # Each stage seeds its own stream: only the first one draws what a single process would.
+    # Each stage is seeded differently: only the first one draws the same numbers as a single process would.
     if mesh.sizes["pp"] > 1:
         return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
 
-    # Random streams are keyed by micro-batch, and the derived size of one depends on the number of ranks.
+    # Seeds depend on the micro-batch, and its derived size depends on the number of ranks.
     if config.micro_batch in (None, "auto") and not config.exact:
         return "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
     return None
@@ -165,7 +165,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     ranks = plural(resumed.world_size, "rank")
     text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {ranks}"
-    # Settings, versions and worlds may change between two parts of a run. None of them should go unnoticed.
+    # Settings, versions and the world size may change between two attempts of a run. Report all such changes.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
 
@@ -173,14 +173,14 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
 
 
 def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
-    """`fsdp: 4 blocks of Layer, sharded over 2 ranks`. None for plain replicas: there is nothing to say about them."""
+    """`fsdp: 4 blocks of Layer, sharded over 2 ranks`, or None for plain replicas."""
     strategy = config.strategy_record
     if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
         return None
     if world.alone:
         return f"{strategy.name}: one process, so nothing is sharded"
 
-    # First what divides the computation, then what divides the state among the ranks that compute the same.
+    # First the axes that shard the computation (pp, tp), then the sharding of state over data-parallel ranks.
     parts = _model_axes(model, config, mesh)
     if strategy.shards_parameters:
         parts.append(_fsdp_shards(model, config, strategy, mesh, world))
@@ -195,14 +195,14 @@ def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
     parts = []
     pp_size, tp_size = mesh.sizes["pp"], mesh.sizes["tp"]
     if pp_size > 1:
-        from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines take a moment to import
+        from lockstep.parallel.pipeline.pipeline import SCHEDULES  # torch's pipelines are slow to import
 
-        # A rank holds several stages under an interleaved schedule, which has its own default number.
+        # With an interleaved schedule a rank holds several stages. Each schedule has a default number.
         stages = pp_size * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         parts.append(f"{stages} stages over {pp_size} ranks")
 
     if tp_size > 1:
-        # These are the layers on this rank: another stage may have another number.
+        # Only the layers on this rank are counted: another stage may have a different number.
         layers = sum(any(map(is_sharded_along_tp, module.parameters(recurse=False))) for module in model.modules())
         of_stage = " of the first stage" if pp_size > 1 else ""
         parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
@@ -212,15 +212,16 @@ def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
 def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
     replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
-    # One rank per shard group is legal, and saves nothing: say so, and what to type.
+    # One rank per shard group is legal but saves no memory: say so, and what to type.
     if ranks == 1 and replicas > 1:
         return f"{replicas} replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"
     if ranks == 1:
         return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
 
     over = f"sharded over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")
-    # FSDP gathers one block at a time. Without blocks it gathers everything.
-    if blocks := find_blocks(model, config.blocks):
+    # FSDP gathers one block at a time. Without blocks it gathers the full model.
+    blocks = find_blocks(model, config.blocks)
+    if blocks:
         return f"{_count_blocks(blocks)}, {over}"
     name = class_to_name(model)
     suggestion = f" (name some, such as blocks=[{name}])" if name else ""
@@ -230,10 +231,10 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
 def _remat(model: nn.Module, config: RunConfig) -> str:
     """`full: 4 blocks of Layer`"""
     blocks = find_blocks(model, config.blocks)
-    again = recomputed(blocks, config.remat)
-    # remat=every-2 recomputes some of them only.
-    of_all = f" (of {len(blocks)})" if len(again) < len(blocks) else ""
-    return f"{config.remat}: {_count_blocks(again)}{of_all}"
+    recomputed_blocks = recomputed(blocks, config.remat)
+    # remat=every-2 recomputes only some of the blocks.
+    of_all = f" (of {len(blocks)})" if len(recomputed_blocks) < len(blocks) else ""
+    return f"{config.remat}: {_count_blocks(recomputed_blocks)}{of_all}"
 
 
 def _count_blocks(blocks: list[nn.Module]) -> str:
@@ -246,10 +247,10 @@ def _count_blocks(blocks: list[nn.Module]) -> str:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """Return what `summary.json` holds: counts, losses, and the goals with their verdict."""
+    """Return the content of `summary.json`: counts, losses, and the goals with their verdicts."""
     counters = run.stepper.counters
 
-    # The newest evaluation, even if steps came after it; the loss is that of the last log line.
+    # The loss of the last log line, and the newest evaluation, even if steps came after it.
     metrics = run.evaluation.metrics if run.evaluation else {}
     losses = {
         "loss": run.recorder.last.get("loss"),
@@ -267,7 +268,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "world": run.runtime.world.size,
     }
 
-    # A metric cannot take the place of a loss: the losses come last.
+    # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, metrics | losses)
     if goals:
         summary["goals"] = goals
@@ -276,7 +277,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Return each goal (`accuracy >= 0.9`) with its value. A value that is missing or NaN reaches no goal."""
+    """Return each goal (`accuracy >= 0.9`) with its value and whether it passes. A missing value or NaN fails."""
     verdicts = []
     for goal in goals:
         name, sign, bound = goal.split()

@@ -1,6 +1,6 @@
-"""Checks at the start of a run and while it runs, so that silent mistakes become loud errors.
+"""Checks at the start of a run and while it runs, which turn silent mistakes into errors.
 
-Where a check compares ranks it is collective, and raises the same error on every rank.
+A check that compares ranks is collective and raises the same error on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
 from lockstep.task import BatchSource
 
-# Wrappers that a model must not come in, and what to type instead.
+# A model must not be wrapped in these; the values say what to type instead.
 WRAPPERS: dict[type, str] = {
     DistributedDataParallel: "strategy=ddp",
     nn.DataParallel: "strategy=ddp",
@@ -38,7 +38,7 @@ WRAPPERS: dict[type, str] = {
     FSDPModule: "strategy=fsdp",
 }
 
-# Parameters are compared as integers of the same width, by the size of an element in bytes.
+# Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,7 +47,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
-    # The default run_dir holds a time, which differs between the ranks; rank 0 chooses it for all.
+    # The default run_dir contains a time, which differs between ranks. Rank 0 chooses it for all of them.
     own = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
     first, *others = runtime.collectives.gather_json(own)
     for rank, theirs in enumerate(others, start=1):
@@ -63,17 +63,17 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
 
 
 def check_evaluations(needed: bool, every: int | None, evaluates: bool) -> None:
-    """Check that there are evaluations if the learning rate depends on them: otherwise it would never change."""
+    """If the learning rate depends on evaluations, check that there are some: otherwise it would never change."""
     if needed and not every:
         raise UserError(
-            "ReduceLROnPlateau follows the loss of evaluations, and none is made before the end",
+            "ReduceLROnPlateau follows the loss of evaluations, and there is no evaluation before the end",
             "" if evaluates else "eval_data() returns None",
             "type evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
         )
 
 
 def check_best(config: RunConfig, evaluates: bool) -> None:
-    """Check that checkpoints are evaluated if the best one is wanted: otherwise none would ever be kept."""
+    """If checkpoint.best is set, check that there are evaluations: otherwise there would never be a best checkpoint."""
     if config.checkpoint.best and not (evaluates and config.evaluate.every):
         raise UserError(
             f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run",
@@ -83,7 +83,7 @@ def check_best(config: RunConfig, evaluates: bool) -> None:
 
 
 def check_sample_log(config: RunConfig, source: BatchSource) -> None:
-    """Check that the samples have ids, if they are to be logged."""
+    """If log.samples is set, check that the samples have ids."""
     if config.log.samples and isinstance(source, StreamSource):
         raise UserError(
             "log.samples=true needs sample ids, and the samples of a stream have none",
@@ -93,7 +93,7 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
 
 
 def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
-    """Check that each rank runs the same part of every global batch, in order: the task keeps something for it."""
+    """Check that each rank gets the same positions of every global batch, because before_batch() may depend on them."""
     if not role.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
@@ -104,16 +104,17 @@ def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
     if config.load_balance == "auto" and not alone:
         raise UserError(
             "the task has before_batch(), which cannot be used with load_balance=auto",
-            "micro-batches move to other ranks once the speeds are measured, away from what the task keeps for them",
+            "micro-batches move to other ranks once the speeds are measured, but the state that the task keeps for "
+            "them does not",
             "leave load_balance out, or give one number for each rank, such as [1, 2]",
         )
 
 
-def check_something_left(steps: int, done: int) -> None:
-    """Check that a resumed run has not been trained for longer than is wanted now: its record would be overwritten."""
+def check_steps_left(steps: int, done: int) -> None:
+    """Check that a resumed run has not passed `steps` already: its last records would be overwritten."""
     if done > steps:
         raise UserError(
-            f"steps={steps} leaves nothing to train: the checkpoint is of step {done}",
+            f"steps={steps} leaves nothing to train: the checkpoint is from step {done}",
             "",
             f"type steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
         )
@@ -122,8 +123,8 @@ def check_something_left(steps: int, done: int) -> None:
 # ---- the model ----
 
 
-def check_plain(model: Any) -> None:
-    """Check that the model is not wrapped yet: its gradients would be reduced twice, or its parameters renamed."""
+def check_not_wrapped(model: Any) -> None:
+    """Check that the model is a plain nn.Module: wrappers would reduce gradients twice or rename parameters."""
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
@@ -132,9 +133,9 @@ def check_plain(model: Any) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise UserError(
-            f"the shape of {lazy[0]!r} is not known yet: a lazy module gets it with its first input",
+            f"{lazy[0]!r} has no shape yet: a lazy module gets its shapes from its first input",
             f"{len(lazy)} parameters have no shape",
-            "call the model once, on a small input, before you return it; or write nn.Linear(in_features, ...)",
+            "call the model once on a small input before you return it; or write nn.Linear(in_features, ...)",
         )
 
     for name, module in model.named_modules():
@@ -152,13 +153,13 @@ def check_plain(model: Any) -> None:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Refuse by name what the step cannot train."""
+    """Refuse sparse gradients and complex parameters, with the name of the first one."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UserError(
                 f"sparse gradients are not supported, and {name!r} has sparse=True",
                 "",
-                "leave sparse=True out: its gradient is then dense",
+                "remove sparse=True: its gradient is then dense",
             )
 
     for name, parameter in model.named_parameters():
@@ -171,9 +172,10 @@ def check_supported(model: nn.Module) -> None:
 
 
 def check_instance_norms(model: nn.Module) -> None:
-    """Refuse InstanceNorm with running statistics on several ranks: it does not count updates, as BatchNorm does.
+    """Refuse InstanceNorm with running statistics on several ranks.
 
-    Without the count, those of the ranks cannot be combined into what one process would have.
+    Unlike BatchNorm it does not count its updates. Without the count, the statistics of the ranks cannot be combined
+    into those of a single process.
     """
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.running_mean is not None:
@@ -186,7 +188,7 @@ def check_instance_norms(model: nn.Module) -> None:
             )
 
 
-def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
+def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
     """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
     if plan.data_size == 1 or not any(map(is_synchronised, model.modules())):
         return
@@ -200,11 +202,11 @@ def check_even_work(model: nn.Module, plan: Plan, tail: str) -> None:
         )
 
 
-def refuse_single_values(model: nn.Module, plan: Plan, tail: str) -> None:
-    """Refuse micro-batches of one sample where a BatchNorm would get one value per channel: it has no variance.
+def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
+    """Refuse micro-batches of one sample if a BatchNorm would get one value per channel, which has no variance.
 
-    Whether it would is known in its first forward, so the error comes before the first update, and not with the first
-    such micro-batch at the end of an epoch.
+    A hook on the first forward sees how many values a sample has. So the error comes before the first update, and not
+    at the end of an epoch, with the first micro-batch of one sample.
     """
     reason = _single_samples(plan, tail)
     if reason is None:
@@ -215,7 +217,7 @@ def refuse_single_values(model: nn.Module, plan: Plan, tail: str) -> None:
         if not isinstance(module, _BatchNorm) or is_synchronised(module):
             continue
 
-        def look(module: nn.Module, args: Any, name: str = name) -> None:
+        def check_input(module: nn.Module, args: Any, name: str = name) -> None:
             if not module.training:
                 return
             handles[name].remove()
@@ -227,18 +229,18 @@ def refuse_single_values(model: nn.Module, plan: Plan, tail: str) -> None:
                     _without_single_samples(plan, tail),
                 )
 
-        handles[name] = module.register_forward_pre_hook(look)
+        handles[name] = module.register_forward_pre_hook(check_input)
 
 
 def _step_sizes(plan: Plan, tail: str) -> list[int]:
-    """Return how many samples a full step has, and the last one of an epoch if it is short and the run reaches it."""
+    """Return the samples of a full step and, if the run reaches one, of the short last step of an epoch."""
     short = (plan.samples or 0) % plan.global_batch if tail == "short" else 0
     reached = short and plan.steps >= (plan.steps_per_epoch or 0)
     return [plan.global_batch, short] if reached else [plan.global_batch]
 
 
 def _single_samples(plan: Plan, tail: str) -> str | None:
-    """Return which micro-batches will have one sample, in words; None: none."""
+    """Return text about the micro-batches that will have one sample, or None if there are none."""
     if plan.micro_batch == 1:
         return "every micro-batch has one sample"
     for when, size in zip(("every step", "every epoch"), _step_sizes(plan, tail), strict=False):
@@ -250,18 +252,19 @@ def _single_samples(plan: Plan, tail: str) -> str | None:
 def _without_single_samples(plan: Plan, tail: str) -> str:
     """Return what to type so that no micro-batch has one sample."""
     sizes = _step_sizes(plan, tail)
-    most = plan.global_batch // plan.data_size
-    fitting = [micro for micro in range(2, most + 1) if all(size % micro != 1 for size in sizes)]
+    max_micro_batch = plan.global_batch // plan.data_size
+    possible = [micro for micro in range(2, max_micro_batch + 1) if all(size % micro != 1 for size in sizes)]
     fixes = ["use GroupNorm, which needs no other sample"]
     if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
         fixes.insert(0, "type tail=drop")
-    if fitting:
-        fixes.insert(0, f"type micro_batch={min(fitting, key=lambda micro: abs(micro - plan.micro_batch))}")
+    if possible:
+        closest = min(possible, key=lambda micro: abs(micro - plan.micro_batch))
+        fixes.insert(0, f"type micro_batch={closest}")
     return "; or ".join(fixes)
 
 
 def check_enough_micro_batches(plan: Plan) -> None:
-    """Check that a pipeline has several micro-batches in flight: with one, all stages but one would be idle."""
+    """Check that a pipeline has at least two micro-batches per step: with one, all stages but one would be idle."""
     if plan.micro_batches // plan.data_size >= 2:
         return
 
@@ -277,19 +280,21 @@ def check_enough_micro_batches(plan: Plan) -> None:
 
 
 class LateHooks:
-    """Notices hooks that are set on parameters after the model was wrapped: sharded parameters never call them."""
+    """Detects hooks that are set on parameters after the model was wrapped: sharded parameters never call them."""
 
-    def __init__(self, model: nn.Module, before: Mapping[str, nn.Parameter]):
-        """`before` holds the parameters from before the model was wrapped."""
-        self._now = dict(model.named_parameters())
-        self._own = {name: hook_ids(p) for name, p in self._now.items()}  # those that Lockstep set
-        self._replaced = {name: weakref.ref(p) for name, p in before.items() if self._now.get(name) is not p}
+    def __init__(self, model: nn.Module, parameters_before: Mapping[str, nn.Parameter]):
+        """`parameters_before` are the parameters from before the model was wrapped."""
+        self._parameters = dict(model.named_parameters())
+        self._known = {name: hook_ids(p) for name, p in self._parameters.items()}  # hooks that Lockstep carried over
+        self._replaced = {
+            name: weakref.ref(p) for name, p in parameters_before.items() if self._parameters.get(name) is not p
+        }
 
     def check(self) -> None:
-        """Check before the first step, and not in every one: there may be thousands of parameters."""
-        late = [name for name, p in self._now.items() if hook_ids(p) - self._own[name]]
+        """Raise if there is a late hook. Not called in every step, because there may be thousands of parameters."""
+        late = [name for name, p in self._parameters.items() if hook_ids(p) - self._known[name]]
         for name, original in self._replaced.items():
-            p = original()  # None: nobody holds it any more
+            p = original()  # None if the original parameter was freed
             if p is not None and hook_ids(p):
                 late.append(name)
 
@@ -303,7 +308,7 @@ class LateHooks:
 
 
 class TrainableGuard:
-    """Notices parameters that are frozen, unfrozen or replaced during the run.
+    """Detects parameters that are frozen, unfrozen or replaced during the run.
 
     The set of trainable parameters is fixed when the model is wrapped: the gradients of a layer that is unfrozen later
     would never be all-reduced.
@@ -316,17 +321,17 @@ class TrainableGuard:
         self.late_hooks = late_hooks
 
     def check(self) -> None:
-        """Check in every step that no parameter was frozen or unfrozen."""
+        """Raise if a parameter was frozen or unfrozen. Called in every step."""
         if [p.requires_grad for p in self.named.values()] == self.trainable:
             return
 
-        # Only now look for the one that changed: the comparison above is all that every step pays.
+        # Search for the changed parameter only now: every step pays just for the comparison above.
         for (name, p), before in zip(self.named.items(), self.trainable, strict=True):
             if p.requires_grad != before:
                 raise _trainable_changed(f"{name!r} was {'frozen' if before else 'unfrozen'}")
 
     def check_structure(self) -> None:
-        """Check that no parameter was added, removed or replaced. Slower, so not in every step."""
+        """Raise if a parameter was added, removed or replaced. This is slower, so it is not called in every step."""
         now = dict(self.model.named_parameters())
         for name, p in self.named.items():
             if now.pop(name, None) is not p:
@@ -347,42 +352,47 @@ def _trainable_changed(change: str) -> UserError:
 
 
 class GradientGuard:
-    """Notices in a custom loop that gradients are dropped or changed between two calls of the step.
+    """Detects in a custom loop that gradients were dropped or changed between two calls of the step.
 
-    A few parameters of each optimizer show it: zero_grad() and clip_grad_norm_() change all of them, and somebody who
-    sets the gradient of one parameter to None may mean it. torch does not count what clip_grad_norm_() changes in
-    shards, so there only zero_grad() is noticed.
+    It watches up to three parameters of each optimizer and raises only if all of them changed, as zero_grad() and
+    clip_grad_norm_() do: setting the gradient of one parameter to None may be intended. On shards torch does not count
+    the changes of clip_grad_norm_(), so there only zero_grad() is detected.
     """
 
     def __init__(self, optimizers: Optimizers):
-        parameters = [[p for group in groups for p in group if p.requires_grad] for groups in optimizers.groups]
-        chosen = [(own[0], own[len(own) // 2], own[-1]) for own in parameters if own]
-        self._samples = [list({id(p): p for p in some}.values()) for some in chosen]
-        self._noted: list[list[tuple[Tensor, Tensor, int]]] = []  # of each optimizer: parameter, gradient, its version
+        self._watched: list[list[Tensor]] = []  # for each optimizer
+        for groups in optimizers.groups:
+            parameters = [p for group in groups for p in group if p.requires_grad]
+            if parameters:
+                some = (parameters[0], parameters[len(parameters) // 2], parameters[-1])
+                self._watched.append(list({id(p): p for p in some}.values()))
+
+        # For each optimizer: parameter, gradient, and the gradient's version counter.
+        self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
 
     def note(self) -> None:
-        """Take the gradients as they are now for those that the step left."""
+        """Record the current gradients as the expected ones."""
         self._noted = [
-            [(p, p.grad, local(p.grad)._version) for p in sample if p.grad is not None] for sample in self._samples
+            [(p, p.grad, local(p.grad)._version) for p in watched if p.grad is not None] for watched in self._watched
         ]
 
     def check(self, call: str) -> None:
-        """Raise if the gradients of an optimizer are not what they were."""
+        """Raise if all watched gradients of an optimizer have changed since `note`."""
         for noted in self._noted:
             if noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted):
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
-                    "they are sums over the batches so far, not yet divided: zero_grad() loses the batches before, and "
-                    "clip_grad_norm_() compares its limit with a sum",
-                    "leave zero_grad() and clip_grad_norm_() out: step.apply() does both, with clip.norm=1; what else "
-                    "changes gradients belongs in weight.register_hook(...) before run.setup if it is linear, or in "
-                    "the step() of an optimizer of your own",
+                    "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "
+                    "and clip_grad_norm_() compares its limit with a sum",
+                    "remove zero_grad() and clip_grad_norm_(): step.apply() does both, with clip.norm=1; other changes "
+                    "of gradients belong in weight.register_hook(...) before run.setup if they are linear, or in the "
+                    "step() of an optimizer of your own",
                 )
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Check that all ranks hold the same bits, with a checksum per parameter. Collective."""
-    # Parameters on the meta device have no bits yet: they are initialised after this.
+    # Parameters on the meta device have no data yet.
     named = {name: p for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))}
     if runtime.world.alone or not named:
         return
@@ -400,9 +410,9 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of the bits of each tensor, as integers: any single change shows, unlike in a norm.
+    """Return for each tensor, or this rank's shard of it, the sum of its elements read as integers.
 
-    Of a sharded tensor it is that of this rank's shard.
+    Unlike a norm, this sum changes with any single bit.
     """
     sums = [
         local(t.detach())
@@ -412,7 +422,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
         .sum(dtype=torch.int64)
         for t in tensors
     ]
-    # Together, so that the host waits once; a model may have parts on several devices.
-    if len({one.device for one in sums}) == 1:
+    # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
+    if len({total.device for total in sums}) == 1:
         return torch.stack(sums).tolist()
-    return [int(one) for one in sums]
+    return [int(total) for total in sums]

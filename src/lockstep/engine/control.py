@@ -1,7 +1,7 @@
-"""One step on this rank: the micro-batch being computed, its losses so far, and the control word.
+"""The state of one step on this rank: the current micro-batch, the losses so far, and the control word.
 
-A driver runs the micro-batches. It asks here for everything that is not about executing the model: the random stream of
-each micro-batch, the `grad_output` of its backward, and the control word that travels with the last gradients.
+A driver executes the model on each micro-batch. Everything else about the step is here: seeding each micro-batch, the
+`grad_output` of its backward, and the control word, which is reduced together with the last gradients.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from lockstep.task import Loss, MicroBatch, StepBatches, Weight
 
 @dataclass
 class MetricNames:
-    """The metrics that the log may show: those that all ranks know."""
+    """Names of metrics. The log shows a metric only when all ranks have its name."""
 
-    seen: set[str] = field(default_factory=set)  # on this rank
-    known: set[str] = field(default_factory=set)  # on all ranks
-    new: bool = False  # some rank saw one that is not known yet
+    seen: set[str] = field(default_factory=set)  # by this rank
+    known: set[str] = field(default_factory=set)  # to all ranks
+    new: bool = False  # some rank saw a name that is not in `known`
 
 
 @dataclass
 class StepContext:
-    """What all steps of a run share."""
+    """Everything that all steps of a run share."""
 
     config: RunConfig
     runtime: Runtime
     precision: Precision
     scaler: DynamicScaler | None  # with fp16
     global_batch: int
-    reports_loss: bool  # the losses of this rank count; False if another rank reports the same losses
-    word_has_loss: bool  # the control word carries the loss, for spike detection
-    mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
-    requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save and save_failed
+    reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
+    word_has_loss: bool  # whether the control word includes the loss, for spike detection
+    mark_time: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
+    requests: Flags = field(default_factory=Flags)  # stop, save and save_failed, for the next control word
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -64,16 +64,16 @@ class StepControl:
         self.pass_index = pass_index
         self.passes = passes  # of the step
         self.to_step: Sequence[int] = ()  # indices of the optimizers that the update steps
-        self.micro: MicroBatch | None = None  # the one being computed
+        self.micro: MicroBatch | None = None  # the current one
         self.backwards_done = 0
 
-        # The micro-batches so far, without their data; their losses, in the same order, and their metrics. Both are
-        # detached from the graph and still on the device.
+        # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
+        # metrics are detached from the graph, and stay on the device.
         self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Tensor, Weight]] = []
         self.metrics: list[Term] = []
 
-        self.autocast = context.precision.autocast  # makes the context in which the model and the loss are computed
+        self.autocast = context.precision.autocast  # returns the context manager for forward and loss
         self._context = context
         self._weight: float | Tensor = 0.0
         self._loss: float | Tensor = 0.0
@@ -85,31 +85,31 @@ class StepControl:
 
     @property
     def update_count(self) -> int:
-        """The updates of the run so far, with this pass's and with skipped ones."""
+        """The number of updates so far in the run, including this pass and skipped updates."""
         return self.step * self.passes + self.pass_index + 1
 
     @property
     def last(self) -> bool:
-        """Whether the micro-batch being computed is this rank's last one of the step."""
+        """Whether the current micro-batch is this rank's last one of the step."""
         return self.backwards_done + 1 == self.batches.count
 
     @property
     def needs_reference_weight(self) -> bool:
-        """Whether the loss scale of fp16 does not know the typical weight of a step yet."""
+        """Whether the fp16 scaler still lacks the typical weight of a step."""
         scaler = self._context.scaler
         return scaler is not None and scaler.reference_weight is None
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
-        """Start a micro-batch: its random stream depends on (seed, step, micro-batch), never on the rank."""
+        """Begin a micro-batch. Its random numbers depend on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
         self._context.runtime.heartbeat.beat("compute", self.step)
 
-        # The first stage of a pipeline draws what a single process would.
+        # The first stage of a pipeline draws the same numbers as a single process would.
         keys = (micro.index, stage) if stage else (micro.index,)
         self.seed("model", *keys)
 
     def record(self, loss: Loss) -> float:
-        """Collect the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
+        """Record the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
@@ -118,11 +118,12 @@ class StepControl:
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
 
-        # Without injected faults this costs one comparison.
-        if faults.in_environment != [] and (kind := faults.fire("loss", self.step)):
-            loss.total = loss.total * float(kind)
+        # Tests inject faults here. Without any, this costs one comparison.
+        fault = faults.fire("loss", self.step) if faults.in_environment != [] else None
+        if fault:
+            loss.total = loss.total * float(fault)
 
-        # Padding only keeps this rank in step with the others: it weighs nothing, and its gradient is 0.
+        # Padding runs only because collectives need every rank: its weight and its gradient are 0.
         if micro.padding:
             return 0.0
 
@@ -131,16 +132,16 @@ class StepControl:
         return context.scaler.factor_on_sums if context.scaler else 1.0
 
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
-        """Find the typical weight of a step, as a power of two. Collective: every rank must call it, once.
+        """Set the typical weight of a step, as a power of two. Collective: every rank must call it once.
 
-        We backpropagate sums, while loss scales are meant for means: the scale of fp16 is divided by this weight. It
-        comes from the first micro-batches of all ranks, and is equal on all of them.
+        We backpropagate sums, but loss scales are meant for means, so the fp16 scale is divided by this weight. It is
+        computed from the first micro-batches of all ranks and is the same on all of them.
         """
         context = self._context
         assert context.scaler is not None
 
-        # Padding and stages without a loss would distort the mean: they add nothing. With `exact`, only the first
-        # micro-batch of the step counts, wherever it runs.
+        # Padding and stages without a loss would distort the mean, so they contribute 0. With `exact`, only the first
+        # micro-batch of the global step counts, so that the result does not depend on the number of ranks.
         contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         counts = [0.0, 0.0] if contributes_nothing else [float(weight), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
@@ -150,7 +151,7 @@ class StepControl:
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
     def before_reduce(self) -> ControlWord:
-        """End this rank's own work and return its control word. The weights of all its micro-batches are known now."""
+        """Return this rank's control word. Call it after the last backward, just before the reduction."""
         context = self._context
         context.runtime.heartbeat.beat("exchange")
         if context.mark_time is not None:
@@ -170,7 +171,7 @@ class StepControl:
         )
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
-        """Return a scalar on the device. Each is made once: a new one in every step would cost a copy."""
+        """Return a scalar tensor on the device. It is cached: a new one in every step would cost a copy."""
         constants = self._context.constants
         if (value, dtype) not in constants:
             constants[value, dtype] = torch.tensor(value, dtype=dtype, device=self._context.runtime.device)
@@ -178,7 +179,7 @@ class StepControl:
         return constants[value, dtype]
 
     def seed(self, stream: str, *keys: int) -> None:
-        """Seed torch's generators for this step; in exact mode also those of Python and NumPy."""
+        """Seed torch's generators for this step, and with `exact` also those of Python and NumPy."""
         config = self._context.config
         value = derive(config.seed, stream, self.step, *keys)
         seed_torch(value, self._context.runtime.device)
@@ -186,23 +187,23 @@ class StepControl:
             seed_host(value)
 
     def _add(self, loss: Loss, micro: MicroBatch) -> None:
-        # On a GPU the host would wait for the weight, so there it is checked in the first step only.
+        # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
         if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
             check_weight(float(loss.weight))
 
-        # Losses are only collected: adding them up would be one more kernel per micro-batch.
+        # Losses are only collected in a list: adding them would launch one more kernel per micro-batch.
         self.trained.append(MicroBatch(None, micro.index, micro.samples, micro.epoch, micro.ids))
         self.losses.append((loss.total.detach(), loss.weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
 
-        # The control word needs the sums, so these are added now.
+        # The control word needs these sums.
         self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
         if self._context.word_has_loss:
             self._loss = self._loss + self._as_float64(loss.total.detach(), LOSS_GRID)
 
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:
-        """Return the value as float64. Exact mode rounds it to a grid, on which sums do not depend on their order."""
+        """Return the value as float64. `exact` rounds it to a grid, so that sums do not depend on the order."""
         number = value.detach().double() if _on_gpu(value) else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
 
@@ -223,7 +224,7 @@ def _check_loss(loss: Loss) -> None:
         raise UserError(
             f"the total of a loss must be a tensor with a gradient; it is a {type(loss.total).__name__}",
             "",
-            "leave .item() or float() out: Loss(per_sample_loss.sum(), weight=len(batch))",
+            "remove .item() or float(): Loss(per_sample_loss.sum(), weight=len(batch))",
         )
 
     if loss.total.dim() != 0 or not loss.total.requires_grad:
@@ -234,19 +235,21 @@ def _check_loss(loss: Loss) -> None:
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
 
-    one_number = loss.weight.numel() == 1 if isinstance(loss.weight, Tensor) else isinstance(loss.weight, SupportsFloat)
-    if not one_number:
-        what = f"{type(loss.weight).__name__} {tuple(loss.weight.shape) if isinstance(loss.weight, Tensor) else ''}"
+    weight = loss.weight
+    is_tensor = isinstance(weight, Tensor)
+    is_number = weight.numel() == 1 if is_tensor else isinstance(weight, SupportsFloat)
+    if not is_number:
+        shape = f" {tuple(weight.shape)}" if is_tensor else ""
         raise UserError(
-            f"the weight of a loss is the number of its terms; it cannot be a {what.strip()}",
+            f"the weight of a loss is the number of its terms; it cannot be a {type(weight).__name__}{shape}",
             "",
             "return Loss(total, weight=len(batch)), or the number of tokens: mask.sum()",
         )
 
-    # Reading a weight on the GPU would make the host wait for it.
-    if not (_on_gpu(loss.weight) or 0 <= float(loss.weight) < math.inf):
+    # A weight on the GPU is not checked, because the host would wait for it.
+    if not _on_gpu(weight) and not 0 <= float(weight) < math.inf:
         raise UserError(
-            f"the weight of a loss is the number of its terms; it cannot be {loss.weight}",
+            f"the weight of a loss is the number of its terms; it cannot be {weight}",
             "",
             "return a finite weight of 0 or more",
         )

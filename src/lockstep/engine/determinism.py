@@ -1,6 +1,6 @@
-"""What `exact` requires of a run beyond the order of additions.
+"""Checks for `exact`, beyond the order of additions (see parallel/exact).
 
-Nothing in the run may depend on which rank computes it, and everything that determines the bits (threads, torch, the
+No result may depend on the rank that computes it. Everything that determines the bits (threads, torch's version, the
 device) must be the same on every rank and after every resume.
 """
 
@@ -22,50 +22,50 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
 
-# Sums of multiples of a power of two are exact in any order, as long as they stay below 2^53 of these units.
-# So the device can sum control words. Log lines hold numbers of any size: `ExactSums` adds those on the host.
-WEIGHT_GRID = 2.0**32  # weights are multiples of 1/this: their sums are exact below 2^21 a step
-LOSS_GRID = 2.0**20  # losses, where they are watched for spikes: exact below 2^33
+# float64 sums of multiples of 1/grid are exact in any order, as long as they stay below 2^53 / grid. So the device can
+# sum control words. Log lines may hold numbers of any size, which `ExactSums` adds on the host.
+WEIGHT_GRID = 2.0**32  # for weights: their sum is exact below 2^21 per step
+LOSS_GRID = 2.0**20  # for losses in spike detection: their sum is exact below 2^33
 
-MAX_ROUNDING = 1e-6  # relative: how much its grid may change a weight
-ORDER_SETTINGS = ("micro_batch", "global_batch", "blocks")  # that decide which gradients are added, in which order
+MAX_ROUNDING = 1e-6  # the largest relative change of a weight by rounding it to its grid
+ORDER_SETTINGS = ("micro_batch", "global_batch", "blocks")  # these determine the order in which gradients are added
 
 
 def on_grid(value: float | Tensor, grid: float) -> Any:
-    """Return the nearest multiple of 1/grid. `value` is a number, or a tensor of any shape."""
+    """Return `value`, a number or a tensor of any shape, rounded to the nearest multiple of 1/grid."""
     if isinstance(value, Tensor):
         return torch.round(value.double() * grid) / grid
     return round(value * grid) / grid if math.isfinite(value) else value
 
 
 def check_weight(weight: float) -> None:
-    """Check that the grid does not change the weight: that would train another model."""
+    """Check that rounding to the grid does not change the weight, which would change the training."""
     if abs(on_grid(weight, WEIGHT_GRID) - weight) > MAX_ROUNDING * weight:
         raise UserError(
             f"exact=true cannot represent a weight of {weight:.3g}",
-            "weights are multiples of 2^-32 there, and this one would be changed",
-            "multiply the loss and its weight by one large number, which changes nothing else: 1e6, for instance",
+            "it rounds weights to multiples of 2^-32, which would change this one",
+            "multiply the loss and its weight by the same large number, such as 1e6: the training stays the same",
         )
 
 
 class Exactness:
-    """Guards the promise of `exact` in one run.
+    """Checks that one run keeps the promise of `exact`.
 
-    Its state in a checkpoint is what determines the bits outside the program: a resumed run compares it.
+    Its state in a checkpoint describes the platform, and a resumed run compares it with its own.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
-        """`changing` names the buffers that training changes, as the task says."""
+        """`changing` is the task's `changing_buffers`."""
         _check_changing(model, changing)
         _check_batchnorm(model)
         self.model = model
         self.platform = _agreed_platform(runtime)
-        self._changes: list[Change] = []  # since the checkpoint that was loaded
-        self._unfused = _step_unfused(optimizers)
-        self._first_buffers: dict[str, Tensor] = {}  # as the first step of this process finds them
+        self._changes: list[Change] = []  # of the platform, since the loaded checkpoint
+        self._unfused = _switch_off_fused(optimizers)
+        self._first_buffers: dict[str, Tensor] = {}  # copies from before the first step of this process
 
     def begin(self, source: BatchSource, plan: Plan, changed_settings: list[Change]) -> str:
-        """Check the source and return a line for the banner. A resumed run may have `changed_settings`."""
+        """Check the source and return a line for the banner, which names what has changed since the checkpoint."""
         if not isinstance(source, MapSource):
             raise UserError(
                 f"exact=true cannot be used with data from a {type(source).__name__}",
@@ -73,14 +73,14 @@ class Exactness:
                 "return a dataset with a length and __getitem__; or leave exact out",
             )
 
-        # They are cloned only now, since resuming may have restored them.
+        # Clone the buffers only now, after a resume may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
         text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
             text += "; fused optimizers step without their fused kernels"
 
-        # Other settings may also change, such as the learning rate: the bits then differ because they are meant to.
+        # Changes of other settings, such as the learning rate, are meant to change the bits and are not reported here.
         changes = [*self._changes, *(change for change in changed_settings if change.key in ORDER_SETTINGS)]
         if changes:
             text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
@@ -89,8 +89,8 @@ class Exactness:
     def end_step(self) -> None:
         """Check after the first step of this process that no buffer changed.
 
-        Buffers that a forward changes (running statistics, counters) depend on the samples that a rank saw.
-        Rank 0's are saved and evaluated, so they would carry the number of ranks into the result.
+        Buffers that a forward changes (running statistics, counters) depend on the samples that a rank saw. Those of
+        rank 0 are saved and used in evaluations, so the result would depend on the number of ranks.
         """
         for name, before in self._first_buffers.items():
             if not torch.equal(self.model.get_buffer(name).detach(), before):
@@ -103,12 +103,12 @@ class Exactness:
         return dict(self.platform)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Only the number of threads can be set back. Other changes are reported in the banner.
+        # The user can restore the number of threads. Other changes of the platform are reported in the banner.
         threads = self.platform["threads"]
         if state["threads"] != threads:
             raise UserError(
                 f"exact=true with {threads} CPU threads per rank cannot resume a run with {state['threads']}",
-                "kernels add in another order with another number of threads",
+                "kernels add in a different order with a different number of threads",
                 f"type threads={state['threads']}",
             )
 
@@ -116,11 +116,11 @@ class Exactness:
 
 
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
-    """Check the task's `changing_buffers`: buffers of the model, and with `exact` there must be none."""
+    """Refuse the task's `changing_buffers`, which `exact` does not allow, and names in it that are no buffers."""
     known = [name for name, _ in model.named_buffers()]
     changing = [] if isinstance(names, str) else list(names)
 
-    # Declaring such a buffer lets the task be refused before the first step rather than after it.
+    # Because the task declares the buffer, it is refused before the first step rather than after it.
     for name in changing:
         if name in known:
             raise _changing_buffer(f"the buffer {name!r} changes in training", "the task's changing_buffers says so")
@@ -155,8 +155,8 @@ def _changing_buffer(problem: str, reason: str) -> UserError:
 
 
 def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
-    """Return what determines the bits outside the program, after checking that it is the same on all ranks."""
-    # Kernels are chosen by the device's model and the CPU's instruction set and change with torch's version.
+    """Return a description of the platform, after checking that it is the same on all ranks. Collective."""
+    # torch chooses kernels by the device's model and the CPU's instruction set, and versions have different kernels.
     device = runtime.device
     own = {
         "threads": runtime.threads.count,
@@ -178,11 +178,11 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     return own
 
 
-def _step_unfused(optimizers: Optimizers) -> bool:
-    """Switch fused kernels off and return whether there were any.
+def _switch_off_fused(optimizers: Optimizers) -> bool:
+    """Switch off the fused kernels of all optimizers, and return whether there were any.
 
-    On a CPU they round the last elements of a tensor differently from the others, so that the result would depend on
-    where a tensor is sharded. Without them the algorithm is the same.
+    On a CPU, fused kernels round the last elements of a tensor differently from the others, so the result would depend
+    on how a tensor is sharded. Without them the algorithm is the same.
     """
     fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
@@ -190,5 +190,5 @@ def _step_unfused(optimizers: Optimizers) -> bool:
 
     # Only fused kernels divide the gradients and skip the step by themselves.
     optimizers.divides_gradients = False
-    optimizers.skips_by_itself = False
+    optimizers.skips_on_device = False
     return bool(fused)

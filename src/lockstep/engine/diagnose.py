@@ -1,7 +1,7 @@
-"""Turn torch's errors into errors about the run: what happened, why, and what to type.
+"""Turns torch's errors into errors about the run: what happened, why, and what to type.
 
-Out of memory is the main one. With micro_batch=auto the rank leaves a note with a smaller size, and ends; its launcher
-kills the other ranks, which wait for it in a collective, and restarts all of them.
+The most important one is out of memory. With micro_batch=auto the rank records a smaller size in the run folder and
+ends. The launcher then kills the other ranks, which wait in a collective, and restarts all of them.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run
     from lockstep.engine.setup import RunBuilder
 
-SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
+SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # a size in torch's messages
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# The nodes around the inputs of a block, by the names in torch's errors: that of exact mode, and that of FSDP.
+# Autograd nodes around the inputs of a block, as torch's errors name them: one of exact mode, one of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
-# What torch says of a second backward through compiled code.
+# Parts of torch's errors about a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
-NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
+MICRO_BATCH_FILE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
 @contextmanager
 def explained(builder: RunBuilder) -> Iterator[None]:
-    """Raise known errors of torch as errors that say what to do."""
+    """Replace known errors of torch by a UserError that says what to do."""
     try:
         yield
     except ValueError as error:
-        # A map-style dataset is checked before its first step; how a stream ends is known at its end.
+        # Map-style datasets are checked before the first step. The last batch of a stream is not known by then.
         if "Expected more than 1 value per channel" in str(error):
             raise UserError(
-                "a BatchNorm got one value per channel, which has no variance: a micro-batch of one sample",
+                "a BatchNorm got a micro-batch of one sample: one value per channel has no variance",
                 str(error).splitlines()[0],
-                "type a larger micro_batch, and leave out a last sample that is alone; or use GroupNorm",
+                "type a larger micro_batch, and drop a last micro-batch of one sample; or use GroupNorm",
             ) from error
 
         raise
     except RuntimeError as error:
-        # torch has no exception for the memory of the host.
+        # For host memory torch raises a plain RuntimeError.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise _explain_out_of_memory(error, builder) from error
 
-        # torch raises this where a plain tensor meets a parameter that is sharded.
+        # torch raises this if an operation gets a plain tensor and a sharded parameter.
         driver = builder.driver
         if "mixed torch.Tensor and DTensor" in str(error) and driver and not driver.role.replicated:
             raise _explain_sharded_parameters(error, builder) from error
 
-        # torch's compiled backward frees what a second one would need.
+        # A compiled backward frees the buffers that a second backward would need.
         if any(words in str(error) for words in COMPILED_TWICE):
             raise UserError(
-                "the loss computes a gradient through the model and goes on with its graph, which compiled code cannot",
+                "the loss computes a gradient through the model and keeps its graph; compiled code does not allow that",
                 str(error).splitlines()[0],
                 "type compile=false",
             ) from error
 
-        # NotImplementedError is a RuntimeError: torch's kernels have no such operator.
+        # This includes NotImplementedError, a RuntimeError that torch raises for operators without a sparse kernel.
         if "sparse" in str(error).lower():
             raise UserError(
                 "sparse gradients are not supported",
@@ -98,17 +98,17 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
     config = builder.config
     tensor_parallel = f" mesh.tp={config.mesh.tp}" if config.mesh.tp else ""
     return UserError(
-        f"strategy={config.strategy}{tensor_parallel} shards parameters, and the task computes with them, or calls a "
-        "part of the model, by itself",
+        f"strategy={config.strategy}{tensor_parallel} shards parameters, and the task uses them, or calls a part of "
+        "the model, outside the model's forward",
         str(error).splitlines()[0],
-        "do that inside the model's forward, which the task calls; let the optimizer's weight_decay be the penalty of "
+        "do that inside the model's forward, which the task calls; use the optimizer's weight_decay as a penalty on "
         "weights; or type strategy=ddp, which keeps full parameters on every rank",
     )
 
 
 def _is_about_input(text: str, builder: RunBuilder) -> bool:
-    """Return whether torch complains of a block that changes an input with a node around it in place."""
-    # With both nodes, a block's only input is a plain view of what FSDP's has returned.
+    """Return whether torch's error is about a block that changes its input in place."""
+    # With both nodes, a block's only input is a plain view of the output of FSDP's node.
     sharded = builder.driver is not None and not builder.driver.role.replicated
     nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
     return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
@@ -129,7 +129,7 @@ def _explain_changed_input(error: RuntimeError, builder: RunBuilder) -> UserErro
 
 
 def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exception:
-    """Return an error that says what did not fit, what memory holds, and what would help, the best advice first."""
+    """Return an error that says what did not fit, what uses the memory, and what would help, best advice first."""
     shortage = Shortage.of(str(error))
     driver = builder.driver
     if driver is None:
@@ -139,20 +139,20 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             "build a smaller one, or type device=cpu",
         )
 
-    held = _footprint(driver, builder)
+    footprint = _footprint(driver, builder)
     on_host = not isinstance(error, torch.OutOfMemoryError)
     config = builder.config
     world = builder.runtime.world
 
-    # Captured graphs hold extra memory, so the first advice is to do without them.
+    # Captured graphs hold extra memory, so the first advice is to switch them off.
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
     advice: list[Option] = []
 
-    # What does not fit, and what would make it smaller, depends on how far the run has come.
+    # The problem and the advice depend on the phase of the run.
     run = builder.run
     if run is None:
         what = "the model"
-        advice = options(held, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
+        advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
     elif builder.runtime.heartbeat.phase == "evaluate":
         batch = run.evaluation_batch()
         what = f"an evaluation in batches of {batch}"
@@ -160,83 +160,85 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             first.append(Option(f"evaluate.batch={batch // 2}", None))
     else:
         what = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
-        smaller = _note_smaller_micro_batch(run)
+        smaller = _record_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
 
         blocks = find_blocks(driver.model, config.blocks)
-        advice = options(held, config, world.size, run.plan.micro_batch, len(blocks), on_host)
+        advice = options(footprint, config, world.size, run.plan.micro_batch, len(blocks), on_host)
 
-    # Options that are enough by themselves come first; otherwise the order stays.
-    missing = shortage.missing(held.to_come)
+    # Options that free enough memory by themselves come first. The sort is stable, so the order is otherwise kept.
+    missing = shortage.missing(footprint.to_come)
     advice = sorted(advice, key=lambda option: not option.enough(missing))
     fix = "; ".join(option.text(missing) for option in [*first, *advice])
-    return UserError(f"{what} does not fit into memory", f"{shortage}; it holds {held}", f"try these in order: {fix}")
+    found = f"{shortage}; it holds {footprint}"
+    return UserError(f"{what} does not fit into memory", found, f"try these in order: {fix}")
 
 
 def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
-    """Count the bytes of the tensors that lie on this rank's device."""
+    """Return the bytes of all tensors on this rank's device, by purpose."""
     device = builder.runtime.device
     model = driver.model
 
     def count(tensors: Iterable[Any]) -> int:
-        # Offloaded tensors lie elsewhere.
+        # Offloaded tensors are on another device.
         return bytes_of(t for t in tensors if isinstance(t, Tensor) and t.device.type == device.type)
 
-    # The optimizers' state, and what their first step has yet to allocate.
+    # The optimizers' state, and the bytes that their first step will still allocate.
     state: list[Any] = []
     to_come = 0
     if builder.model_setup:
         optimizers = builder.model_setup.optimizers
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
-            # What other optimizers allocate is not known well enough.
+            # For other optimizers than torch's, the size of the state is unknown.
             groups = optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim.") else []
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))
         if optimizers.masters:
-            state += optimizers.masters.held()
+            state += optimizers.masters.persistent_tensors()
 
-    held = Footprint(
+    footprint = Footprint(
         parameters=count([*model.parameters(), *model.buffers()]),
         gradients=count(p.grad for p in model.parameters()),
         optimizer=count(state),
         to_come=to_come,
     )
     if device.type != "cuda":
-        return held
+        return footprint
 
-    # At the peak, everything else was activations, or buffers that come and go with them.
+    # Everything else at the peak was activations, or temporary buffers.
     peak = torch.cuda.max_memory_allocated(device)
-    return replace(held, activations=max(0, peak - held.parameters - held.gradients - held.optimizer))
+    rest = peak - footprint.parameters - footprint.gradients - footprint.optimizer
+    return replace(footprint, activations=max(0, rest))
 
 
 # ---- micro_batch=auto ----
 
 
-def noted_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
-    """Return the largest micro-batch that fits, if an earlier attempt of this run noted one."""
+def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
+    """Return the largest micro-batch that fits, if an earlier attempt of this run recorded it. Collective."""
     if FOLDER not in os.environ:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
-            "these ranks were started by another one",
+            "these ranks were started by another launcher",
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
         )
 
-    path = run_dir / NOTE
+    path = run_dir / MICRO_BATCH_FILE
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(records.read_bytes(path))["micro_batch"] if path.exists() else None
     )
 
 
-def _note_smaller_micro_batch(run: Run) -> int | None:
-    """With micro_batch=auto, note a smaller size for the next attempt, and return it."""
+def _record_smaller_micro_batch(run: Run) -> int | None:
+    """With micro_batch=auto, record a smaller size for the next attempt, and return it. Otherwise return None."""
     if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
         return None
-    # The next attempt begins at the last commit, with this size.
+    # The next attempt resumes from the last checkpoint with this size.
     smaller = smaller_micro_batch(run.plan)
-    records.write(run.folder.path / NOTE, json.dumps({"micro_batch": smaller}))
+    records.write(run.folder.path / MICRO_BATCH_FILE, json.dumps({"micro_batch": smaller}))
     return smaller
 
 
@@ -245,7 +247,7 @@ def _note_smaller_micro_batch(run: Run) -> int | None:
 
 @dataclass(frozen=True)
 class Shortage:
-    """What torch says about a failed allocation, in bytes; None: it does not say.
+    """The sizes in torch's message about a failed allocation, in bytes, or None where they are missing.
 
     torch writes `Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.50 GiB is free`; with a limit, also `4.00 GiB
     allowed; Of the allocated memory 3.50 GiB is allocated by PyTorch`.
@@ -260,14 +262,14 @@ class Shortage:
     def of(cls, message: str) -> Shortage:
         free = _size(rf"of which ({SIZE}) is free", message)
         allowed = _size(rf"({SIZE}) allowed", message)
-        taken = _size(rf"({SIZE}) is allocated by PyTorch", message)
-        # A limit (gpu_memory) counts only what PyTorch itself allocated.
-        if free is not None and allowed is not None and taken is not None:
-            free = max(0, min(free, allowed - taken))
+        allocated = _size(rf"({SIZE}) is allocated by PyTorch", message)
+        # The limit gpu_memory applies only to memory that PyTorch allocates.
+        if free is not None and allowed is not None and allocated is not None:
+            free = max(0, min(free, allowed - allocated))
         return cls(message, _size(rf"allocate ({SIZE})", message), free, allowed)
 
     def missing(self, to_come: int) -> int | None:
-        """Return how many more bytes are needed, including `to_come`, what the optimizer has yet to allocate."""
+        """Return how many more bytes are needed, including the `to_come` bytes that the optimizer will allocate."""
         if self.wanted is None or self.free is None:
             return None
         return max(0, self.wanted - self.free + to_come)

@@ -1,8 +1,8 @@
-"""Evaluation: every sample is counted exactly once, and the numbers are the same at any world size.
+"""Evaluation: every sample counts exactly once, and the numbers are the same at any world size.
 
-The evaluation set is split into the same batches whatever the number of ranks. Ranks run contiguous ranges of batches
-without any communication; then the sums of every batch are gathered and added exactly (fsum), so that not even
-rounding depends on the number of ranks.
+The evaluation set is split into the same batches at any number of ranks. Each rank runs a contiguous range of batches
+without communication. Then the sums of all batches are gathered and added exactly (fsum), so that not even rounding
+depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 
-Row = dict[str, list[float]]  # of one batch: name -> [sum, weight]
+Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Evaluation:
 
 
 def check_data(data: Any) -> None:
-    """Check that every sample of `data` can be counted once."""
+    """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
@@ -82,11 +82,11 @@ class Evaluator:
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(data)
-        # Running statistics differ between the ranks: all evaluate with those of rank 0, which are also the ones saved.
+        # Running statistics differ between ranks. Evaluate with those of rank 0, which checkpoints save too.
         self.driver.sync_buffers()
 
         reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
-        # Every module gets its own mode back: a part may be in eval mode on purpose.
+        # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.driver.model.modules()]
         self.driver.model.eval()
         try:
@@ -96,7 +96,7 @@ class Evaluator:
             for module, training in modes:
                 module.training = training
 
-        # A rank that is not preempted learns here that another one is.
+        # If any rank was preempted, all ranks stop here.
         preempted = may_preempt and self.runtime.notice.signal is not None
         gathered = self.runtime.collectives.gather_json([rows, samples, preempted])
         if any(preempted for _, _, preempted in gathered):
@@ -113,41 +113,41 @@ class Evaluator:
     ) -> tuple[list[Row], int]:
         """Run this rank's batches and return their sums and the number of samples.
 
-        Ranks run different numbers of batches, so the unwrapped model is called, whose forward is not collective.
-        Where it is (a sharded model), ranks with fewer batches repeat one and drop the result.
+        Ranks may run different numbers of batches, so the unwrapped model is called, whose forward is usually not
+        collective. If it is (a sharded model), ranks with fewer batches repeat one and drop the result.
         """
-        # The batches follow from the length and the batch size alone; only the ranges depend on the rank.
+        # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
         role = self.driver.role
         length = len(reader.dataset)
         count = math.ceil(length / batch)
         own_batches = rank_range(count, role.data_rank, role.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
-        most = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
-        repeated = [range(min(batch, length))] * (most - len(ranges))
+        forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
+        repeated = [range(min(batch, length))] * (forwards - len(ranges))
 
-        # Evaluation always reads epoch 0, so that samples which draw random numbers are the same every time.
+        # Evaluation always reads epoch 0, so that random samples (augmentation) are the same every time.
         results = []
         requests = (Request(0, ids) for ids in [*ranges, *repeated])
         for data in read_all(reader, requests, self.config.data.workers, prefetch=2):
             self.runtime.heartbeat.beat("evaluate")
 
-            # Where a forward is collective, a rank that stopped alone would leave the others waiting.
+            # If forwards are collective, the other ranks would wait for a rank that stopped here.
             if may_preempt and self.runtime.notice.signal is not None and not role.collective_forwards:
                 return [], 0
 
-            # What a collate has emptied counts nothing, but a collective forward must run.
-            emptied = is_empty(data)
-            if emptied and not role.collective_forwards:
+            # If collate left no sample of a batch, it contributes nothing, but a collective forward must still run.
+            no_samples = is_empty(data)
+            if no_samples and not role.collective_forwards:
                 results.append([])
                 continue
-            data = reader.some_batch(batch) if emptied else data
+            data = reader.nonempty_batch(batch) if no_samples else data
             loss = self.driver.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
-            if emptied:
+            if no_samples:
                 results.append([])
             elif loss is not None:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
 
-        # Another rank went through the same batches and reports them.
+        # Another rank of the same tp or pp group reports these batches.
         if not role.reports_loss:
             return [], 0
 
@@ -162,7 +162,7 @@ def _on_host(result: list[Term]) -> Row:
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means: dict[str, float] = {}
     for name in sorted({name for row in rows for name in row}):
-        # fsum rounds once, so the order of the rows does not matter. A metric may be missing in some batches.
+        # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
         total = math.fsum(row[name][0] for row in rows if name in row)
         weight = math.fsum(row[name][1] for row in rows if name in row)
         means[name] = total / weight if weight else math.nan

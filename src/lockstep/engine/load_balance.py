@@ -1,9 +1,8 @@
-"""Ranks of different speeds: a faster rank gets more of a step's micro-batches, so that all finish together.
+"""Load balancing: a faster rank gets more of a step's micro-batches, so that all ranks finish together.
 
 This does not change the result. A micro-batch has the same samples and random numbers on any rank, and sums are divided
-once; so the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
-Worker processes read ahead, so a new assignment takes effect at a later position in the data, which all ranks agree on
-first.
+once. So the assignment of micro-batches to ranks may change between two steps, if it changes on all ranks at once.
+Worker processes read ahead, so a new assignment takes effect at a later position in the data, on which all ranks agree.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import BatchSource
 
-WARM_UP = 3  # steps that are not measured: they compile, allocate, connect
-MEASURED = 5  # steps after them
+WARM_UP = 3  # the first steps are not measured: they compile, allocate and connect
+MEASURED = 5  # steps per measurement
 PERIOD = 100  # steps from one measurement to the next
-MIN_GAIN = 0.1  # of a step: less may be noise, and is not worth a change
-SHOWN_RANKS = 16  # in an assignment that is printed
+MIN_GAIN = 0.1  # as a fraction of a step: a smaller gain may be noise
+SHOWN_RANKS = 16  # at most this many ranks in a printed assignment
 
 Speeds = str | Sequence[float]  # `load_balance`
 
 
 class Pace(NamedTuple):
-    """The seconds of one micro-batch on one rank, with the wait for its data and without the gradient all-reduce."""
+    """Seconds per micro-batch on one rank, including the wait for data, without the gradient all-reduce."""
 
-    whole: float | None  # forward and backward; None with one micro-batch a step, whose backward has the all-reduce
+    whole: float | None  # forward and backward; None if a step has one micro-batch, whose backward all-reduces
     forward: float
 
 
 def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
-    """Return the plan, changed to fit `load_balance`, or refuse it."""
+    """Return the plan with the accumulation that `load_balance` needs. Raise if the plan does not allow it."""
     if speeds == "none":
         return plan
 
@@ -59,15 +58,15 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
         larger_batch = f"type global_batch={4 * plan.data_size} or more, and micro_batch=1"
         raise UserError(
             f"load_balance cannot assign {plan.micro_batches} micro-batches to {plan.data_size} ranks",
-            "one for each, and none to move",
+            "each rank has at most one, so none can be moved",
             f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
 
-    # With `auto` the first steps are assigned evenly, as the plan says.
+    # With `auto` the first steps are assigned evenly, as the plan already does.
     if isinstance(speeds, str):
         return plan
-    most = max(rank_counts(plan.micro_batches, tuple(speeds)))
-    return replace(plan, accumulation=most, reasons=plan.reasons | {"accumulation": "assigned by load_balance"})
+    accumulation = max(rank_counts(plan.micro_batches, tuple(speeds)))
+    return replace(plan, accumulation=accumulation, reasons=plan.reasons | {"accumulation": "assigned by load_balance"})
 
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
@@ -79,15 +78,15 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
 def open_load_balancer(
     speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log_event: EventLogger
 ) -> LoadBalancer | None:
-    """Return a balancer that measures speeds, with `auto`. Speeds that are given are applied now, and stay."""
+    """Return a balancer for `load_balance=auto`, else None. Speeds in the configuration are applied here, once."""
     if speeds == "none" or plan.data_size == 1:
         return None
 
-    # From here on ranks run different numbers of micro-batches.
+    # Ranks will run different numbers of micro-batches.
     if not isinstance(source, MapSource):
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
-            "every rank reads its own samples of a stream, or of a source of your own",
+            "with a stream, or a source of your own, every rank reads its own samples",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
 
@@ -105,7 +104,7 @@ def open_load_balancer(
 
 
 class LoadBalancer:
-    """Measures the seconds of a micro-batch on each rank and assigns again where that makes steps shorter."""
+    """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
@@ -115,31 +114,31 @@ class LoadBalancer:
         self.assigned = tuple(
             len(rank_range(plan.micro_batches, rank, plan.data_size)) for rank in range(plan.data_size)
         )
-        self._ended = 0  # steps of this process: the same number on all ranks
-        self._marks: list[list[Any]] = [[]]  # moments of every measured step, and of the one that runs
+        self._ended = 0  # steps of this process so far: the same number on all ranks
+        self._marks: list[list[Any]] = [[]]  # a list of times for each measured step, the current one last
 
     def mark(self) -> None:
-        """Note the time: a micro-batch begins, or the gradient all-reduce does."""
-        if self._measures:
+        """Record the time. Call it when a micro-batch begins, and when the gradient all-reduce begins."""
+        if self._is_measuring:
             self._marks[-1].append(_now(self._runtime.device))
 
     def end_step(self, step: int) -> None:
-        """End a step and assign again after the last one of a measurement."""
-        # We count the steps of this process, not those of the run: a resumed run measures its own ranks.
-        if self._measures:
+        """End a step, and reassign micro-batches after the last step of a measurement."""
+        # Count the steps of this process, not those of the run: a resumed run may have other ranks.
+        if self._is_measuring:
             self._marks.append([])
         self._ended += 1
         if self._ended % PERIOD == WARM_UP + MEASURED:
-            self._assign_again(step, pace_of(self._marks[:-1]))
+            self._reassign(step, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property
-    def _measures(self) -> bool:
+    def _is_measuring(self) -> bool:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
-    def _assign_again(self, step: int, own: Pace) -> None:
-        """Change the assignment if it pays. Collective: all ranks gather the same figures, and so decide alike."""
-        # Worker processes have already read batches of the present one, so ranks also send where it ends for them.
+    def _reassign(self, step: int, own: Pace) -> None:
+        """Change the assignment if that pays. Collective: all ranks gather the same times and decide alike."""
+        # Workers have already read batches of the current assignment, so ranks also send how far they have read.
         gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
@@ -151,7 +150,7 @@ class LoadBalancer:
         if then_s > (1.0 - MIN_GAIN) * now_s:
             return
 
-        # No rank's workers have read as far as this position.
+        # No rank has read beyond the largest position.
         self._source.assign_by(speeds, max(position for _, position in gathered))
 
         slow = seconds.index(max(seconds))
@@ -166,23 +165,23 @@ class LoadBalancer:
 
 
 def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
-    """Return the pace over some steps. Each has the moments when its micro-batches and its all-reduce began."""
-    # Between the first and the last micro-batch lie forwards and backwards only; in the last one, up to the all-reduce,
-    # a forward only.
+    """Return the pace over some steps, each with the times when its micro-batches and then its all-reduce began."""
+    # All micro-batches but the last have a forward and a backward. The last one is measured up to the all-reduce, so
+    # it has a forward only.
     wholes = [_seconds(marks[0], marks[-2]) / (len(marks) - 2) for marks in steps if len(marks) > 2]
     forwards = [_seconds(marks[-2], marks[-1]) for marks in steps]
     return Pace(median(wholes) if wholes else None, median(forwards))
 
 
 def seconds_each(paces: Sequence[Pace]) -> list[float]:
-    """Return the seconds of one micro-batch, by rank.
+    """Return the seconds per micro-batch, by rank.
 
-    A rank with one micro-batch a step measured only its forward; the others know how much longer the whole takes.
+    A rank with one micro-batch per step measured only its forward. The ratio of whole to forward comes from the others.
     """
-    # 1e-9: no division by zero, should a clock not advance.
+    # 1e-9 avoids a division by zero if the clock did not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]
-    usual = median(ratios) if ratios else 1.0
-    return [max(1e-9, pace.forward * usual if pace.whole is None else pace.whole) for pace in paces]
+    ratio = median(ratios) if ratios else 1.0
+    return [max(1e-9, pace.forward * ratio if pace.whole is None else pace.whole) for pace in paces]
 
 
 def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
@@ -196,10 +195,10 @@ def _show(counts: Sequence[int]) -> str:
 
 
 def _now(device: torch.device) -> Any:
-    """Return a moment in the device's own time: the host runs ahead of a GPU."""
+    """Return the current time: a CUDA event on a GPU, because the host runs ahead of it."""
     if device.type != "cuda":
         return time.perf_counter()
-    # An event costs the host nothing: its time is read when the measurement is over.
+    # The host does not wait for an event. Its time is read when the measurement is over.
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

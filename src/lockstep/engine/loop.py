@@ -27,7 +27,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     when due:               log, evaluate, checkpoint
     at the end:             save the weights, evaluate, show
     """
-    data = cache(task.data)  # automatic pipeline stages look at samples before the data source is opened
+    data = cache(task.data)  # called once, though automatic pipeline stages need samples before the source is opened
     scheduler = _own_method(task, "scheduler") or (lambda _: None)
     with model_made_as_asked(builder.config):
         model = task.model()
@@ -41,17 +41,17 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         builder.add_part("task", task)
     run = builder.setup_run(data(), task.collate)
 
-    # The evaluation data is checked before the first step, not when the first evaluation is due.
-    held_out = _held_out(task, run)
-    evaluate_every = run.config.evaluate.every if held_out is not None else None
-    check_evaluations(run.stepper.learning_rate.needs_evaluations, evaluate_every, held_out is not None)
+    # Check the evaluation data before the first step, not when the first evaluation is due.
+    eval_data = _eval_data(task, run)
+    evaluate_every = run.config.evaluate.every if eval_data is not None else None
+    check_evaluations(run.stepper.learning_rate.needs_evaluations, evaluate_every, eval_data is not None)
 
     run.check_start(task)
 
     def evaluate() -> None:
-        run.evaluate(held_out, task.eval_loss, task.collate, may_preempt=True)
+        run.evaluate(eval_data, task.eval_loss, task.collate, may_preempt=True)
 
-    # A run that was preempted during an evaluation repeats it first.
+    # If the run was preempted during an evaluation, repeat that first.
     if evaluate_every and run.resumed and run.resumed.evaluation_due:
         evaluate()
 
@@ -63,39 +63,39 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
         step = run.stepper.counters.step
 
-        # The user's code may be slow; a separate phase keeps the launcher from reporting a hang.
+        # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if after_step:
             run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
-        # After the evaluation, so that a checkpoint knows how good its weights are.
+        # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
 
-    # This saves the weights: an error in an evaluation or in `show` must not lose them.
+    # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
     run.end_training()
-    if held_out is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
+    if eval_data is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
         evaluate()
     return run.close(_show(task, run))
 
 
 def _own_method(task: Any, name: str) -> Callable[..., Any] | None:
-    """Return the task's method of this name. None if the task does not override it; Task's default is a no-op."""
-    # A task need not be a subclass of Task, and its methods need not be bound.
+    """Return the task's method of this name, or None if the task does not override Task's default, a no-op."""
+    # A task need not subclass Task, and its methods may be plain functions.
     method = getattr(task, name, None)
     return None if getattr(method, "__func__", method) is getattr(Task, name) else method
 
 
-def _held_out(task: Task, run: Run) -> Any:
-    """Return the task's evaluation data, checked before the first step; None if it has none."""
-    held_out = task.eval_data()
-    if held_out is not None:
-        check_data(held_out)
-    check_best(run.config, held_out is not None)
-    if held_out is None and run.config.evaluate.every:
+def _eval_data(task: Task, run: Run) -> Any:
+    """Return the task's evaluation data after checking it, or None if there is none."""
+    eval_data = task.eval_data()
+    if eval_data is not None:
+        check_data(eval_data)
+    check_best(run.config, eval_data is not None)
+    if eval_data is None and run.config.evaluate.every:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
-    return held_out
+    return eval_data
 
 
 def _call_before_each(
@@ -111,7 +111,7 @@ def _show(task: Task, run: Run) -> str | None:
 
     The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
     """
-    # Where a forward is collective, all ranks must run it; elsewhere rank 0 alone does.
+    # If a forward is collective, all ranks must run it; otherwise only rank 0 does.
     show = _own_method(task, "show")
     role = run.driver.role
     if show is None or not (run.runtime.is_main or role.collective_forwards):
@@ -121,9 +121,9 @@ def _show(task: Task, run: Run) -> str | None:
         return None
 
     run.driver.model.eval()
-    run.runtime.heartbeat.beat("user code")  # the launcher allows more time in this phase
+    run.runtime.heartbeat.beat("user code")  # the watchdog allows more time in this phase
     try:
-        # Inputs may grow with every token: compiling or capturing every new shape would cost more than it saves.
+        # Generated text grows with every token: compiling or capturing every new shape would cost more than it saves.
         with torch.no_grad(), run_eagerly(run.driver.model), run.driver.many_forwards() as warning:
             if warning:
                 run.recorder.event("warning", reason=f"show(): {warning}")
@@ -136,9 +136,9 @@ def _show(task: Task, run: Run) -> str | None:
 
 
 def _location(error: BaseException, task: Task) -> str:
-    """Return the last line of the task's own file that led to `error`, or else the line that raised it."""
+    """Return the innermost line of the task's own file in the traceback, or else the line that raised `error`."""
     frames = traceback.extract_tb(error.__traceback__)
-    # An error in the task's own code may have led to another one, elsewhere.
+    # `error` may have been raised while another error, from the task's own code, was handled.
     earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
     code = getattr(inspect.unwrap(task.show), "__code__", None)
     own_frames = [frame for frame in (*frames, *earlier) if code and frame.filename == code.co_filename]

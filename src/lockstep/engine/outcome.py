@@ -1,8 +1,8 @@
-"""The outcome of a step, and what follows from it. Every rank reads it from the same summed control word.
+"""The outcome of a step and its consequences. Every rank reads the outcome from the same summed control word.
 
-A step that must not be applied (its gradient is not finite, or its loss is a spike) is skipped and logged with its
-reason; then the run continues, rewinds to its last checkpoint, or stops. A step of weight 0 has nothing to learn from,
-which is legal; many in a row are reported, and a run of nothing else is an error.
+A step with a non-finite gradient or a loss spike is skipped and logged with its reason. Then the run continues, rewinds
+to its last checkpoint, or stops, as the policy says. A step of weight 0 is legal and changes nothing; many in a row
+cause a warning, and a run with no other steps is an error.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
 NOTICE_S = 2.0  # seconds to wait for other ranks to report that they are out of step
-MANY_EMPTY = 20  # steps of weight 0 in a row that are worth a warning
-MIN_LOSSES = 8  # losses seen before one can stand out as a spike
-MAX_NAMED_IDS = 8  # samples of one micro-batch that a message names
+MANY_EMPTY = 20  # this many steps of weight 0 in a row cause a warning
+MIN_LOSSES = 8  # spike detection needs this many losses
+MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reduced step and the numbers that decide whether to apply it, which are the same on every rank."""
+    """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
 
     control: StepControl
     reduced: Reduced
-    loss_limit: float  # a mean loss above it is a spike
+    loss_limit: float  # a mean loss above this is a spike
     word: ControlWord  # summed over all ranks
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
@@ -48,35 +48,35 @@ class Outcome:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss, for spike detection; 0 if detection is off."""
+        """The mean loss, for spike detection; 0 if detection is off."""
         return float(self.word.loss) / float(self.word.weight) if self.word.weight else 0.0
 
     @property
     def accepted(self) -> bool:
-        """Whether the step may be applied. `rejected_on_device` states the same rule."""
+        """Whether the step is applied. `rejected_on_device` computes the opposite on the device."""
         return self.finite and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
-        """Return why the step is skipped. One of weight 0 is not applied either, but nothing is wrong with it."""
+        """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
         if self.accepted or not self.word.weight:
             return None
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
 
-        # The host waits for the norms here. A skipped step is rare and worth it.
-        bad = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
-        if not bad:
+        # The host waits for the norms here. Skipped steps are rare, so this is acceptable.
+        nonfinite = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
+        if not nonfinite:
             return "the gradient norm overflowed, though every parameter's own gradient is finite"
 
         names = self.reduced.names
-        return f"no finite gradient for {len(bad)} of {len(names)} parameters, first {names[bad[0]]!r}"
+        return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
 
 
 def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
     """Return the opposite of `Outcome.accepted` as a tensor () on the device."""
     rejected = ~torch.isfinite(grad_norm)
 
-    # Without a limit the control word need not be decoded, which would cost kernels.
+    # Without a limit, skip decoding the control word, which would launch kernels.
     if loss_limit == math.inf:
         return rejected
 
@@ -87,11 +87,11 @@ class SpoiledStep(NamedTuple):
     """A step after which the run must rewind."""
 
     result: StepResult
-    span: tuple[int, int] | None  # positions of its samples, if the source knows them
+    span: tuple[int, int] | None  # positions [start, stop) of its samples, if the source has positions
 
 
 class Outcomes:
-    """Counts outcomes and acts on a skipped step. All ranks see the same numbers and act alike."""
+    """Counts outcomes and reacts to skipped steps. All ranks get the same numbers and so make the same decisions."""
 
     def __init__(
         self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: EventLogger | None
@@ -102,7 +102,7 @@ class Outcomes:
         self._log_event = log_event
         self.spikes = SpikeDetector(config.spike)
 
-        # What the outcomes so far amount to.
+        # Counts so far.
         self.skipped = 0
         self.skipped_since_log = 0
         self.failures_in_a_row = 0
@@ -111,16 +111,16 @@ class Outcomes:
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
 
     def conclude(self, outcome: Outcome) -> StepResult:
-        """Check that the ranks agree, count the step, act if it was skipped, and return its result."""
+        """Check that the ranks agree, count the step, react if it was skipped, and return its result."""
         word = outcome.word
         step = outcome.control.step
         ranks = self._runtime.world.size
 
-        # An accepted step is applied by now: these two checks do not prevent it, they only end the run.
+        # An accepted step has been applied by now: these two checks cannot prevent it, they end the run.
         if word.step != ranks * step_mark(step):
             raise self._out_of_step(step, word.step)
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
-            raise RuntimeError(f"the ranks' loss scales differ: it is {self._scaler.value} on this rank")
+            raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
         result = StepResult(
             step=step,
@@ -136,7 +136,7 @@ class Outcomes:
             new_metrics=word.new_metrics > 0,
         )
 
-        # Nothing is wrong with a step of weight 0, but many in a row are worth a warning.
+        # A step of weight 0 is legal, but many in a row deserve a warning.
         if result.weight == 0:
             self.empty_in_a_row += 1
             if self.empty_in_a_row == MANY_EMPTY and self._log_event:
@@ -156,13 +156,14 @@ class Outcomes:
         return result
 
     def _out_of_step(self, step: int, marks: int) -> OutOfStep:
-        """Return the error of ranks in different collectives, and find out which of them are in one of their own."""
+        """Return the error for ranks in different collectives, with the ranks that called the wrong one."""
         runtime = self._runtime
-        # Ranks that received a foreign tensor as gradients report here; the rank that sent it is still waiting in its
-        # own collective.
-        noticed = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
-        odd = [rank for rank in range(runtime.world.size) if rank not in noticed]
-        who, whom = listed(odd) if odd else "another rank", listed(noticed) if odd else "this one"
+        # Ranks that got a foreign tensor in place of gradients report in the store. The ranks that sent it do not: they
+        # still wait in their own collective.
+        reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
+        odd = [rank for rank in range(runtime.world.size) if rank not in reported]
+        who = listed(odd) if odd else "another rank"
+        whom = listed(reported) if odd else "this one"
         return OutOfStep(
             f"the ranks are out of step: {who} {'were' if len(odd) > 1 else 'was'} in a collective that {whom} never "
             f"called, and the tensor was taken for gradients of step {step} (the marks of the step add up to {marks}, "
@@ -173,7 +174,7 @@ class Outcomes:
 
     def _update_scale(self, outcome: Outcome) -> bool:
         """Adapt the loss scale of fp16. Return whether it was lowered."""
-        # A loss spike says nothing about the loss scale; an overflow does.
+        # A spike with a finite gradient is no reason to change the loss scale.
         if self._scaler is None or (outcome.finite and not outcome.accepted):
             return False
 
@@ -182,25 +183,25 @@ class Outcomes:
         return self._scaler.value < before
 
     def _skip(self, outcome: Outcome, result: StepResult, scale_lowered: bool) -> None:
-        """Log a skipped step and act on it. Collective: every rank must call it."""
+        """Log a skipped step and apply the policy. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
         reason = self._log_skip(outcome, result)
 
-        # An overflow that lowers the loss scale of fp16 is how the scaler finds its value, not a failure.
+        # An overflow that lowers the fp16 loss scale is no failure: this is how the scaler finds its value.
         if scale_lowered:
             self._scale_backoffs += 1
             return
 
-        # Everything else is a failure. Too many in a row end the run, whatever the policy.
+        # Everything else is a failure. Too many in a row end the run under every policy.
         self.failures_in_a_row += 1
-        most = self._config.nonfinite.max_in_a_row
+        limit = self._config.nonfinite.max_in_a_row
         key = "spike" if outcome.finite else "nonfinite"
         policy = getattr(self._config, key).policy
-        if policy == "stop" or self.failures_in_a_row >= most:
+        if policy == "stop" or self.failures_in_a_row >= limit:
             in_a_row = f"{plural(self.failures_in_a_row, 'such step')} in a row"
             raise UserError(
-                f"step {result.step}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={most})",
+                f"step {result.step}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={limit})",
                 "",
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
@@ -209,7 +210,7 @@ class Outcomes:
             self.spoiled = SpoiledStep(result, outcome.control.batches.span)
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
-        """Return the reason, with the samples to blame."""
+        """Log the skip with its reason and the samples to blame, and return both as text. Collective."""
         if self._log_event is None:
             return result.skip_reason
 
@@ -220,7 +221,7 @@ class Outcomes:
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
 
     def check_something_learned(self, steps: int, applied: int) -> None:
-        """Raise at the end if no step changed the weights: they must not look like the result of training."""
+        """Raise at the end of a run if no step was applied, so that untrained weights do not pass for a result."""
         if applied or not steps:
             return
 
@@ -262,7 +263,7 @@ class Outcomes:
 
 
 class SpikeDetector:
-    """Finds steps whose loss stands out from the recent ones, from numbers that all ranks share."""
+    """Detects losses far above the recent ones. All ranks add the same losses, so they get the same limit."""
 
     def __init__(self, config: SpikeConfig):
         self.config = config
@@ -270,14 +271,14 @@ class SpikeDetector:
         self.recent: deque[float] = deque(maxlen=config.window)
 
     def limit(self) -> float:
-        """Return the loss above which a step is a spike: the median, plus a multiple of the median deviation."""
+        """Return the limit above which a loss is a spike: the median plus `factor` robust standard deviations."""
         if not self.on or len(self.recent) < MIN_LOSSES:
             return math.inf
 
         median = statistics.median(self.recent)
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
-        # A loss that hardly moves has almost no deviation; a change of a hundredth is never a spike. The factor makes
-        # the median deviation of normally distributed losses their standard deviation.
+        # 1.4826 turns the median absolute deviation of normally distributed losses into their standard deviation. For a
+        # loss that hardly changes this is almost 0, so at least 1 % of the median is used.
         return median + self.config.factor * max(1.4826 * deviation, 0.01 * abs(median))
 
     def add(self, loss: float) -> None:
@@ -286,12 +287,12 @@ class SpikeDetector:
 
 
 def _blame(outcome: Outcome, rank: int) -> list[str]:
-    """Describe the micro-batches of this rank that may have spoiled a step."""
-    # The host waits for the losses here. A skipped step is rare and worth it.
+    """Return one line for each micro-batch of this rank that may have caused the skip."""
+    # The host waits for the losses here. Skipped steps are rare, so this is acceptable.
     control = outcome.control
     pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
 
-    # A spike is a matter of the global mean, which every micro-batch contributes to: name the largest contribution.
+    # Every micro-batch contributes to a spike of the global mean: name the one with the largest loss.
     if outcome.finite:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:

@@ -1,4 +1,4 @@
-"""A custom loop, on the same step:
+"""A custom loop around the same step that `fit` runs:
 
 with lockstep.start(global_batch=64, steps=1000) as run:
     model, optimizer = run.setup(model, optimizer)
@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from lockstep.engine.checks import GradientGuard
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
+from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
@@ -39,7 +39,7 @@ BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after o
 
 
 class OwnRun:
-    """What `lockstep.start` yields. Before `steps` there is only a builder; the Run exists from then on."""
+    """The object that `lockstep.start` yields. The call of `steps` turns its RunBuilder into a Run."""
 
     def __init__(self, builder: RunBuilder):
         self.rank = builder.runtime.world.rank
@@ -52,16 +52,16 @@ class OwnRun:
 
     @contextmanager
     def init_module(self) -> Iterator[None]:
-        """Make models as `init` says: `with run.init_module(): model = Net()`. With init=host this does nothing."""
+        """Build models inside this context as the setting `init` says: `with run.init_module(): model = Net()`."""
         with model_made_as_asked(self._builder.config):
             yield
 
     def setup(self, model: nn.Module, *others: Any) -> Any:
         """Return the model to call from now on, and its optimizers: `model, optimizer = run.setup(model, optimizer)`.
 
-        All that a run trains comes in one call: several models, several optimizers, and schedulers, torch's or a
-        function of the step. They are returned in their places. A model with nothing to train (a frozen teacher) may be
-        passed alone: it is moved to the device, not wrapped.
+        Pass everything that the run trains in one call: models, optimizers and schedulers (torch's, or a function of
+        the step). They are returned in the same order. A frozen model, such as a teacher, may be passed alone: it is
+        moved to the device, and not wrapped.
         """
         parts = [model, *others]
         models = [part for part in parts if isinstance(part, nn.Module)]
@@ -72,11 +72,11 @@ class OwnRun:
                 raise UserError(
                     f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
                     "",
-                    "in place of any other scheduler pass a function of the step, which returns a share of the peak: "
+                    "instead of other schedulers pass a function of the step that returns a share of the peak: "
                     "run.setup(model, optimizer, lambda step: 0.99**step)",
                 )
 
-        # Without an optimizer nothing is trained, so there is nothing to wrap or to save.
+        # Models without an optimizer are frozen: they are neither wrapped nor saved.
         if not optimizers:
             if any(p.requires_grad for model in models for p in model.parameters()):
                 raise UserError(
@@ -98,18 +98,19 @@ class OwnRun:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a loop of your own",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
-                "flight together, and only the last stage knows the loss",
-                "write a Task and use lockstep.fit or `lockstep train`; or choose strategy=fsdp",
+                "flight together, and only the last stage computes the loss",
+                "write a Task and use lockstep.fit or `lockstep train`; or type strategy=fsdp",
             )
 
-        # A direct optimizer.step() would apply sums that are not yet divided.
+        # A direct optimizer.step() would apply gradient sums that are not divided yet.
         setup.optimizers.refuse_direct_steps()
 
-        # `optimizer=NAME` puts others in the places of the optimizers.
+        # Return wrapped models in place of the plain ones. The setting `optimizer` may also have replaced optimizers.
         module = setup.driver.module
-        called, stepped = several.called_by(module) if several else iter([module]), iter(setup.optimizers.all)
-        new = {id(part): next(called) for part in models} | {id(part): next(stepped) for part in optimizers}
-        return tuple(new.get(id(part), part) for part in parts)
+        wrapped_models = several.called_by(module) if several else iter([module])
+        replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
+        replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
+        return tuple(replaced.get(id(part), part) for part in parts)
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
@@ -118,7 +119,7 @@ class OwnRun:
         """
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UserError(
-                f"run.register({name!r}, part) needs a part with a state; {type(part).__name__} has none",
+                f"run.register({name!r}, part) needs a part with state; {type(part).__name__} has none",
                 "",
                 "pass an object with state_dict() and load_state_dict(state)",
             )
@@ -135,7 +136,7 @@ class OwnRun:
     ) -> Iterator[OwnStep]:
         """Yield every step of the run, epoch after epoch.
 
-        `passes`: how often the loop goes over the batches of a step, each time with an update of its own.
+        `passes`: how often the loop iterates over the batches of each step. Each pass has its own update.
         """
         self._check_model("run.steps(dataset)")
         self._check_passes(passes)
@@ -150,7 +151,7 @@ class OwnRun:
         run.check_start()
         gradients = GradientGuard(run.model_setup.optimizers)
 
-        # Still True in close() if the user's code leaves the loop with `break`.
+        # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
             step = OwnStep(run, batches, gradients, passes)
@@ -174,9 +175,9 @@ class OwnRun:
         *,
         moves_rate: bool = True,
     ) -> dict[str, float]:
-        """Return the mean loss and metrics over `dataset`: every sample once, the same at any world size.
+        """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        ReduceLROnPlateau follows the first evaluation of a step, unless that has `moves_rate=False`.
+        After each step, the first evaluation with `moves_rate=True` steps ReduceLROnPlateau.
         """
         self._check_model("run.evaluate(dataset, loss)")
         # Before the first step there is no Run yet, and evaluate.batch must be set.
@@ -196,21 +197,20 @@ class OwnRun:
             raise UserError(
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
-        # The control word of the next step carries it to the other ranks.
+        # The next control word sends the request to the other ranks.
         self._run.stepper.request(stop=True)
 
     def close(self, left_by: str = "") -> None:
-        """Save the weights and write the report, if there was a loop. `left_by`: what ended the loop, if known."""
-        # A script that only set up a model has nothing to save.
+        """Save the weights and write the report, if `steps` was called. `left_by` describes what ended the loop."""
         run = self._run
         if run is None:
             return
 
-        # After a `break` on this rank only, the others would wait for it for ever. They are asked over the store, which
-        # works while they wait in a collective; heartbeats show sooner that they do.
+        # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
+        # store detects this, and heartbeats detect it before the timeout.
         step = run.stepper.counters.step
-        waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
-        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
+        others_wait = partial(heartbeat.waits_in_step, step, self.world_size)
+        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, others_wait):
             raise UserError(
                 f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
                 "of the others did",
@@ -227,7 +227,7 @@ class OwnRun:
 
     def _check_passes(self, passes: int) -> None:
         if passes < 1:
-            raise UserError(f"run.steps(passes={passes}) makes no sense", "", "pass 1 or more")
+            raise UserError(f"run.steps(passes={passes}) must have at least one pass", "", "pass 1 or more")
         if passes > 1 and self._builder.config.load_balance == "auto":
             raise UserError(
                 f"run.steps(passes={passes}) cannot be used with load_balance=auto",
@@ -245,86 +245,87 @@ class OwnRun:
 
 
 class OwnStep:
-    """One optimizer step: iterate over its batches, call `backward` for each, then `apply`; once in every pass."""
+    """One optimizer step. In each pass, iterate over its batches, call `backward` for each of them, then `apply`."""
 
     def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard, passes: int = 1):
         self._run = run
         self._batches = batches
         self._gradients = gradients
-        self._taken = 0  # batches yielded so far, in this pass
+        self._yielded = 0  # batches so far, in this pass
         self._passes = passes
-        self._kept: list[MicroBatch] = []  # for further passes
+        self._saved_batches: list[MicroBatch] = []  # for later passes
         self.passes_done = 0
         self.index = run.stepper.counters.step
-        self.first = 0  # position of this batch's first sample in the global step, on any rank
+        self.first = 0  # position of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None
 
-        # The numbers that the loop draws before its first batch must not depend on where the run was resumed.
+        # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
         self._begin_pass()
 
-        # Until the first backward of the run: what its forward must not change.
-        self._kept_state = keep_for_own_loop(run)
+        # State that the first forward of the run must not change; compared in the first backward.
+        self._snapshot = snapshot_for_own_loop(run)
 
     def __iter__(self) -> Iterator[Any]:
         if self.ended:
             raise UserError(
                 f"the loop went over the batches of step {self.index} again, after step.apply() had ended the step",
                 "",
-                f"say how often it goes over them: run.steps(dataset, passes={self._passes + 1})",
+                f"announce the number of passes: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # Not at the end of the pass before: its gradients stay until now.
+        # Not at the end of the previous pass: after `measure` its gradients stay available until here.
         if self._control.pass_index != self.passes_done:
             self._begin_pass()
 
-        for micro in self._batches if self.passes_done == 0 else self._kept:
+        for micro in self._batches if self.passes_done == 0 else self._saved_batches:
             if self.passes_done == 0 and self._passes > 1:
-                self._kept.append(micro)
-            self._taken += 1
+                self._saved_batches.append(micro)
+            self._yielded += 1
             self.first = micro.first
             self._driver.before_forward(micro, self._control)
             self._gradients.note()
 
-            # The loop's body runs here, under autocast. It must call `backward` once.
+            # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
             start_watching(self._driver.before_inner_gradient)
             try:
                 with self._control.autocast():
                     yield micro.data
             finally:
                 stop_watching()
-            if self._control.backwards_done != self._taken:
-                raise self._miscounted("0 times")
+            if self._control.backwards_done != self._yielded:
+                raise self._backward_count_error("0 times")
 
     @property
     def padding(self) -> bool:
-        """Whether this batch only keeps the rank in step with the others: its weight is 0, whatever you pass."""
+        """Whether this batch is padding, with weight 0. It runs only because collectives need every rank."""
         return self._control.micro is not None and self._control.micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
-        """Backpropagate the SUM of the loss over this batch; `weight` is the number of its terms.
+        """Backpropagate the SUM of the loss over this batch; `weight` is the number of terms in the sum.
 
-        `loss_sum` and the metrics, which are sums too, have shape ().
+        `loss_sum` and the metrics, which are sums as well, have shape ().
         """
-        if self._control.backwards_done == self._taken:
-            raise self._miscounted("twice")
+        if self._control.backwards_done == self._yielded:
+            raise self._backward_count_error("twice")
         self._gradients.check("step.backward")
 
-        if self._kept_state:
-            check_own_loop(self._run, self._kept_state)
-            self._kept_state = None
+        if self._snapshot:
+            check_own_loop(self._run, self._snapshot)
+            self._snapshot = None
 
-        # Autocast is on in the loop's body, but must not reach into the backward.
+        # Autocast is on in the body of the loop, but must be off in the backward.
         with unwatched(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
-        """Divide by the global weight, clip, and step the optimizers; with several, name those to step.
+        """Divide by the global weight, clip, and step the optimizers.
 
-        The gradients of the others are dropped. Returns the newest outcome known (on a GPU, the previous).
+        If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
+        outcome (on a GPU, that of the previous step).
         """
         self._check_pass("step.apply()")
         to_step = self._indices(optimizers)
@@ -343,26 +344,26 @@ class OwnStep:
         return self.result
 
     def measure(self) -> StepResult:
-        """End a pass without an update: p.grad is the gradient of the mean until the next pass begins.
+        """End a pass without an update. Until the next pass begins, p.grad is the gradient of the mean loss.
 
-        The result has its norm over all ranks. Not in the last pass of a step.
+        The result holds the norm of this gradient over all ranks. The last pass of a step must end with `apply`.
         """
         self._check_pass("step.measure()")
         if self._control.ends_step:
             raise UserError(
                 f"step.measure() was called in the last of {self._passes} passes over the batches of step {self.index}",
                 "a step ends with step.apply()",
-                f"go over the batches once more: run.steps(dataset, passes={self._passes + 1})",
+                f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # On a GPU the outcome of the update before may still be on its way, and comes first.
+        # On a GPU the host may not have read the outcome of the previous update yet.
         self._run.end_pass(self._run.stepper.wait_for_outcome())
         self.result = self._run.stepper.measure(self._control, self._driver.reduced())
         self._end_pass()
         return self.result
 
     def _begin_pass(self) -> None:
-        self._taken = 0
+        self._yielded = 0
         self._control = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
         self._driver.begin()
 
@@ -371,9 +372,9 @@ class OwnStep:
         if self.passes_done < self._passes:
             self._run.end_pass(self.result)
         else:
-            # Now and not after the loop's body, so that the rest of the body finds the step ended.
+            # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
             self.ended = True
-            self._kept.clear()
+            self._saved_batches.clear()
             self._run.end_step(self._batches, self.result)
         self._run.runtime.heartbeat.beat("user code")
 
@@ -386,8 +387,8 @@ class OwnStep:
                 "run.steps(dataset, passes=2)",
             )
 
+        # Without the last backward, which includes the all-reduce, the other ranks would wait.
         done = self._control.backwards_done if self._control.pass_index == self.passes_done else 0
-        # The all-reduce is part of the last backward: without it the other ranks would wait.
         if done != self._batches.count:
             raise UserError(
                 f"{call} was called after {done} of {self._batches.count} batches of the step",
@@ -397,15 +398,15 @@ class OwnStep:
         self._gradients.check(call)
 
     def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
-        """Return the indices of the optimizers to step; None stands for all."""
+        """Return the indices of the optimizers to step, or None for all of them."""
         known = self._run.model_setup.optimizers.all
         if len(known) == 1 and not optimizers:
             return None
         if not optimizers:
             raise UserError(
-                f"step.apply() does not say which of the {len(known)} optimizers to step",
+                f"step.apply() must name the optimizers to step, because there are {len(known)}",
                 "a GAN's discriminator must not learn from the generator's loss",
-                "step.apply(optimizer) for one of them, the gradients of the others are dropped; or name them all",
+                "step.apply(optimizer) steps one of them and drops the gradients of the others; or pass all of them",
             )
 
         indices = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
@@ -416,13 +417,13 @@ class OwnStep:
                 "pass what run.setup returned: model, first, second = run.setup(model, first, second)",
             )
 
-        # With all of them there is nothing to drop.
+        # If all are named, no gradient is dropped.
         distinct = {index for index in indices if index is not None}
         return sorted(distinct) if len(distinct) < len(known) else None
 
-    def _miscounted(self, times: str) -> UserError:
+    def _backward_count_error(self, times: str) -> UserError:
         return UserError(
-            f"step.backward was called {times} for batch {self._taken - 1} of step {self.index}",
+            f"step.backward was called {times} for batch {self._yielded - 1} of step {self.index}",
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )

@@ -1,8 +1,8 @@
-"""One run in this process, from its first step on: what `fit` and a custom loop have in common.
+"""One run in this process, from its first step on. `fit` and custom loops share this code.
 
-A Run is made of finished objects (driver, source, stepper, recorder, ...), which setup.py builds. `step_batches()` is
-the skeleton of the loop, `end_step()` ends a step, and `maintain()` does what is due between two steps. It decides
-nothing about gradients: that is the Stepper's work.
+setup.py builds the parts of a Run (driver, source, stepper, recorder, ...). `step_batches()` is the skeleton of the
+loop, `end_step()` ends a step, and `maintain()` rewinds, saves or preempts between two steps. Everything about
+gradients is in the Stepper.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor 
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """The model under its driver, and what belongs to it."""
+    """The model under its driver, with its optimizers, evaluator and guards."""
 
     driver: Driver
     optimizers: Optimizers
@@ -64,7 +64,7 @@ class Run:
     config: RunConfig
     runtime: Runtime
     name: str
-    started: float  # start time, less the seconds trained before the resume
+    started: float  # start time, minus the seconds trained before a resume
     folder: RunFolder
     recorder: Recorder
 
@@ -76,17 +76,17 @@ class Run:
     stepper: Stepper
     load_balancer: LoadBalancer | None  # with `load_balance=auto`
 
-    # What outlives a step.
+    # Checkpoints and evaluations.
     checkpoints: CheckpointManager
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
 
-    # The RunBuilder, whose `run` is this Run. The cycle leaves the run to the garbage collector: freed at the end of a
-    # function, just after the process group was left, DDP's destructor could deadlock with gloo's threads
-    # (pytorch/pytorch#179291).
+    # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
+    # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
+    # gloo's threads (pytorch/pytorch#179291).
     builder: Any = field(repr=False)
 
-    # Requests agreed through the control word and not yet carried out.
+    # Requests that all ranks received through the control word and that are not carried out yet.
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
@@ -105,9 +105,10 @@ class Run:
         `task` is None in a custom loop.
         """
         if self.stepper.counters.step > 0:
-            return  # the run was checked when it began
-        if cause := start_check.find(self, task):
-            raise start_check.refuse(cause, self.config)
+            return  # a resumed run was checked at its start
+        cause = start_check.find_cause(self, task)
+        if cause:
+            raise start_check.error_for(cause, self.config)
 
     def step_batches(self) -> Iterator[StepBatches]:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
@@ -118,8 +119,8 @@ class Run:
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
 
-            # Ranks and worker processes compare digests of their first batches. Later ones follow from the same
-            # arithmetic.
+            # Compare digests of the first batch between ranks and worker processes. Later batches follow from the same
+            # arithmetic and are not compared.
             if check_first:
                 batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
@@ -132,20 +133,20 @@ class Run:
             yield batches
 
     def end_pass(self, result: StepResult | None) -> None:
-        """End a pass over the batches of a step that is not its last."""
+        """End a pass over the batches of a step, other than its last pass."""
         self._accept_requests(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: advance the data source, and log or check what is due.
+        """End a step: advance the data source, write a log line if it is due, and run periodic checks.
 
-        `result` is the newest outcome known: on a GPU that of the previous step, and None after the first.
+        `result` is the newest known outcome: on a GPU that of the previous step, or None after the first step.
         """
-        # A checkpoint taken after this line resumes past these samples.
+        # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
 
         if self.sample_log:
-            # A step that is repeated after a restart has several lines; that of the last attempt counts.
+            # A step that is repeated after a restart has one line per attempt. The last attempt counts.
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
             record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
@@ -156,7 +157,7 @@ class Run:
         if self.load_balancer:
             self.load_balancer.end_step(step)
 
-        # Only the last log line waits for its own step's outcome; earlier ones use the newest outcome on the host.
+        # Only the last log line waits for the outcome of its own step. Earlier lines use the newest known outcome.
         if step == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_requests(last)
@@ -169,18 +170,18 @@ class Run:
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
 
-        # Walking through all modules is too slow for every step.
+        # Iterating over all modules is too slow for every step.
         if step % self.config.checks.every == 0:
             self.model_setup.guard.check_structure()
 
-        # The control word of the next step carries both to the other ranks.
+        # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
         self.stepper.request(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
 
     def maintain(self, repeat_evaluation: bool = False) -> None:
-        """Do what is due between two steps: rewind if the step was spoiled, save, end the process if preempted.
+        """Rewind if the step was spoiled, save if a checkpoint is due, and end the process if it is preempted.
 
-        `repeat_evaluation`: this step's evaluation was interrupted, and the resumed run must repeat it.
+        `repeat_evaluation`: the evaluation of this step was interrupted, so the resumed run must repeat it.
         """
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
@@ -192,9 +193,9 @@ class Run:
             self.recorder.poll(wait=True)
         if self.stepper.outcomes.spoiled:
             self._rewind(self.stepper.outcomes.spoiled)
-            save_due = False  # the state is that of a checkpoint
+            save_due = False  # this state was just loaded from a checkpoint
 
-        # Here and not in `end_step`, to include what the task or the user's loop changes after a step.
+        # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
         if save_due or step % self.config.checks.every == 0:
             self._check_replicas()
 
@@ -205,8 +206,8 @@ class Run:
             self.stepper.request(save=False)
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
-            # After the first step of this process the optimizers have their state, so the size of a snapshot is
-            # known: allocating it now keeps the first save short. A forward that adds parameters has done so by now.
+            # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it
+            # now makes the first save shorter. If the forward adds parameters, it has done so by now.
             self.model_setup.guard.check_structure()
             self.checkpoints.prepare()
 
@@ -223,17 +224,17 @@ class Run:
     ) -> Evaluation:
         """Evaluate the model on `data`, every sample once, and log the result.
 
-        `moves_rate`: a scheduler that follows evaluations follows this one.
-        `may_preempt`: nothing else of this step is left to do, so a preemption may interrupt the evaluation.
+        `moves_rate`: step schedulers such as ReduceLROnPlateau with this evaluation.
+        `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         """
-        # The data may be the training data.
-        here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
-        with here:
+        # `data` may be the training dataset, which worker processes read too.
+        reading_here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
+        with reading_here:
             evaluation = self.model_setup.evaluator.evaluate(
                 data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
             )
 
-        # Some rank was preempted. The checkpoint notes that the resumed run must evaluate first.
+        # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluation is None:
             self._preempt_agreed = True
             self.maintain(repeat_evaluation=True)
@@ -251,32 +252,32 @@ class Run:
         self._warned_second_evaluation = True
         reason = (
             f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
-            f"step {step}: pass moves_rate=False for every dataset but the one that it should follow"
+            f"step {step}: pass moves_rate=False for every dataset except the one that it should follow"
         )
         self.recorder.event("warning", reason=reason)
 
     @property
     def evaluation_is_current(self) -> bool:
-        """Whether the newest evaluation is of the present weights."""
+        """Whether the newest evaluation used the current weights."""
         return self.evaluation is not None and self.evaluation.step == self.stepper.counters.step
 
     def evaluation_batch(self) -> int:
-        """Return the samples per forward of an evaluation.
+        """Return the batch size of evaluations.
 
-        It is never the derived micro-batch, which depends on the number of ranks: equal batches give equal numbers.
+        It is never the derived micro-batch size, which depends on the number of ranks: then the numbers would, too.
         """
-        asked = self.config.micro_batch if self.config.micro_batch != "auto" else None
-        return self.config.evaluate.batch or asked or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+        configured = self.config.micro_batch if self.config.micro_batch != "auto" else None
+        return self.config.evaluate.batch or configured or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
 
     # ---- the end ----
 
     def end_training(self) -> None:
-        """Log the last step, write the last checkpoint and then the weights. Raise if the run learned nothing."""
+        """Log the last step, write the last checkpoint, then the weights. Raise if no step was applied."""
         self.close_source()
         last = self.stepper.wait_for_outcome()
         self._accept_requests(last)
 
-        # After a `break` in the user's loop, no log line shows the last steps yet.
+        # After a `break` in a custom loop, the last steps are not logged yet.
         if self._interval["steps"]:
             self._log(last)
 
@@ -289,7 +290,7 @@ class Run:
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
 
-        # Gathering sharded parameters is collective: all ranks take part, and rank 0 keeps the result.
+        # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
         weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
         self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
@@ -298,7 +299,7 @@ class Run:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
 
-        # The user gets the model and the optimizers back as plain ones.
+        # Return the model and the optimizers to the user without our hooks.
         self.model_setup.optimizers.release()
         self.stepper.learning_rate.release()
         release_captures(self.driver.model)
@@ -332,18 +333,18 @@ class Run:
                 print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_source(self) -> None:
-        # A user-defined source need not have anything to close.
+        # `close` is optional in a BatchSource.
         if hasattr(self.source, "close"):
             self.source.close()
         if self.sample_log:
             self.sample_log.close()
 
     def _end_preempted(self) -> NoReturn:
-        """End this process with `Preempted`. All ranks have saved at the same step."""
+        """Raise `Preempted`, which ends this process. All ranks have saved at the same step."""
         step = self.stepper.counters.step
         self.close_source()
 
-        # A checkpoint that could not be committed is no place to resume from.
+        # If the save failed, there is no checkpoint of this step to report.
         newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
         path = self.folder.as_shown(newest) if newest else None
 
@@ -356,7 +357,7 @@ class Run:
     # ---- parts of a step ----
 
     def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        """Yield `count` micro-batches and add up how long this rank waits for them."""
+        """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
         for _ in range(count):
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
@@ -365,13 +366,13 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
-            self.runtime.notice.waits = True  # from here on a signal lets the step end, and saves
+            self.runtime.notice.waits = True  # from now on a signal takes effect after the step, with a save
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
             yield micro
 
     def _log(self, result: StepResult | None) -> None:
-        """Write the log line of the interval that ends with this step. `result` is the newest one known."""
+        """Write the log line for the steps since the last one. `result` is the newest known outcome."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
         numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
@@ -382,14 +383,14 @@ class Run:
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
-        # The control word of the same step tells all ranks that some rank saw a new metric.
+        # `new` comes from the control word, so all ranks enter this collective together.
         metrics = stepper.context.metrics
         if metrics.new:
             self.recorder.agree_on_names(metrics.seen)
             metrics.known = set(self.recorder.names)
             metrics.new = False
 
-        # The sums stay on the device: the recorder reduces them over the ranks and reads them once they have arrived.
+        # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self.recorder.end_interval(
             stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, numbers
         )
@@ -397,6 +398,7 @@ class Run:
         outcomes.skipped_since_log = 0
 
     def _accept_requests(self, result: StepResult | None) -> None:
+        """Record the requests in a step's summed control word."""
         if result is None:
             return
 
@@ -405,16 +407,16 @@ class Run:
         self._save_agreed |= result.save
         self.stepper.context.metrics.new |= result.new_metrics
 
-        # All ranks abandon the save in the same step, since they read it from the same control word.
+        # All ranks abandon the save in the same step, because they read the same control word.
         if result.save_failed:
             self.checkpoints.abandon_if_failed()
 
     def _rewind(self, spoiled: SpoiledStep) -> None:
-        """Return to the last checkpoint; from now on the samples of the spoiled step are left out."""
+        """Return to the last checkpoint and skip the samples of the spoiled step from now on."""
         self.stepper.outcomes.spoiled = None
         resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
 
-        # Restore the checkpoint's log interval: the steps in between are undone.
+        # The log interval also returns to its state in the checkpoint.
         self.recorder.resume_interval(self.stepper.sums, resumed.interval)
         self.stepper.context.metrics.known = set(self.recorder.names)
         self._interval.clear()
@@ -425,13 +427,13 @@ class Run:
             check_replicas(self.driver.model, self.runtime)
 
     def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
-        """Save the run as it is now. `repeat_evaluation`: see `maintain`."""
-        self.model_setup.guard.check_structure()  # or the state of a replaced parameter could not be named
+        """Save a checkpoint of the current state. `repeat_evaluation`: see `maintain`."""
+        self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
 
-        # The buffers of rank 0 are the ones that are saved.
+        # Checkpoints hold the buffers of rank 0.
         self.driver.sync_buffers()
 
-        # Checkpoints are compared by the evaluation of their weights, if there was one.
+        # checkpoint.best compares these metrics, if these weights were evaluated.
         metrics: dict[str, float] = {}
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}

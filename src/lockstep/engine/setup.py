@@ -1,10 +1,10 @@
 """Set up a run in three stages:
 
-    open_run      the run folder and its records; random generators are seeded for building the model
-    setup_model   the model under its driver, its optimizers, and what guards both
-    setup_run     the plan, the data and the step, and then the Run, resumed if there is a checkpoint
+    open_run      opens the run folder and its records, and seeds the generators for building the model
+    setup_model   puts the model under its driver and makes its optimizers and guards
+    setup_run     makes the plan, the data source, the stepper and the Run, and resumes if there is a checkpoint
 
-A `RunBuilder` holds what exists so far, so that a failure in any stage can be explained and cleaned up.
+A `RunBuilder` holds all parts made so far, so that a failure in any stage can be explained and cleaned up.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from lockstep.engine.checks import (
     LateHooks,
     TrainableGuard,
     check_enough_micro_batches,
-    check_even_work,
+    check_equal_work,
     check_instance_norms,
-    check_plain,
+    check_not_wrapped,
     check_replicas,
     check_same_config,
     check_sample_log,
-    check_something_left,
+    check_steps_left,
     check_supported,
-    refuse_single_values,
+    refuse_single_samples,
 )
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.diagnose import noted_micro_batch
+from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.run import ModelSetup, Run
-from lockstep.engine.start_check.random_numbers import generators_kept
+from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -56,14 +56,14 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
-from lockstep.optim.own_scheduler import SchedulerRate, check_none_left_out, make_learning_rate
+from lockstep.optim.own_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.optim.registry import build_optimizers
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
-from lockstep.precision import Precision, check_statistics, check_storage, choose, for_model
+from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
@@ -75,7 +75,7 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 @dataclass(eq=False)
 class RunBuilder:
-    """A run before its first step: what exists so far."""
+    """The parts of a run that exist so far, before its first step."""
 
     # From `open_run`.
     resolved: Resolved
@@ -89,15 +89,15 @@ class RunBuilder:
     started: float = field(default_factory=time.time)
     parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
 
-    # From `setup_model`. The driver comes first: making the optimizers may fail, and the error needs it.
+    # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     driver: Driver | None = None
     model_setup: ModelSetup | None = None
-    evaluation: Evaluation | None = None  # one from before the first step
+    evaluation: Evaluation | None = None  # made before the first step
 
     # From `setup_run`.
     run: Run | None = None
 
-    # What `fail` must release, the newest first.
+    # Callbacks of `fail`, which run in reverse order.
     _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -114,8 +114,8 @@ class RunBuilder:
     ) -> ModelSetup:
         """Put the model on its device and under its driver, and make its optimizers.
 
-        `task` may say how the model is sharded; otherwise samples of `data` may show it. `schedulers` gets the
-        optimizers (a single one as itself) and returns what sets their rates; None: the settings under `lr` do.
+        Sharding may follow the plan of `task`, or samples of `data`. `schedulers` is called with the optimizer, or the
+        list of optimizers, and returns schedulers; None leaves the rates to the settings under `lr`.
         """
         if self.driver is not None:
             raise UserError(
@@ -125,40 +125,40 @@ class RunBuilder:
                 "may be passed alone: teacher = run.setup(teacher)",
             )
 
-        check_plain(model)
+        check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
         if self.precision.rounding:
-            check_statistics(model, self.precision)
+            check_batchnorm(model, self.precision)
         else:
             check_storage(model)
         check_supported(model)
         if not self.runtime.world.alone:
             check_instance_norms(model)
 
-        # Frozen parameters are never broadcast: they must be equal already.
+        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
         check_replicas(model, self.runtime, only_frozen=True)
 
-        # Sharding replaces parameters, so optimizers that were made before it are bound to the new ones by name.
-        names_before = dict(model.named_parameters())
+        # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
+        parameters_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
         self._on_failure.callback(release_captures, self.driver.model)
-        self._on_failure.callback(stop_watching)  # a custom loop may have been left in the middle
-        late_hooks = LateHooks(model, names_before)
+        self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
+        late_hooks = LateHooks(model, parameters_before)
         for name, part in self.driver.extra_state.items():
             self.add_part(name, part)
 
-        # The optimizers come after the sharding, so that their state is made for the shards.
+        # Make the optimizers after sharding, so that their state matches the shards.
         own_optimizers = optimizers(self.driver.model)
-        rebind(own_optimizers, names_before, dict(model.named_parameters()))
+        rebind(own_optimizers, parameters_before, dict(model.named_parameters()))
         wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
         if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
         self._on_failure.callback(wrapped.release)
 
         own_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
-        check_none_left_out(own_optimizers, own_schedulers)
+        check_schedulers_passed(own_optimizers, own_schedulers)
 
-        # A checkpoint holds what Exactness knows of the platform: a resumed run must compute as before.
+        # Exactness saves a description of the platform with every checkpoint: a resumed run must compute the same bits.
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
@@ -175,7 +175,7 @@ class RunBuilder:
         return self.model_setup
 
     def add_part(self, name: str, part: Stateful) -> None:
-        """Save and restore `part` with every checkpoint. The data source will be the part called "data"."""
+        """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
         if name in ("data", *self.parts):
             raise UserError(f"run.register({name!r}, ...) uses a name that is taken", "", "use another name")
         self.parts[name] = part
@@ -186,25 +186,25 @@ class RunBuilder:
         assert setup is not None, "setup_run() before setup_model()"
         config, runtime, driver = self.config, self.runtime, setup.driver
 
-        # The data decides the plan: how the batch is split, and how many steps there are.
+        # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
-        with generators_kept(runtime.device):
+        with preserve_rng(runtime.device):
             sample = source.largest_input if isinstance(source, MapSource) else lambda: None
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
-        about_data = _attach_source(source, driver, plan, config, runtime)
+        data_line = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
         stepper = self._make_stepper(setup, plan, load_balancer)
 
-        # Banner lines. The driver and a user-defined source may add some.
+        # Banner lines. The driver, the optimizers and a user-defined source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
         facts |= driver.role.facts
         facts |= setup.optimizers.facts
-        if about_data:
-            facts["data"] = about_data
+        if data_line:
+            facts["data"] = data_line
 
-        # Resuming restores the state of everything above, which must exist by now.
+        # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
@@ -238,7 +238,7 @@ class RunBuilder:
         return run
 
     def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
-        """Evaluate the model before the first step, when no batch size is derived yet."""
+        """Evaluate the model before the first step. No batch size is derived yet, so evaluate.batch must be set."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
@@ -253,8 +253,8 @@ class RunBuilder:
         return self.evaluation
 
     def fail(self, error: BaseException) -> None:
-        """Release what exists and write what is known to disk. The caller raises the error again."""
-        # The original error is the one to see: a second one, while cleaning up, is dropped.
+        """Release all parts, and write the error and a report to the run folder. The caller raises the error again."""
+        # Errors during the clean-up are dropped: they would hide the original one.
         with contextlib.suppress(Exception):
             self._on_failure.close()
 
@@ -263,7 +263,7 @@ class RunBuilder:
             self.recorder.poll()
 
         with contextlib.suppress(Exception):
-            # The error is printed once, by the process that started this one; a launcher prints the first of all ranks.
+            # The parent process prints the error. A launcher prints only the first error of all ranks.
             self.recorder.hide()
             if not isinstance(error, Preempted):
                 self.recorder.event("error", type=type(error).__name__, message=str(error))
@@ -279,17 +279,17 @@ class RunBuilder:
         config = self.config
         role = driver.role
 
-        # Ranks that differ in tp or pp only go through the same samples, so they count as one.
+        # All ranks of a tp or pp group train on the same samples, so they count as one.
         data_world = World(role.data_rank, role.data_size)
 
-        # A stream has no length. The largest micro-batch that fits is known after a restart only.
+        # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
         length = len(data) if hasattr(data, "__len__") else None
-        fits = noted_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
+        max_micro_batch = recorded_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
 
-        plan = make_plan(config, data_world.size, length, fits, role.pipeline_depth)
+        plan = make_plan(config, data_world.size, length, max_micro_batch, role.pipeline_depth)
         plan = plan_by_speed(plan, config.load_balance)
-        check_even_work(driver.model, plan, config.tail)
-        refuse_single_values(driver.model, plan, config.tail)
+        check_equal_work(driver.model, plan, config.tail)
+        refuse_single_samples(driver.model, plan, config.tail)
         if not role.runs_whole_model:
             check_enough_micro_batches(plan)
 
@@ -309,7 +309,7 @@ class RunBuilder:
         if hasattr(source, "close"):
             self._on_failure.callback(source.close)
 
-        # A user-defined source may compute its batches on the GPU: time spent in it is not waiting for data.
+        # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
         check_sample_log(config, source)
         return plan, source
@@ -342,7 +342,7 @@ class RunBuilder:
             self.runtime,
             plan.global_batch,
             log_event=self.recorder.event,
-            # A rank's own time is measured up to the start of its gradient all-reduce.
+            # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             mark_time=load_balancer.mark if load_balancer else None,
         )
 
@@ -362,7 +362,7 @@ class RunBuilder:
         )
         checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
 
-        # A save in flight may be all that is left of a run that fails.
+        # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
         checkpoints.check_space()
         return checkpoints
@@ -370,11 +370,11 @@ class RunBuilder:
     def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
         step = stepper.counters.step
-        check_something_left(plan.steps, step)
+        check_steps_left(plan.steps, step)
         self.started -= resumed.seconds
         self.recorder.resume_interval(stepper.sums, resumed.interval)
         stepper.context.metrics.known = set(self.recorder.names)
-        # Nothing is left but to end the run, and the summary needs the last log line.
+        # If all steps are done, no new log line will be written, but the summary needs the last one.
         if step == plan.steps:
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
         return describe_resume(resumed, self.folder)
@@ -404,22 +404,22 @@ def open_run(
 ) -> RunBuilder:
     """Open the run folder and its records, and seed the generators for building the model."""
     config = resolved.config
-    # Before any other collective, in which ranks with different settings might wait for each other.
+    # This check comes before any other collective: with different settings the ranks might deadlock there.
     check_same_config(config, runtime)
 
-    precision = choose(config, runtime.device)
+    precision = choose_precision(config, runtime.device)
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
     builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
 
-    # The settings that concern the launcher go where it reads them: it does not know the task's defaults.
+    # Write the launcher's settings where it reads them: it has no access to the task's defaults.
     launcher_folder = os.environ.get(FOLDER)
     if launcher_folder and os.environ.get("RANK") == "0":
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))
 
-    # Whatever draws random numbers before the first step, such as building the model, draws the same on every rank.
+    # Code that draws random numbers before the first step, such as model initialization, draws the same on every rank.
     runtime.heartbeat.beat("build")
     seed_everything(derive(config.seed, "init"))
     seed_torch(derive(config.seed, "init"), runtime.device)
@@ -429,33 +429,32 @@ def open_run(
 def _wrap_optimizers(
     own_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
-    """Put the task's optimizers, or those that `optimizer` names, under the object that steps them."""
+    """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
     optimizers = build_optimizers(config, own_optimizers)
 
-    # FSDP shards the parameters, and the optimizer state with them. zero1 shards the state alone.
-    only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
-    sharded = only_state and not runtime.world.alone
-    stepped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
+    # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
+    shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
+    sharded = shards_only_state and not runtime.world.alone
+    wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
 
-    # Parameters stored in bfloat16 are stepped through float32 masters, or with stochastic rounding.
+    # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:
-        stepped.use_masters(MasterWeights(stepped.all, model, precision.rounding, config.seed))
-    return stepped
+        wrapped.use_masters(MasterWeights(wrapped.all, model, precision.rounding, config.seed))
+    return wrapped
 
 
 def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
-    """Return the last line of metrics up to `step`, or an empty one."""
+    """Return the last record in metrics.jsonl up to `step`, or an empty dict."""
     path = run_dir / "metrics.jsonl"
     lines = read_jsonl(path) if path.exists() else []
     return next((line for line in reversed(lines) if line["step"] <= step), {})
 
 
 def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
-    """Pass its context to a source that makes its own batches by calling the model (a rollout).
+    """Call `attach` on a source that has it, because it makes batches by calling the model (a rollout).
 
-    Return the source's own line about its data, or None for any other source.
+    Return the source's banner line about its data, or None if there is no `attach`.
     """
-    # `attach` is optional in a BatchSource: a dataset does not call the model.
     attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
     if attach is None:
         return None
@@ -463,8 +462,8 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
     role = driver.role
     if not role.runs_whole_model:
         raise UserError(
-            f"{type(source).__name__} calls the model itself, which a pipeline (mesh.pp) cannot serve",
-            "each rank holds a part of the model",
+            f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
+            "each rank holds only a part of the model",
             "type strategy=ddp or strategy=fsdp",
         )
 
@@ -478,7 +477,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
-            # Only one of the ranks that go through the same samples counts.
+            # Only one rank of each tp or pp group contributes, because all of them have the same values.
             add=lambda values: runtime.collectives.sum_(values if role.reports_loss else values.zero_()),
         )
     )

@@ -5,10 +5,10 @@
     factor  = clipping x N / (global weight x loss scale)                N = 1, or the ranks if DDP left a mean
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
-A loop that the user writes runs the micro-batches itself, between `begin` and `apply`.
+A custom loop runs the micro-batches itself, between `begin` and `apply`.
 
-This module names no strategy and no recipe. All it knows about the device is whether the host waits for the outcome: on
-a GPU the host reads it one step late, and the device itself decides whether to skip.
+This module names no strategy and no recipe. It depends on the device in one way only: on a GPU the host reads the
+outcome one step late, and the device itself decides whether to skip.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lockstep.task import StepBatches, StepResult
 
 @dataclass
 class Counters:
-    step: int = 0  # steps run so far, applied or skipped
-    applied: int = 0  # optimizer steps: what the schedule runs on
+    step: int = 0  # steps so far, applied or skipped
+    applied: int = 0  # applied steps only; the learning-rate schedule follows this count
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step whose outcome is still on its way from the GPU."""
+    """A step whose outcome the host has not read from the GPU yet."""
 
     control: StepControl
     reduced: Reduced
@@ -55,7 +55,7 @@ class Pending:
 class Stepper:
     """Runs optimizer steps on this rank, in lockstep with all others."""
 
-    control: StepControl  # of the step that began last
+    control: StepControl  # of the current step
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Stepper:
 
         `mark_time` is called before the gradients are reduced, to measure this rank's own work.
         """
-        # What a step works with.
+        # Fixed for the run.
         self.driver = driver
         self.learning_rate = learning_rate
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
@@ -90,38 +90,38 @@ class Stepper:
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
 
-        # What a step changes.
+        # Changed by every step.
         self.counters = Counters()
-        self.sums = self._no_sums()  # of the steps applied since the last log line
+        self.sums = self._new_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
 
-        # On a GPU the host reads the outcome one step late, so it never waits for the device. fp16 must know at once
-        # (the scale of the next step depends on it), and so must optimizers that cannot skip by themselves.
+        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
+        # with fp16, whose next loss scale depends on the outcome, and if an optimizer cannot skip on the device.
         self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
-        """Run the whole transaction. Return the newest result known (on a GPU, the previous step's)."""
+        """Run a whole step. Return the newest known result (on a GPU, that of the previous step)."""
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
 
     def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepControl:
-        """Begin a step, or one of the `passes` that it makes over its batches."""
+        """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
         self.control = StepControl(self.context, batches, self.counters.step, pass_index, passes)
         return self.control
 
     def apply(
         self, control: StepControl, reduced: Reduced, optimizers: Sequence[int] | None = None
     ) -> StepResult | None:
-        """Divide once, clip and step: everything that changes the size of a gradient is one factor.
+        """Divide once, clip, and step the optimizers: everything that scales a gradient is one factor.
 
-        `optimizers`: indices of the optimizers to step; the caller must already have cleared all other gradients. None:
-        all of them.
+        `optimizers` holds the indices of the optimizers to step; None means all of them. The caller must have cleared
+        the gradients of the others.
         """
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
         control.to_step = self.update.optimizer_indices if optimizers is None else optimizers
-        control.micro = None  # what we keep of a step until its outcome is known must not hold device memory
+        control.micro = None  # `control` lives until the outcome is known and must not hold the batch in device memory
         self.context.runtime.heartbeat.beat("update")
 
         # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
@@ -137,11 +137,11 @@ class Stepper:
         return self._apply_now(control, reduced, norm)
 
     def request(self, **flags: bool) -> None:
-        """Set `stop`, `save` or `save_failed` for the next control word, which carries them to the other ranks."""
+        """Set `stop`, `save` or `save_failed` in the next control word, which all ranks receive."""
         self.context.requests = replace(self.context.requests, **flags)
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
-        """End a pass without an update, and leave the gradient of the mean loss where it is."""
+        """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
         word = reduced.codec.unpack(reduced.packed.tolist())
         norm = torch.linalg.vector_norm(reduced.norms)
         weight = float(word.weight) or math.nan
@@ -154,7 +154,7 @@ class Stepper:
         """Wait for the control word and the norm, then apply the step or skip it."""
         word = reduced.codec.unpack(reduced.packed.tolist())  # on a GPU the host waits here for the device
 
-        # There is nothing to learn from weight 0: with a norm of nan the step is not accepted.
+        # Weight 0 means that no term counts: the norm becomes nan, so the step is not accepted.
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
         outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
@@ -164,15 +164,15 @@ class Stepper:
         return self._conclude(outcome)
 
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide: its optimizer skips the step by itself. Return the previous step's result."""
+        """Let the device decide: a fused optimizer skips a rejected step. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
         loss_limit = self.outcomes.spikes.limit()
         rejected = rejected_on_device(reduced, grad_norm, loss_limit)
         self.update.step_on_device(factor, rejected, control.update_count, control.to_step)
-        self._count(control, 1)  # assumed; `wait_for_outcome` takes it back if the device skipped
+        self._count(control, 1)  # assumed; `wait_for_outcome` undoes it if the device skipped
 
-        # Read the outcome of the previous step only now: the device has this one to work on meanwhile.
+        # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
         row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
@@ -182,7 +182,7 @@ class Stepper:
         return previous
 
     def wait_for_outcome(self) -> StepResult | None:
-        """Return the result of the last step if it is still on its way from the device, else None."""
+        """Wait for the result of the last step and return it, or None if the host has read it already."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -206,33 +206,34 @@ class Stepper:
         return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the norm of the gradient of the mean loss, and the one factor that gradients are multiplied by.
+        """Return the norm of the mean loss's gradient, and the factor by which to multiply the summed gradients.
 
-        `norm` and `weight` are numbers, or tensors on the device.
+        `norm` and `weight` are numbers, or tensors of shape () on the device.
         """
         to_mean = self._to_mean(reduced, weight)
         grad_norm = norm * to_mean
         return grad_norm, to_mean * self.update.clip_factor(grad_norm)
 
     def _to_mean(self, reduced: Reduced, weight: Any) -> Any:
-        # Without a scaler the weight is not multiplied by 1, which would cost a kernel in every step on a device.
+        """Return the factor that turns the reduced gradients into the gradient of the mean loss."""
+        # Without a scaler, skip the multiplication by 1: on a GPU it would launch a kernel in every step.
         if self.scaler:
             weight = weight * self.scaler.factor_on_sums
         return reduced.to_sum / weight
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._pending is None, "an outcome is still on its way"
+        assert self._pending is None, "state_dict() before wait_for_outcome()"
         return {"counters": asdict(self.counters), **self.outcomes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.counters = Counters(**state["counters"])
         self.outcomes.load_state_dict(state)
 
-        # Sums and a pending outcome belong to steps that are being undone.
-        self.sums = self._no_sums()
+        # Sums and a pending outcome belong to steps that this load undoes.
+        self.sums = self._new_sums()
         self._pending = None
-        self.learning_rate.note()  # loading made new parameter groups
+        self.learning_rate.note()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.applied)
 
-    def _no_sums(self) -> Sums:
+    def _new_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

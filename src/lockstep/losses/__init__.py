@@ -1,8 +1,8 @@
-"""The loss of a language model whose logits would be the largest tensor of the run.
+"""Cross-entropy for language models whose logits would be the largest tensor of the run.
 
 With a vocabulary of 50,000, the logits of 32,000 tokens are 3 GB in bfloat16, and a step reads or writes them about
-six times. `linear_cross_entropy` never has them all at once: it goes through the tokens in chunks, and computes for
-each chunk the logits, the loss, and at once the gradients, which also need the logits. Backward only scales them.
+six times. `linear_cross_entropy` never stores all of them: for one chunk of tokens after another it computes logits and
+loss, and immediately the gradients, which need the logits too. The backward only scales these gradients.
 """
 
 # Why not torch.nn.functional.linear_cross_entropy (torch 2.13), with its chunked path? Measured on a CPU with 2048
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 
-# Logits at a time, unless the caller sets `chunk`: 1 GiB in bfloat16. Large products keep a GPU busy; more would only
-# take memory.
+# Logits per chunk, unless the caller sets `chunk`: 1 GiB in bfloat16. More would not make a GPU faster.
 CHUNK_ELEMENTS = 2**29
 
 
@@ -34,20 +33,20 @@ def linear_cross_entropy(
 
     hidden        (..., C) the output of the model before its head
     weight        (V, C) the weight of the head
-    targets       (...) class indices, int64; those equal to `ignore_index` count nothing
-    chunk         the number of tokens whose logits exist at a time
+    targets       (...) class indices, int64; tokens with the target `ignore_index` do not count
+    chunk         the number of tokens whose logits exist at the same time
 
-    The loss is float32, or float64 for float64 inputs. Products are computed in autocast's format, without autocast in
-    that of `hidden`; the gradient of `weight` is summed over chunks in float32. Call it inside the model's `forward`,
+    The loss is float32, or float64 for float64 inputs. Matrix products use autocast's dtype, or the dtype of `hidden`
+    if autocast is off. The gradient of `weight` is summed over chunks in float32. Call it inside the model's `forward`,
     where a sharded weight is gathered. There is no second derivative.
     """
     _check(hidden, weight, targets, chunk)
 
-    # Autocast leaves float64 alone.
+    # Autocast does not cast float64.
     device = hidden.device.type
     casts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
 
-    learns = torch.is_grad_enabled()
+    needs_grad = torch.is_grad_enabled()
     loss, _, _ = _chunked(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -55,8 +54,8 @@ def linear_cross_entropy(
         torch.get_autocast_dtype(device) if casts else hidden.dtype,
         chunk or _default_chunk(len(weight)),
         ignore_index,
-        learns and hidden.requires_grad,
-        learns and weight.requires_grad,
+        needs_grad and hidden.requires_grad,
+        needs_grad and weight.requires_grad,
     )
     return loss
 
@@ -82,7 +81,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
 
 
 def _default_chunk(vocabulary: int) -> int:
-    """Return the largest power of two of tokens whose logits are at most CHUNK_ELEMENTS."""
+    """Return the largest number of tokens, a power of two, whose logits are at most CHUNK_ELEMENTS."""
     return 2 ** max(0, (CHUNK_ELEMENTS // vocabulary).bit_length() - 1)
 
 
@@ -99,7 +98,8 @@ def _chunked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (), the gradient of hidden (N, C) in `dtype`, and the gradient of weight (V, C).
 
-    Gradients that are not wanted are empty. It is a custom operator, so that `torch.compile` takes it as it is.
+    A gradient is empty unless `for_hidden` or `for_weight` is true. To `torch.compile` this custom operator is one
+    opaque node.
     """
     h = hidden.to(dtype)
     w = weight.to(dtype)
@@ -111,7 +111,7 @@ def _chunked(
         tokens = slice(start, start + chunk)
         logits = h[tokens] @ w.T
 
-        # From here on `logits` holds d loss / d logits, if a gradient is wanted.
+        # Overwrites `logits` with d loss / d logits if a gradient is needed.
         _row_losses_(logits, targets[tokens], losses[tokens], ignore_index, gradient=for_hidden or for_weight)
 
         if for_hidden:
@@ -121,7 +121,7 @@ def _chunked(
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
-# Shapes and formats only: what torch.compile traces with.
+# Shapes and dtypes only, for tracing by torch.compile.
 @_chunked.register_fake
 def _(hidden, weight, targets, dtype, chunk, ignore_index, for_hidden, for_weight):
     loss = hidden.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
@@ -134,16 +134,16 @@ def _save_gradients(ctx, inputs, output) -> None:
     hidden, *_, for_hidden, for_weight = inputs
     _, d_hidden, d_weight = output
 
-    # The gradients themselves are never differentiated: their own gradients stay None and cost nothing.
+    # The two gradients among the outputs are never differentiated: do not allocate zeros as their gradients.
     ctx.set_materialize_grads(False)
     ctx.hidden_dtype = hidden.dtype
-    ctx.wanted = for_hidden, for_weight
+    ctx.needed = for_hidden, for_weight
     ctx.save_for_backward(d_hidden, d_weight)
 
 
 def _scale_gradients(ctx, grad, *second) -> tuple[Tensor | None, ...]:
     assert all(gradient is None for gradient in second), "linear_cross_entropy has no second derivative"
-    for_hidden, for_weight = ctx.wanted
+    for_hidden, for_weight = ctx.needed
     d_hidden, d_weight = ctx.saved_tensors
     scaled_hidden = (d_hidden * grad).to(ctx.hidden_dtype) if for_hidden else None
     scaled_weight = d_weight * grad if for_weight else None
@@ -163,7 +163,7 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
         row_losses_(logits, targets, losses, ignore_index, gradient)
         return
 
-    # Ignored targets are no valid columns: they gather from column 0 and count nothing.
+    # An ignored target is not a valid column, so it gathers from column 0, and its loss is then set to 0.
     counted = targets != ignore_index
     columns = targets.where(counted, 0)[:, None]
     wide = logits.to(losses.dtype)
@@ -176,7 +176,7 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a @ b in the format of `total`, which may be wider than that of `a` and `b`."""
+    """Compute total += a @ b in the dtype of `total`, which may be wider than the dtype of `a` and `b`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

@@ -1,6 +1,6 @@
-"""The row-wise part of `linear_cross_entropy` on a GPU, in Triton: one read and one write of the logits.
+"""The row-wise part of `linear_cross_entropy` on a GPU, in Triton: it reads and writes the logits in memory once.
 
-In plain torch the same part reads and writes them about six times, and dominates the step of a small model.
+Plain torch reads or writes them about six times, which dominates the step of a small model.
 """
 
 import torch
@@ -8,20 +8,20 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-WIDTH = 4096  # logits that a program holds at a time
+WIDTH = 4096  # logits per iteration of a program
 WARPS = 8
 
 
 def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
     """Fill `losses` (N,), float32; with `gradient`, overwrite the logits (N, V) with d loss / d logits.
 
-    A target outside the vocabulary makes the loss nan, so that no step applies it.
+    A target outside the vocabulary makes the loss nan, so that the step is skipped.
     """
     rows, columns = logits.shape
     if not rows:
         return
 
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may not be the device of the tensors.
     with torch.cuda.device(logits.device):
         _row_loss[(rows,)](
             logits,
@@ -38,25 +38,25 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
 
 @triton.jit
 def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.constexpr, GRADIENT: tl.constexpr):
-    """Compute one row. The second pass finds most of what the first one read in the cache."""
+    """Compute one row. The second pass finds most of the row in the cache."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
     counted = target != ignored
     valid = (target >= 0) & (target < columns)
     lane = tl.arange(0, WIDTH)
-    right = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)  # before it is overwritten
+    target_logit = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)  # before it is overwritten
 
     # An online log-sum-exp: the sum is rescaled whenever a larger logit appears.
-    top = -1e30
-    total = tl.zeros([WIDTH], tl.float32)  # per lane, of exp(logit - top)
+    largest = -1e30
+    total = tl.zeros([WIDTH], tl.float32)  # per lane, the sum of exp(logit - largest)
     for start in range(0, columns, WIDTH):
         x = tl.load(logits + start + lane, mask=start + lane < columns, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.exp(x - higher)
-        top = higher
-    log_sum = tl.where(valid, top + tl.log(tl.sum(total, 0)), float("nan"))
-    tl.store(losses + row, tl.where(counted, log_sum - right, 0.0))
+        new_largest = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
+        largest = new_largest
+    log_sum = tl.where(valid, largest + tl.log(tl.sum(total, 0)), float("nan"))
+    tl.store(losses + row, tl.where(counted, log_sum - target_logit, 0.0))
 
     # softmax(logits) - one_hot(target), in place.
     if GRADIENT:

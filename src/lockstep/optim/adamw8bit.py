@@ -1,8 +1,8 @@
-"""AdamW whose two moments take one byte per element, and a float32 scale for every block of a row.
+"""AdamW whose two moments take one byte per element, plus a float32 scale per block of a row.
 
-This is block-wise dynamic quantization (Dettmers et al., 2022): a byte is an index into a table of 256 numbers that is
-dense near 1 and reaches down to 1e-7, and the scale is the largest absolute value of the block. Blocks lie inside a
-row, so that a rank that holds a row holds its blocks: a state that was saved on any number of ranks can be resharded.
+This is block-wise dynamic quantization (Dettmers et al., 2022): a byte is an index into a table of 256 numbers, which
+is dense near 1 and reaches down to 1e-7. The scale is the largest absolute value of the block. A block never crosses
+rows, so a rank that holds a row holds its blocks, and a state that was saved on any number of ranks can be resharded.
 Vectors and small matrices keep float32 moments: they are few, and most sensitive to rounding.
 """
 
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from lockstep.runtime.layout import laid_out, like, local
 
-BLOCK = 256  # elements of a row that share a scale, at most
-SMALLEST = 4096  # parameters with fewer elements keep float32 moments
-AT_ONCE = 2**22  # elements whose moments are float32 at the same time during an update
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
+BLOCK = 256  # at most this many elements of a row share a scale
+MIN_ELEMENTS = 4096  # parameters with fewer elements keep float32 moments
+CHUNK_ELEMENTS = 2**22  # an update converts the moments of this many elements to float32 at a time
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it is signed
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with 8-bit moments, for plain parameters and for those that FSDP shards by rows.
+    """AdamW with 8-bit moments, for plain parameters and for parameters that FSDP shards by rows.
 
-    The arguments are those of torch's AdamW.
+    It takes the same arguments as torch's AdamW.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: float, group: dict[str, Any]) -> None:
-    """Update this rank's rows, AT_ONCE elements at a time, so that few moments are float32 at the same time.
+    """Update this rank's rows, about CHUNK_ELEMENTS elements at a time, which bounds the memory for float32 moments.
 
     shard, grad: (..., width), with two or more dimensions.
     """
@@ -72,18 +72,18 @@ def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: floa
     gradients = grad.reshape(-1, width)
     stored = {key: local(value).flatten(0, -2) for key, value in state.items() if key != "step"}
 
-    size = max(1, AT_ONCE // width)
+    size = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, len(rows), size):
-        some = slice(start, start + size)
+        chunk = slice(start, start + size)
 
-        # Views of the bytes and the scales of these rows, which `_to_bytes_` writes back into.
-        codes = {key: value[some] for key, value in stored.items()}
-        moments = [_from_bytes(codes[name], codes[f"{name}_scale"], signed) for name, signed in MOMENTS.items()]
-        _adamw_(rows[some], gradients[some], moments, count, group)
+        # Views of the bytes and scales of these rows. `_to_bytes_` writes into them.
+        views = {key: value[chunk] for key, value in stored.items()}
+        moments = [_from_bytes(views[name], views[f"{name}_scale"], signed) for name, signed in MOMENTS.items()]
+        _adamw_(rows[chunk], gradients[chunk], moments, count, group)
         for (name, signed), moment in zip(MOMENTS.items(), moments, strict=True):
-            _to_bytes_(moment, codes[name], codes[f"{name}_scale"], signed)
+            _to_bytes_(moment, views[name], views[f"{name}_scale"], signed)
 
-    # Where rows are not contiguous in memory, such as with channels_last, `rows` is a copy.
+    # If rows are not contiguous in memory, as with channels_last, `rows` is a copy.
     if rows.data_ptr() != shard.data_ptr():
         shard.copy_(rows.view(shard.shape))
 
@@ -91,16 +91,16 @@ def _update_8bit(shard: Tensor, grad: Tensor, state: dict[str, Any], count: floa
 def _first_state(p: Tensor) -> dict[str, Any]:
     """Return moments of zero: bytes and scales for large parameters, float32 for small ones.
 
-    Whether a parameter is small depends on the full tensor: every rank, and every number of them, must agree.
+    The size of the full tensor decides, not that of the shard, so that it is the same on any number of ranks.
     """
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
-    if p.dim() < 2 or p.numel() < SMALLEST:
+    if p.dim() < 2 or p.numel() < MIN_ELEMENTS:
         return state | {name: _filled(p, 0, torch.float32) for name in MOMENTS}
 
     shard = local(p)
     blocks = -(-p.shape[-1] // BLOCK)
     for name, signed in MOMENTS.items():
-        # Which byte stands for 0 depends on the table.
+        # The byte for 0 depends on the table.
         zero = int(torch.searchsorted(_table(signed, "cpu"), 0.0))
         state[name] = _filled(p, zero, torch.uint8)
         # One scale for each block of a row, placed like the rows.
@@ -110,13 +110,13 @@ def _first_state(p: Tensor) -> dict[str, Any]:
 
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with the shape and the placement of `p`, in row-major order even if `p` is not."""
+    """Return a tensor filled with `value`, with the shape and placement of `p`, always in row-major order."""
     shard = local(p)
     return like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
 
 
 def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group: dict[str, Any]) -> None:
-    """Apply AdamW in place. All tensors have one shape; `count` numbers the steps from 1."""
+    """Apply AdamW in place. All tensors have the same shape; `count` is the number of the step, from 1."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     mean, square = moments
@@ -169,12 +169,12 @@ def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> N
     padded = torch.nn.functional.pad(values, (0, blocks * _block(width, blocks) - width))
     scales.copy_(padded.view(rows, blocks, -1).abs().amax(-1))
 
-    # Before the division, which may round a small value to 0.
+    # Compared before the division, which may round a small value to 0.
     positive = values > 0
     values.div_(_spread(scales, width).clamp(min=torch.finfo(torch.float32).tiny))
     indices = torch.bucketize(values, _borders(signed, str(codes.device)), out_int32=True)
     if not signed:
-        # A square that is not 0 must not become 0: the update divides by its root.
+        # A nonzero second moment must not become 0, because the update divides by its root.
         indices.clamp_(min=positive.int())
     codes.copy_(indices)
 
@@ -185,5 +185,5 @@ def _spread(scales: Tensor, width: int) -> Tensor:
 
 
 def _block(width: int, blocks: int) -> int:
-    """Return the number of elements in a block: all blocks of a row have the same length, except the last."""
+    """Return the number of elements per block. All blocks of a row have the same length, except the last."""
     return -(-width // blocks)

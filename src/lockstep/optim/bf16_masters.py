@@ -1,10 +1,10 @@
-"""Parameters stored in bfloat16: their optimizers only ever see float32 stand-ins. There are three kinds of rounding:
+"""Parameters stored in bfloat16. Their optimizers see only float32 stand-ins, with one of three kinds of rounding:
 
-master       the stand-in is the parameter in full precision (its master weight), and the model has a rounded copy
-stochastic   the stand-in is made from the parameter for one update, then rounded back up or down at random
-compensated  the same, but what rounding cuts off is kept in a second bfloat16, and added to the next stand-in
+master       the stand-in is a permanent master weight in float32, and the model has a rounded copy of it
+stochastic   the stand-in exists for one update and is then rounded up or down at random into the parameter
+compensated  the same with rounding to nearest; the rounding error is stored in bfloat16 and added the next time
 
-An update goes through the parameters a few at a time, to keep the memory for temporary stand-ins small.
+An update processes a few parameters at a time, so that temporary stand-ins need little memory.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.optimizers import GroupPart, only_these
+from lockstep.optim.optimizers import GroupPart, restricted_to
 from lockstep.runtime.layout import by_mesh, like, local, shard_of
 from lockstep.runtime.seeds import derive
 
-AT_ONCE = 2**24  # elements that are updated at once
-COMPENSATION = "compensation"  # what rounding cut off, in the optimizer's state and in a checkpoint
-LOW_BITS = 0xFFFF  # the half of a float32's bits that a bfloat16 does not have
+CHUNK_ELEMENTS = 2**24  # elements that are updated at a time
+COMPENSATION = "compensation"  # key of the rounding error, in the optimizer's state and in a checkpoint
+LOW_BITS = 0xFFFF  # the lower half of a float32, which a bfloat16 lacks
 
 
 class MasterWeights:
-    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins and rounds their updates back."""
+    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins, and rounds the updated values."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
-        """`rounding` is one of the three kinds above; `seed` is that of the run, for stochastic rounding."""
+        """`rounding` is one of the three kinds above; `seed` is the run's, for stochastic rounding."""
         self.rounding = rounding
-        self.persistent = rounding == "master"  # stand-ins live on between two steps
+        self.persistent = rounding == "master"  # whether stand-ins keep their memory between two steps
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
@@ -46,11 +46,11 @@ class MasterWeights:
         return {key: self.names[id(p)] for key, p in self._parameters.items()}
 
     def master_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter in full precision, if there are master weights and this rank has this one."""
+        """Return the master weight of a parameter, or None if this rank has none for it."""
         return self._stand_ins.get(id(parameter)) if self.persistent else None
 
-    def held(self) -> list[Tensor]:
-        """Return the master weights that take memory between two steps."""
+    def persistent_tensors(self) -> list[Tensor]:
+        """Return the master weights. Temporary stand-ins take no memory between two steps."""
         return list(self._stand_ins.values()) if self.persistent else []
 
     @torch.no_grad()
@@ -58,35 +58,35 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         divisor: Tensor | None,
-        now: int,
-        call: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
+        update_count: int,
+        step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: optimizer.step(),
     ) -> None:
         """Update the parameters of one optimizer, a few at a time.
 
-        divisor: shape (); gradients are divided by it. None: they have their true size.
-        now: the number of the step, so that no two steps draw the same random bits.
-        call: steps the optimizer; it may put other tensors into its groups
+        divisor: shape (); gradients are divided by it, unless it is None
+        update_count: seeds the random bits, so that no two updates draw the same
+        step: steps the optimizer; it may put other tensors into its groups
         """
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
-            # None of its tensors has a stand-in: it moves something that is not a parameter of the model.
+            # None of its tensors has a stand-in: it updates something other than trainable parameters.
             optimizer.step()
             return
 
-        for parts in self._in_turn(optimizer):
+        for parts in self._parts_per_step(optimizer):
             stand_ins = [stand_in for _, tensors in parts for stand_in in tensors]
             for stand_in in stand_ins:
-                self._fill(optimizer, stand_in, divisor)
-            with only_these(optimizer, parts):
-                call(optimizer)
+                self._load_stand_in(optimizer, stand_in, divisor)
+            with restricted_to(optimizer, parts):
+                step(optimizer)
             for stand_in in stand_ins:
-                self._round_back(optimizer, stand_in, now)
+                self._round_back(optimizer, stand_in, update_count)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        """Return a float32 stand-in of the same placement. Frozen parameters stand for themselves."""
+        """Return a float32 stand-in with the same placement. Frozen parameters are returned as they are."""
         if not parameter.requires_grad:
             return parameter
 
-        # A stand-in for one update has memory only while that lasts.
+        # A temporary stand-in has memory only during an update.
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
@@ -94,7 +94,7 @@ class MasterWeights:
         self._stand_ins[id(parameter)] = stand_in
         self._parameters[id(stand_in)] = parameter
 
-        # Some optimizers, such as Adagrad, have set up their state already, in the parameter's bfloat16.
+        # Some optimizers, such as Adagrad, create their state in the constructor, in the parameter's bfloat16.
         state = optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[stand_in] = {
@@ -104,8 +104,8 @@ class MasterWeights:
 
         return stand_in
 
-    def _in_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
-        """Yield what one call of `optimizer.step()` updates."""
+    def _parts_per_step(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
+        """Yield the parts of groups that one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
         # A user-defined optimizer may count its calls: it gets everything at once.
         if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
@@ -114,16 +114,16 @@ class MasterWeights:
             yield parts
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
-        """Yield the stand-ins that have a gradient, by their mesh, about AT_ONCE elements at a time."""
+        """Yield the stand-ins of parameters with a gradient, mesh by mesh, about CHUNK_ELEMENTS elements at a time."""
         known = [stand_in for stand_in in group["params"] if id(stand_in) in self._parameters]
-        learning = [stand_in for stand_in in known if self._parameters[id(stand_in)].grad is not None]
+        with_gradient = [stand_in for stand_in in known if self._parameters[id(stand_in)].grad is not None]
 
-        for stand_ins in by_mesh(learning):
+        for stand_ins in by_mesh(with_gradient):
             part: list[Tensor] = []
             size = 0
             for stand_in in stand_ins:
-                # `numel` is that of the full tensor, so that all ranks make the same parts.
-                if part and size + stand_in.numel() > AT_ONCE:
+                # `numel()` of a DTensor counts the full tensor, so all ranks make the same parts.
+                if part and size + stand_in.numel() > CHUNK_ELEMENTS:
                     yield group, part
                     part, size = [], 0
                 part.append(stand_in)
@@ -131,20 +131,20 @@ class MasterWeights:
 
             yield group, part
 
-    def _fill(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
-        """Set the value and the gradient of a stand-in. Dividing here, in float32, costs no precision."""
+    def _load_stand_in(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
+        """Set the value and the gradient of a stand-in. The division in float32 loses no precision."""
         parameter = self._parameters[id(stand_in)]
 
-        # The value is what the model has, plus what rounding cut off before. Masters keep theirs.
+        # The value is the parameter plus the stored rounding error. Master weights keep their value.
         if not self.persistent:
             wide = local(stand_in)
             wide.untyped_storage().resize_(wide.numel() * wide.element_size())
             wide.copy_(local(parameter))
 
             # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
-            cut_off = optimizer.state.get(stand_in, {}).get(COMPENSATION)
-            if cut_off is not None:
-                wide.add_(local(cut_off))
+            compensation = optimizer.state.get(stand_in, {}).get(COMPENSATION)
+            if compensation is not None:
+                wide.add_(local(compensation))
 
         # The gradient is a float32 copy, which is freed after the update.
         gradient: Tensor = parameter.grad  # pyrefly: ignore[bad-assignment]
@@ -153,24 +153,23 @@ class MasterWeights:
             wide.div_(divisor)
         stand_in.grad = like(wide, gradient)
 
-    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, now: int) -> None:
-        """Write an updated stand-in into its bfloat16 parameter and free what lives for one update only."""
+    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, update_count: int) -> None:
+        """Round an updated stand-in into its bfloat16 parameter, and free temporary memory."""
         parameter = self._parameters[id(stand_in)]
         wide = local(stand_in)
         shard = local(parameter)
 
         # `copy_` rounds to the nearest bfloat16.
         if self.rounding == "stochastic":
-            key = rounding_key(self.seed, now, self.names[id(parameter)])
+            key = rounding_key(self.seed, update_count, self.names[id(parameter)])
             shard.copy_(round_stochastically(wide, element_indices(parameter, wide.device), key))
         else:
             shard.copy_(wide)
 
-        # Stored only after the update: optimizers initialise their state in the first step only if it is empty.
+        # Stored after the update, because optimizers initialise their state only if it is empty.
         if self.rounding == "compensated":
             optimizer.state[stand_in][COMPENSATION] = like((wide - shard).to(shard.dtype), parameter)
 
-        # Only masters live on.
         stand_in.grad = None
         if not self.persistent:
             _free(wide)
@@ -183,29 +182,28 @@ def _free(tensor: Tensor) -> None:
 
 # ---- stochastic rounding ----
 
-# From float32 to bfloat16, up or down at random, so that the mean of many roundings is the number. The random bits
-# are a function of a key and of the element's index in the full parameter: an element gets the same bits on every
-# rank that may hold it.
+# Rounds float32 to bfloat16 up or down at random, so that the expected value is the exact number. The random bits are a
+# function of a key and of the element's index in the full parameter, so they do not depend on the rank that holds it.
 
 
 def round_stochastically(values: Tensor, indices: Tensor, key: int) -> Tensor:
     """Return float32 `values` as bfloat16. `indices` (int32, same shape) number the elements of the full tensor."""
-    # Adding random low bits carries into the upper half with a probability in proportion to the lower half.
-    raised = values.contiguous().view(torch.int32) + (_scrambled(indices, key) & LOW_BITS)
-    return (raised & ~LOW_BITS).view(torch.float32).to(torch.bfloat16)
+    # Adding random low bits carries into the upper half with a probability proportional to the lower half.
+    with_random_bits = values.contiguous().view(torch.int32) + (_scrambled(indices, key) & LOW_BITS)
+    return (with_random_bits & ~LOW_BITS).view(torch.float32).to(torch.bfloat16)
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
-    """Return the key of a parameter's random bits in one step."""
+    """Return the key for a parameter's random bits in one step."""
     return derive(seed, f"rounding/{name}", step)
 
 
 def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return the index in the full parameter of each element that this rank holds, as int32; large ones wrap."""
+    """Return, for each element on this rank, its index in the full parameter, as int32. Large indices wrap around."""
     if not hasattr(parameter, "to_local"):
         return torch.arange(parameter.numel(), dtype=torch.int32, device=device).view(parameter.shape)
 
-    # Row-major indices: each dimension adds its own, and broadcasting does the rest.
+    # Row-major indices: add the contribution of each dimension, by broadcasting.
     shard = shard_of(parameter)  # pyrefly: ignore[bad-argument-type]
     indices = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (length, offset) in enumerate(zip(shard.local.shape, shard.offset, strict=True)):
@@ -223,6 +221,6 @@ def _scrambled(indices: Tensor, key: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the lower 32 bits of a number, as int32 reads them."""
+    """Return the lower 32 bits of a number, read as a signed int32."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number

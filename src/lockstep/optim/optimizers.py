@@ -12,21 +12,22 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError, some_names
 from lockstep.optim.stand_ins import step_with_stand_ins
-from lockstep.optim.trial import PER_PARAMETER, CannotTry, kind_of
+from lockstep.optim.trial import PER_PARAMETER, TrialFailed, classify_update
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import balance, by_mesh
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
-# These divide gradients by `grad_scale` inside their fused kernel. Exact types only: subclasses, and optimizers that
-# merely declare AMP support, may not do this.
+# These divide gradients by `grad_scale` inside their fused kernel. Only these exact types: a subclass, or an optimizer
+# that declares AMP support, may not do so.
 DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
-# These may also skip by themselves (`found_inf`). SGD may not: a skipped first step leaves its momentum uninitialised.
+# These also skip correctly on the device (`found_inf`). SGD does not: skipping the first step leaves its momentum
+# uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
 
-# These are right on DTensors. Others get plain tensors in their place (optim/stand_ins.py).
+# These are correct on DTensors. Other optimizers get plain tensors instead (optim/stand_ins.py).
 ON_DTENSORS = (
     *DIVIDING,
     torch.optim.Adadelta,
@@ -37,79 +38,82 @@ ON_DTENSORS = (
     torch.optim.RMSprop,
 )
 
-# A user-defined optimizer may set this attribute to True: it works on DTensors by itself.
+# A user-defined optimizer may set this attribute to True if it is correct on DTensors.
 DTENSOR_ATTRIBUTE = "works_on_shards"
 
-# These fail on DTensors, but step the elements of a shard as plain tensors.
+# These fail on DTensors, but update every element independently, so they can step the shards as plain tensors.
 ELEMENTWISE_OPTIMIZERS = {torch.optim.Rprop}
 
-# A user-defined optimizer may set this attribute to True: it divides gradients by its `grad_scale`, and leaves
-# everything as it was where its `found_inf` is not 0 (tensors on the device, or None).
+# A user-defined optimizer may set this attribute to True if it divides gradients by its `grad_scale`, and changes
+# nothing when its `found_inf` is not 0 (both are tensors on the device, or None).
 DIVIDES_AND_SKIPS_ATTRIBUTE = "divides_and_skips"
 
 GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
 
 class Optimizers:
-    """One or several torch optimizers that together move every trainable parameter of the model."""
+    """One or several torch optimizers that together update every trainable parameter of the model."""
 
     sharded = False  # whether each rank holds the state of only some parameters
 
     def __init__(self, optimizers: Any, model: nn.Module):
-        """`optimizers`: an optimizer or a list of them, as the task or the user's loop made them."""
+        """`optimizers`: an optimizer or a list of them, from the task or from a custom loop."""
         self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
         _check_coverage(self.parameters(), model)
 
-        # All parameters of every group. ZeRO-1 and master weights replace those that the optimizers themselves hold.
+        # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
         self.groups = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in self.all]
 
-        # Whether every optimizer can apply grad_scale inside its fused kernel. Fused optimizers hold the divisor in
-        # float32: float64 parameters are scaled before the step instead.
-        in_float32 = all(p.dtype == torch.float32 for p in self.parameters())
-        self.divides_gradients = in_float32 and self._all_fused(DIVIDING)
+        # Whether every optimizer can apply grad_scale inside its fused kernel. That divisor is float32, so gradients of
+        # float64 parameters are divided before the step instead.
+        all_float32 = all(p.dtype == torch.float32 for p in self.parameters())
+        self.divides_gradients = all_float32 and self._all_fused(DIVIDING)
 
-        # Whether a step can be skipped on the device, without the host knowing.
-        self.skips_by_itself = self.divides_gradients and self._all_fused(SKIPPING)
+        # Whether the device can skip a step without waiting for the host.
+        self.skips_on_device = self.divides_gradients and self._all_fused(SKIPPING)
 
-        self.masters: MasterWeights | None = None  # what the optimizers hold instead of bfloat16 parameters
+        self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
-        self._stand_ins = {id(one): _needs_whole(one) for one in self.all if not _knows_dtensors(one)}
+        # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
+        self._stand_ins = {
+            id(optimizer): _needs_full_parameters(optimizer) for optimizer in self.all if not _can_step_as_is(optimizer)
+        }
         self._updating = False
         self._hooks: list[Any] = []
 
     @property
     def facts(self) -> dict[str, str]:
-        """A banner line about optimizers that need whole parameters."""
-        names = [type(one).__name__ for one in self.all if self._stand_ins.get(id(one))]
-        how = "gathers one parameter after another for its update: its numbers need whole ones"
+        """The banner line about optimizers that need full parameters, if there are any."""
+        names = [type(optimizer).__name__ for optimizer in self.all if self._stand_ins.get(id(optimizer))]
+        how = "gathers one parameter after another, because its update needs full parameters"
         return {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
 
-    def refuse_coupled(self, who: str) -> None:
-        """Refuse optimizers whose update of one parameter depends on others, where `who` steps only some of them."""
+    def refuse_coupled(self, owner: str) -> None:
+        """Refuse optimizers whose update of one parameter depends on others: `owner` steps only some of them."""
         for optimizer in self.all:
-            # One without trainable parameters moves something that no gradient reaches.
-            learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-            if learning and not _is_known(optimizer):
+            # An optimizer without trainable parameters may update something that has no gradient.
+            has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if has_trainable and not _is_trusted(optimizer):
                 try:
-                    kind_of(optimizer)
-                except CannotTry as reason:
+                    classify_update(optimizer)
+                except TrialFailed as reason:
                     fix = (
-                        "type strategy=ddp, where every rank steps all parameters; if each parameter is updated by "
-                        f"itself, set {DTENSOR_ATTRIBUTE} = True in its class"
+                        "type strategy=ddp, where every rank steps all parameters; if it updates each parameter "
+                        f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
                     )
-                    raise _cannot_step(optimizer, f"{who} steps only some of the parameters", reason, fix) from reason
+                    raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", reason, fix) from reason
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
         return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
     def use_masters(self, masters: MasterWeights) -> None:
-        """Step through master weights, which divide gradients as they make them float32."""
+        """Update parameters through `masters`, which divide the gradients when they convert them to float32."""
         self.masters = masters
         self.divides_gradients = True
-        self.skips_by_itself = self._all_fused(SKIPPING)
+        self.skips_on_device = self._all_fused(SKIPPING)
 
     def step(
         self,
@@ -120,43 +124,43 @@ class Optimizers:
     ) -> None:
         """Step the optimizers with the indices `to_step`, or all of them.
 
-        `update_count` is that of the run, with skipped updates; it seeds the bits of stochastic rounding.
-        `divisor` and `skip` have shape (); a `skip` that is not 0 leaves everything as it was.
+        `update_count` counts the updates of the run, including skipped ones; it seeds stochastic rounding.
+        `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
         """
-        self._updating = True  # `_refuse` lets these steps pass
+        self._updating = True  # `_refuse` allows steps meanwhile
 
-        # Fused optimizers read `grad_scale` and `found_inf` from themselves; the others ignore them.
+        # Fused optimizers read their attributes `grad_scale` and `found_inf`; others ignore them.
         for optimizer in self.all if to_step is None else [self.all[i] for i in to_step]:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
             if self.masters:
-                self.masters.step(optimizer, divisor, update_count, self._call)
+                self.masters.step(optimizer, divisor, update_count, self._step_one)
             elif self._several_meshes and id(optimizer) not in self._stand_ins:
                 parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
-                with only_these(optimizer, parts):
+                with restricted_to(optimizer, parts):
                     optimizer.step()
             else:
-                self._call(optimizer)
+                self._step_one(optimizer)
 
         self._updating = False
 
-    def _call(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._stand_ins:
             step_with_stand_ins(optimizer, self._stand_ins[id(optimizer)])
         else:
             optimizer.step()
 
-    def parameters_of(self, numbers: Sequence[int]) -> set[int]:
-        """Return the ids of the model's parameters that these optimizers move, on any rank."""
-        return {id(p) for number in numbers for group in self.groups[number] for p in group}
+    def parameters_of(self, indices: Sequence[int]) -> set[int]:
+        """Return the ids of the model's parameters that these optimizers update, on any rank."""
+        return {id(p) for index in indices for group in self.groups[index] for p in group}
 
     def refuse_direct_steps(self) -> None:
-        """Raise when the user calls `optimizer.step()`: it would apply sums that are not yet divided."""
+        """Make `optimizer.step()` raise if the user calls it: it would apply sums that are not divided yet."""
         self._hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.all]
 
     def release(self) -> None:
-        """Let the user step the optimizers again."""
+        """Allow the user to step the optimizers again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -179,10 +183,10 @@ class Optimizers:
 
 
 class ShardedOptimizers(Optimizers):
-    """ZeRO-1: every rank keeps the optimizer state of some parameters, updates those, and broadcasts them.
+    """ZeRO-1: every rank holds the optimizer state of some parameters, updates these, and broadcasts them.
 
-    DDP reduces the gradients as always. Parameters are assigned to the ranks by size, each as a whole, and in a
-    checkpoint each rank saves the state of the parameters that it owns.
+    DDP reduces the gradients as usual. Whole parameters are assigned to ranks, balanced by size. In a checkpoint each
+    rank saves the state of the parameters that it owns.
     """
 
     sharded = True
@@ -203,7 +207,7 @@ class ShardedOptimizers(Optimizers):
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) in own]
-            # Some optimizers, such as Adagrad, set up their state in the constructor.
+            # Some optimizers, such as Adagrad, create their state in the constructor.
             for p in [p for p in optimizer.state if id(p) not in own]:
                 del optimizer.state[p]
 
@@ -234,8 +238,8 @@ class ShardedOptimizers(Optimizers):
 
 
 @contextmanager
-def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
-    """Let the optimizer see nothing but these tensors, as groups with the settings of their group."""
+def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
+    """Restrict the optimizer to these parts of its groups, with the settings of each group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
     try:
@@ -244,7 +248,7 @@ def only_these(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iter
         used_groups = optimizer.param_groups
         optimizer.param_groups = groups
 
-    # Some optimizers keep numbers in their groups, which must survive.
+    # Some optimizers store numbers in their groups, which must be kept.
     for (group, _), used in zip(parts, used_groups, strict=True):
         group.update({key: value for key, value in used.items() if key != "params"})
 
@@ -254,7 +258,7 @@ def as_list(optimizers: Any) -> list[Any]:
 
 
 def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.Parameter]) -> None:
-    """Give optimizers that were made before the model was sharded the parameters that it has now."""
+    """Replace the parameters in optimizers that were made before the model was sharded by the current ones."""
     replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
     for optimizer in as_list(optimizers) if replaced else []:
         for group in getattr(optimizer, "param_groups", []):
@@ -278,43 +282,44 @@ def _check_kind(optimizer: Any) -> None:
         )
 
 
-def _knows_dtensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer can step its parameters as they are: all plain ones, or it is right on DTensors."""
+def _can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs no stand-ins: none of its parameters is sharded, or it supports DTensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     sharded = any(isinstance(p, DTensor) for p in parameters)
-    return not sharded or _is_known(optimizer)
+    return not sharded or _is_trusted(optimizer)
 
 
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer need not be tried: torch's, our own, or one whose author says so."""
+def _is_trusted(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs no trial: it is torch's, ours, or sets DTENSOR_ATTRIBUTE."""
     ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
     return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
 
 
-def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer gets whole parameters; False: it treats every element of a shard by itself.
+def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
-    A trial on small parameters proves that they are needed, and never that they are not: some optimizers treat only
-    large matrices as such, or begin to after many steps.
+    A trial on small parameters can prove that full parameters are needed, but never that they are not: some optimizers
+    treat only large matrices differently, or only after many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
     """
     try:
-        whole = kind_of(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
-    except CannotTry as reason:
+        needs_full = classify_update(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
+    except TrialFailed as reason:
         fix = (
-            "type strategy=ddp, which keeps full parameters on every rank; if it works on DTensors by itself, set "
+            "type strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
             f"{DTENSOR_ATTRIBUTE} = True in its class"
         )
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 
-    # With one step for every parameter, a hook on a step would be called that often.
-    if whole and any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+    # The optimizer is stepped once per parameter, so a hook on its step would be called too often.
+    if needs_full and any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         fix = "do in after_step(), or after step.apply(), what the hook does; or type strategy=ddp"
-        raise _cannot_step(optimizer, "parameters are sharded", "it has a hook on its step, and needs them whole", fix)
-    return whole
+        reason = "it has a hook on its step, and needs full parameters"
+        raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
+    return needs_full
 
 
-def _cannot_step(optimizer: Any, why: str, reason: object, fix: str) -> UserError:
-    return UserError(f"{type(optimizer).__name__} cannot be used here: {why}", str(reason), fix)
+def _cannot_step(optimizer: Any, problem: str, reason: object, fix: str) -> UserError:
+    return UserError(f"{type(optimizer).__name__} cannot be used here: {problem}", str(reason), fix)
 
 
 def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Learning rates by the user's scheduler: torch's LRScheduler, of which transformers' schedules are examples.
+"""Learning rates by the user's scheduler, a torch LRScheduler (those of transformers are such).
 
-Lockstep steps it, once for every applied step of its optimizer, and saves its state with the run. ReduceLROnPlateau is
-stepped by evaluations instead, with the mean loss of the first in each step. What the code of a resumed run has changed
-in a scheduler (another number of steps, another rate) is followed as if it had always been so.
+Lockstep steps it once for every applied step of its optimizer, and saves its state in checkpoints. ReduceLROnPlateau is
+stepped with the mean loss of the first evaluation after a step instead. If the user changes a scheduler in the code of
+a resumed run (another number of steps, another rate), the run continues as if it had always been so.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lockstep.config import LrConfig
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
 from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate
-from lockstep.optim.scheduler_state import Beginning, load, state_of
+from lockstep.optim.scheduler_state import InitialState, load, state_of
 
-# Settings of the peak, which a function of the step leaves alone: it returns shares of the peak.
+# Settings of the peak. A function of the step returns shares of the peak, so it does not conflict with them.
 PEAK_KEYS = ("lr.peak", "lr.scaling", "lr.reference_batch")
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether this is a torch scheduler or a function of the step, and not an optimizer, a module or a class."""
+    """Return whether this is a torch scheduler or a function of the step."""
     others = torch.optim.Optimizer | nn.Module | type
     return isinstance(value, LRScheduler) or (callable(value) and not isinstance(value, others))
 
@@ -39,10 +39,10 @@ def make_learning_rate(
     total_steps: int,
     global_batch: int,
 ) -> LearningRate | SchedulerRate:
-    """Return what sets the rates: the configured schedule, or the user's scheduler.
+    """Return the object that sets the rates, by the configured schedule or by the user's scheduler.
 
-    Raises if the settings conflict with the user's scheduler. `sources`: where each setting comes from. `schedulers`:
-    one scheduler, a list of them, a function, or None.
+    `schedulers` is a scheduler, a list of them, a function of the step, or None. Raise if it conflicts with settings;
+    `sources` names the origin of each setting.
     """
     own = [] if schedulers is None else as_list(schedulers)
     torch_schedulers = [scheduler for scheduler in own if isinstance(scheduler, LRScheduler)]
@@ -56,12 +56,12 @@ def make_learning_rate(
     return LearningRate(config, optimizers, total_steps, global_batch, own[0] if own else None)
 
 
-class _Stepped(NamedTuple):
-    """A scheduler, and which of the optimizers it sets."""
+class _Entry(NamedTuple):
+    """A scheduler and its optimizer."""
 
     scheduler: LRScheduler
-    optimizer: int
-    by_evaluations: bool
+    optimizer: int  # index among the optimizers
+    by_evaluations: bool  # stepped by evaluations, not by optimizer steps
 
 
 class SchedulerRate(GuardedRates):
@@ -71,141 +71,144 @@ class SchedulerRate(GuardedRates):
     """
 
     def __init__(self, schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]):
-        self._stepped = [_stepped(scheduler, optimizers) for scheduler in schedulers]
-        self.needs_evaluations = any(stepped.by_evaluations for stepped in self._stepped)
-        self.evaluations = 0  # that the schedulers learned of
-        self._observed: int | None = None  # the step of the newest of them
+        self._entries = [_make_entry(scheduler, optimizers) for scheduler in schedulers]
+        self.needs_evaluations = any(entry.by_evaluations for entry in self._entries)
+        self.evaluations = 0  # passed to the schedulers so far
+        self._last_evaluated: int | None = None  # step of the newest evaluation among them
 
-        # A scheduler has made as many steps as its optimizer, or one less: its next one is made when the next rate is
-        # needed. On a GPU it may be one more, if the device skipped the last step.
-        self._moves = [0] * len(optimizers)
-        self._positions = [0] * len(schedulers)
+        # A scheduler is stepped only when the next rate is needed, so it is usually one step behind its optimizer. On a
+        # GPU it may be one step ahead, if the device skipped the last step.
+        self._optimizer_steps = [0] * len(optimizers)
+        self._scheduler_steps = [0] * len(schedulers)
         super().__init__(optimizers)
-        self._beginning = Beginning(schedulers, self.groups)
+        self._initial = InitialState(schedulers, self.groups)
         for scheduler in schedulers:
             vars(scheduler)["step"] = _refuse_direct_step
 
     def at(self, step: int) -> Any:
-        """Return the rate of the first group as it is now: only the scheduler knows the others."""
+        """Return the current rate of the first group. A scheduler cannot compute the rate of another step."""
         return self.groups[0]["lr"]
 
     def set(self, step: int) -> Any:
-        """Step the schedulers whose optimizers have moved since, and return the rate of the first group."""
+        """Step the schedulers that are behind their optimizers, and return the rate of the first group."""
         self.check()
-        for number, (scheduler, optimizer, by_evaluations) in enumerate(self._stepped):
-            if not by_evaluations and self._positions[number] < self._moves[optimizer]:
+        for number, (scheduler, optimizer, by_evaluations) in enumerate(self._entries):
+            if not by_evaluations and self._scheduler_steps[number] < self._optimizer_steps[optimizer]:
+                # Not `scheduler.step()`, which raises for the user.
                 type(scheduler).step(scheduler)
-                self._positions[number] += 1
+                self._scheduler_steps[number] += 1
 
         self.note()
         return self.groups[0]["lr"]
 
-    def count(self, moved: Sequence[int], change: int) -> None:
-        for optimizer in moved:
-            self._moves[optimizer] += change
+    def count(self, optimizers: Sequence[int], change: int) -> None:
+        for optimizer in optimizers:
+            self._optimizer_steps[optimizer] += change
 
     def observe(self, loss: float, step: int) -> bool:
         if not self.needs_evaluations:
             return True
-        if self._observed == step:
+        if self._last_evaluated == step:
             return False
 
         self.check()
-        self._observed = step
+        self._last_evaluated = step
         self.evaluations += 1
-        for scheduler, _, by_evaluations in self._stepped:
+        for scheduler, _, by_evaluations in self._entries:
             if by_evaluations:
                 type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
         self.note()
         return True
 
     def release(self) -> None:
-        for stepped in self._stepped:
-            vars(stepped.scheduler).pop("step", None)
+        for entry in self._entries:
+            vars(entry.scheduler).pop("step", None)
 
     def describe(self) -> str:
-        names = " and ".join(dict.fromkeys(type(stepped.scheduler).__name__ for stepped in self._stepped))
+        names = " and ".join(dict.fromkeys(self._kinds()))
         return f"start {float(self.groups[0]['lr']):.3g}, then by {names}"
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "schedulers": [{"kind": type(s.scheduler).__name__, "state": state_of(s.scheduler)} for s in self._stepped],
-            "moves": list(self._moves),
-            "positions": list(self._positions),
-            # Most schedulers compute the next rate from the present one.
+            "schedulers": [{"kind": type(e.scheduler).__name__, "state": state_of(e.scheduler)} for e in self._entries],
+            "moves": list(self._optimizer_steps),
+            "positions": list(self._scheduler_steps),
+            # Most schedulers compute the next rate from the current one.
             "rates": [float(group["lr"]) for group in self.groups],
-            "beginning": self._beginning.record(),
+            "beginning": self._initial.record(),
         }
 
     def changes_since(self, state: dict[str, Any]) -> list[str]:
-        """Return as text what the schedulers are made with now, and were not when the run of this state began."""
+        """Return the settings of schedulers that differ from those at the beginning of the saved run, as text."""
         if "beginning" not in state or self._kinds() != [saved["kind"] for saved in state["schedulers"]]:
             return []
-        return [
-            change
-            for number, (scheduler, _, by_evaluations) in enumerate(self._stepped)
-            for change in self._beginning.changes(number, type(scheduler).__name__, state["beginning"], by_evaluations)
-        ]
+        changes: list[str] = []
+        for number, (scheduler, _, by_evaluations) in enumerate(self._entries):
+            name = type(scheduler).__name__
+            changes += self._initial.changes(number, name, state["beginning"], by_evaluations)
+        return changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        there = [saved["kind"] for saved in state["schedulers"]]
-        here = self._kinds()
-        if there != here or len(state["rates"]) != len(self.groups):
+        saved_kinds = [saved["kind"] for saved in state["schedulers"]]
+        own_kinds = self._kinds()
+        if saved_kinds != own_kinds or len(state["rates"]) != len(self.groups):
             raise UserError(
-                f"the checkpoint holds the state of {', '.join(there)} for {len(state['rates'])} parameter groups; "
-                f"here it is {', '.join(here)} for {len(self.groups)}",
+                f"the checkpoint holds {', '.join(saved_kinds)} for {len(state['rates'])} parameter groups; "
+                f"this run has {', '.join(own_kinds)} for {len(self.groups)}",
                 "",
                 "make the schedulers that the run began with, or start a new run from the exported weights",
             )
 
-        self._moves, self._positions = list(state["moves"]), list(state["positions"])
-        self._observed = None
-        if changes := self.changes_since(state):
-            self._begin_again(changes, state["beginning"])
+        self._optimizer_steps, self._scheduler_steps = list(state["moves"]), list(state["positions"])
+        self._last_evaluated = None
+        changes = self.changes_since(state)
+        if changes:
+            self._replay(changes, state["beginning"])
         else:
-            for stepped, saved in zip(self._stepped, state["schedulers"], strict=True):
-                load(stepped.scheduler, saved["state"])
+            for entry, saved in zip(self._entries, state["schedulers"], strict=True):
+                load(entry.scheduler, saved["state"])
             for group, rate in zip(self.groups, state["rates"], strict=True):
                 set_rate(group, rate)
         self.note()
 
     def _kinds(self) -> list[str]:
-        return [type(stepped.scheduler).__name__ for stepped in self._stepped]
+        return [type(entry.scheduler).__name__ for entry in self._entries]
 
-    def _begin_again(self, changes: list[str], saved: dict[str, Any]) -> None:
-        """Bring schedulers that the user has changed to where they would be now, had they always been so."""
-        schedulers = [stepped.scheduler for stepped in self._stepped]
+    def _replay(self, changes: list[str], saved: dict[str, Any]) -> None:
+        """Step changed schedulers from their initial state up to the current step."""
+        schedulers = [entry.scheduler for entry in self._entries]
         if any(map(_follows_evaluations, schedulers)):
             raise UserError(
                 f"a scheduler that follows evaluations was changed since the run began: {'; '.join(changes)}",
-                "where it would be now cannot be known: that depends on evaluations that were not made",
+                "its current state cannot be computed: it depends on evaluations that were not made",
                 "make it with the settings that the run began with, or start a new run from the exported weights",
             )
 
         for number, state in enumerate(saved["states"]):
-            if self._beginning.starts_at(number) != state.get("last_epoch"):
+            if self._initial.starts_at(number) != state.get("last_epoch"):
                 raise UserError(
-                    f"{self._kinds()[number]} was made to start at another step, and with other settings, than when "
-                    f"the run began: {'; '.join(changes)}",
-                    f"last_epoch is {self._beginning.starts_at(number)}, and was {state.get('last_epoch')}",
-                    "leave last_epoch out: Lockstep brings the scheduler to where the run is",
+                    f"{self._kinds()[number]} starts at a different step, and with different settings, than when the "
+                    f"run began: {'; '.join(changes)}",
+                    f"last_epoch is {self._initial.starts_at(number)}, and was {state.get('last_epoch')}",
+                    "leave last_epoch out: Lockstep steps the scheduler to the current step",
                 )
 
-        self._beginning.restore(schedulers, self.groups)
-        for position in range(max(self._positions)):
+        self._initial.restore(schedulers, self.groups)
+        for position in range(max(self._scheduler_steps)):
             for number, scheduler in enumerate(schedulers):
-                if position < self._positions[number]:
+                if position < self._scheduler_steps[number]:
                     with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", UserWarning)  # "before optimizer.step()": those came earlier
+                        # torch warns that scheduler.step() comes before optimizer.step(), which ran before the resume.
+                        warnings.simplefilter("ignore", UserWarning)
                         type(scheduler).step(scheduler)
 
 
 def _follows_evaluations(scheduler: Any) -> bool:
-    """Whether a scheduler, or one that it holds, follows the loss of evaluations."""
-    held = [value for value in vars(scheduler).values() if isinstance(value, LRScheduler)]
-    return isinstance(scheduler, ReduceLROnPlateau) or any(map(_follows_evaluations, held))
+    """Return whether a scheduler, or one inside it, follows the loss of evaluations."""
+    inner = [value for value in vars(scheduler).values() if isinstance(value, LRScheduler)]
+    return isinstance(scheduler, ReduceLROnPlateau) or any(map(_follows_evaluations, inner))
 
 
 def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
@@ -216,7 +219,7 @@ def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _stepped(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) -> _Stepped:
+def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) -> _Entry:
     number = next((i for i, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
     if number is None:
         raise UserError(
@@ -226,7 +229,7 @@ def _stepped(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) ->
             "scheduler(optimizer), or pass a function of the step",
         )
 
-    # A loss that falls would be taken for an accuracy that falls.
+    # With mode="max" the scheduler would take a falling loss for a falling accuracy.
     by_evaluations = isinstance(scheduler, ReduceLROnPlateau)
     if by_evaluations and scheduler.mode != "min":
         raise UserError(
@@ -235,7 +238,7 @@ def _stepped(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) ->
             "it would lower the rate while the loss improves",
             "leave mode out: it then waits for a loss that no longer falls",
         )
-    return _Stepped(scheduler, number, by_evaluations)
+    return _Entry(scheduler, number, by_evaluations)
 
 
 def _check_kind(scheduler: Any, alone: bool) -> None:
@@ -254,28 +257,29 @@ def _check_kind(scheduler: Any, alone: bool) -> None:
 
 
 def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]) -> None:
-    # A value that is the default contradicts nothing: the config.yaml of a run sets every key.
+    # Default values are no conflict: the config.yaml of a run sets every key.
     defaults = LrConfig().model_dump()
     keys = [f"lr.{name}" for name, value in config.model_dump().items() if value != defaults[name]]
     is_function = not isinstance(scheduler, LRScheduler)
-    contradicting = [key for key in keys if not (is_function and key in PEAK_KEYS)]
-    if contradicting:
+    conflicting = [key for key in keys if not (is_function and key in PEAK_KEYS)]
+    if conflicting:
         name = "a function of the step" if is_function else type(scheduler).__name__
         raise UserError(
-            f"{name} sets the learning rate, and so does {some_names(contradicting)}",
-            ", ".join(f"{key}: {sources[key]}" for key in contradicting),
-            f"leave {', '.join(contradicting)} out, or the scheduler",
+            f"{name} sets the learning rate, and so does {some_names(conflicting)}",
+            ", ".join(f"{key}: {sources[key]}" for key in conflicting),
+            f"leave {', '.join(conflicting)} out, or the scheduler",
         )
 
 
-def check_none_left_out(optimizers: Any, schedulers: Any) -> None:
-    """Refuse an optimizer that a scheduler has marked, if Lockstep was not given a scheduler for it."""
-    served = [scheduler.optimizer for scheduler in as_list(schedulers) if isinstance(scheduler, LRScheduler)]
+def check_schedulers_passed(optimizers: Any, schedulers: Any) -> None:
+    """Refuse an optimizer that has a scheduler which was not passed to Lockstep."""
+    with_scheduler = [scheduler.optimizer for scheduler in as_list(schedulers) if isinstance(scheduler, LRScheduler)]
     for optimizer in as_list(optimizers):
-        marked = any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
-        if marked and not any(optimizer is other for other in served):
+        # Schedulers write `initial_lr` into the groups of their optimizer.
+        has_scheduler = any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
+        if has_scheduler and not any(optimizer is other for other in with_scheduler):
             raise UserError(
-                f"a scheduler was made for this {type(optimizer).__name__}, and Lockstep does not have it",
+                f"this {type(optimizer).__name__} has a scheduler that was not passed to Lockstep",
                 "its parameter groups have initial_lr: their rates are those of the scheduler's first step, not peaks",
                 GuardedRates.advice,
             )

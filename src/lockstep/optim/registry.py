@@ -1,7 +1,7 @@
-"""Optimizers by name (`optimizer=adamw8bit`): the task's parameter groups under another optimizer.
+"""Optimizers by name (`optimizer=adamw8bit`), which take over the parameter groups of the task's optimizer.
 
-An optimizer is one entry in OPTIMIZERS, plus its module. This module does not import torch before an optimizer is
-built, so that a launcher can check a name before it starts any process.
+Each optimizer is one entry in OPTIMIZERS, plus its own module. This module imports torch only when it builds an
+optimizer, so that a launcher can check names quickly.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from lockstep.errors import UserError, unknown_name
 if TYPE_CHECKING:
     import torch
 
-# The name that stands for the task's own optimizer.
+# The name of the task's own optimizer.
 OWN = "task"
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What a run must know of an optimizer that it can build by name."""
+    """An optimizer that a run can build by name."""
 
-    path: str  # of its class, MODULE:CLASS
-    # Keys of the task's groups that it takes over; others, such as the betas of another optimizer, are left out.
+    path: str  # of its class, as MODULE:CLASS
+    # Keys of the task's groups that it takes over. Other keys, such as the betas of another optimizer, are dropped.
     options: tuple[str, ...]
-    state_bytes: float  # bytes per element of a large matrix
-    about: str  # what its state holds, for the banner
-    # Classes of optimizers that allocate this state with their first update, the user's included.
+    state_bytes: float  # bytes of state per element of a large matrix
+    about: str  # a description of its state, for the banner
+    # Names of optimizer classes with this state, including the user's: used to estimate memory.
     classes: tuple[str, ...] = ()
-    # Whether its state belongs to full rows of a parameter, which tensor parallelism would shard.
+    # Whether its state is per row of a parameter: tensor parallelism may shard rows.
     needs_full_rows: bool = False
-    # What its constructor gets besides the groups.
+    # Further arguments of its constructor.
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ OPTIMIZERS = {
     "adamw8bit": OptimizerKind(
         "lockstep.optim.adamw8bit:AdamW8bit",
         options=("lr", "betas", "eps", "weight_decay"),
-        # Two moments, and a float32 scale of each for every 256 elements.
+        # Two moments of one byte, each with a float32 scale per 256 elements.
         state_bytes=2 + 2 * 4 / 256,
         about="both moments in 8 bits, those of vectors and small parameters in float32",
         classes=("AdamW8bit",),
@@ -77,25 +77,25 @@ NAMES = (OWN, *OPTIMIZERS)
 
 
 def describe(name: str) -> str:
-    """Return a line for the banner: what the optimizer of this name keeps."""
+    """Return the banner line about the state of this optimizer."""
     kind = OPTIMIZERS[name]
     return f"{name} in place of the task's: {kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """Guess a group's state as a multiple of the parameters' bytes (`state_bytes` assumes float32)."""
+    """Estimate the size of a group's state as a multiple of the size of its parameters, in float32."""
     for kind in OPTIMIZERS.values():
         if type(optimizer).__name__ in kind.classes:
             return kind.state_bytes / 4
 
-    # Others, SGD among them, have one copy with momentum, else none.
+    # Other optimizers, such as SGD, are assumed to have one copy with momentum, and none without.
     return float(bool(group.get("momentum")))
 
 
 def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
-    """Return the task's own `optimizers`, or those of the kind that `optimizer` names, with the same groups.
+    """Return the task's own `optimizers`, or replacements by the setting `optimizer` with the same groups.
 
-    `optimizers` is one or a list of them; anything else is returned as it is, and refused by `Optimizers`.
+    `optimizers` is an optimizer or a list of them. Anything else is returned unchanged; `Optimizers` refuses it.
     """
     import torch
 
@@ -107,7 +107,7 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
     kind = OPTIMIZERS[config.optimizer]
     if kind.needs_full_rows and config.uses_axis("tp"):
         raise UserError(
-            f"optimizer={config.optimizer} with tensor parallelism (mesh.tp) is not possible: it shards rows of a "
+            f"optimizer={config.optimizer} with tensor parallelism (mesh.tp) is not possible: mesh.tp shards rows of a "
             "parameter, and the state of this optimizer is per row",
             "",
             "type strategy=fsdp without mesh.tp, or optimizer=task",
@@ -122,6 +122,6 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
             groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
             built.append(resolve_name(kind.path)(groups, **kind.arguments))
         else:
-            # It moves something that no gradient reaches, such as a sparse table. Only the task knows how.
+            # It updates something that has no gradient, such as a sparse table, in its own way: keep it.
             built.append(optimizer)
     return built

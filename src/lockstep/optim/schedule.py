@@ -1,8 +1,8 @@
 """Learning-rate schedules: the rate of a step is a pure function of its number.
 
-There is no scheduler object, hence nothing to call once per process and nothing to save; own_scheduler.py has those of
-the user. A new shape is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher
-can check the name of a schedule before it starts any process.
+There is no scheduler object, so there is no state to save; own_scheduler.py handles the user's schedulers. A new
+schedule is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the
+name of a schedule quickly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.errors import UserError, unknown_name
 if TYPE_CHECKING:
     import torch
 
-# (configuration, optimizer step from 0, all steps) -> share of the peak rate. Called for steps after the warm-up.
+# (configuration, optimizer step from 0, total steps) -> share of the peak rate. Not called during the warm-up.
 Schedule = Callable[[LrConfig, int, int], float]
 
 
@@ -54,12 +54,12 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def _progress(config: LrConfig, step: int, total: int) -> float:
-    """Return how much of the run after the warm-up is done: 0 at its first step, 1 at its last."""
+    """Return the fraction of the run that is done, from 0 at the end of the warm-up to 1 at the last step."""
     return min(1.0, (step - config.warmup) / max(1, total - 1 - config.warmup))
 
 
 def factor(config: LrConfig, step: int, total: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `total`, as a share of its peak.
+    """Return the learning rate of optimizer step `step` (from 0) of `total`, as a share of the peak.
 
     The warm-up rises linearly and is above 0 at the first step; the last step of a decay reaches `min_ratio`.
     """
@@ -69,7 +69,7 @@ def factor(config: LrConfig, step: int, total: int) -> float:
 
 
 def batch_scaling(config: LrConfig, global_batch: int) -> float:
-    """Return the factor by which the peak follows the global batch. The number of ranks does not enter it."""
+    """Return the factor that scales the peak with the global batch. It does not depend on the number of ranks."""
     if config.scaling == "none":
         return 1.0
 
@@ -79,7 +79,7 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
 
 
 class GuardedRates:
-    """The learning rates of all parameter groups, which nobody else may set: that would be overwritten, silently."""
+    """The learning rates of all parameter groups. Raises if other code sets them, which would be lost silently."""
 
     advice = (
         "pass the scheduler to Lockstep: run.setup(model, optimizer, scheduler) in a loop of your own, "
@@ -93,46 +93,46 @@ class GuardedRates:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers. They are looked up each time: loading a state replaces them."""
+        """The parameter groups of all optimizers. Not cached, because loading a state replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def note(self) -> None:
-        """Take the rates as they are now for those that Lockstep set."""
-        self._noted = [_mark(group["lr"]) for group in self.groups]
+        """Record the current rates as the expected ones."""
+        self._expected = [_identity(group["lr"]) for group in self.groups]
 
     def check(self) -> None:
-        """Raise if a rate is not what Lockstep set."""
-        for number, (group, noted) in enumerate(zip(self.groups, self._noted, strict=True)):
-            if _mark(group["lr"]) != noted:
-                was = "" if isinstance(noted, tuple) else f"; Lockstep set {noted:.6g}"
+        """Raise if a rate has changed since `note`."""
+        for number, (group, expected) in enumerate(zip(self.groups, self._expected, strict=True)):
+            if _identity(group["lr"]) != expected:
+                before = "" if isinstance(expected, tuple) else f"; Lockstep set {expected:.6g}"
                 raise UserError(
                     f"the learning rate of parameter group {number} was changed by something other than Lockstep",
-                    f"it is {float(group['lr']):.6g}{was}: a scheduler that your code steps, or an assignment to "
+                    f"it is {float(group['lr']):.6g}{before}: a scheduler that your code steps, or an assignment to "
                     'param_groups[...]["lr"]',
                     self.advice,
                 )
 
-    def count(self, moved: Sequence[int], change: int) -> None:
-        """Learn that these optimizers made a step (`change` is 1), or that the device skipped it after all (-1)."""
+    def count(self, optimizers: Sequence[int], change: int) -> None:
+        """Count a step of these optimizers (`change` = 1), or undo the count if the device skipped the step (-1)."""
 
     def observe(self, loss: float, step: int) -> bool:
         """Pass an evaluation loss to the scheduler. Return False if this step already had one."""
         return True
 
     def release(self) -> None:
-        """Give the rates back to the user."""
+        """Allow the user to step the schedulers again."""
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    # A captured or compiled optimizer holds its rate in a tensor, which must stay the same object.
+    # A captured or compiled optimizer reads its rate from a tensor, which must stay the same object.
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
 
 
-def _mark(rate: Any) -> Any:
-    """Return what changes when somebody sets this rate. Reading a tensor would make the host wait for the device."""
+def _identity(rate: Any) -> Any:
+    """Return a value that changes when the rate is set, without reading a tensor, so that the host does not wait."""
     return (id(rate), rate._version) if hasattr(rate, "fill_") else rate
 
 
@@ -150,7 +150,7 @@ class LearningRate(GuardedRates):
         global_batch: int,
         function: Callable[[int], float] | None = None,
     ):
-        """`function(step)`, the share of the peak, takes the place of `lr.schedule` and `lr.warmup`."""
+        """`function(step)` returns the share of the peak and replaces `lr.schedule` and `lr.warmup`."""
         super().__init__(optimizers)
         if config.schedule not in SCHEDULES:
             raise unknown_name("lr.schedule", config.schedule, SCHEDULES)
@@ -159,27 +159,27 @@ class LearningRate(GuardedRates):
         self.total_steps = total_steps
         self._function = function
 
-        # The rates that the task gave its groups are their peaks, unless `lr.peak` sets another one.
-        own = [float(group["lr"]) for group in self.groups]
-        if config.peak is not None and own[0] == 0:
+        # The rates in the task's groups are their peaks, unless `lr.peak` is set.
+        own_rates = [float(group["lr"]) for group in self.groups]
+        if config.peak is not None and own_rates[0] == 0:
             raise UserError(
                 f"lr.peak={config.peak} cannot be applied: the first parameter group of the optimizer has lr=0",
                 "the other groups keep their ratio to the first one, which is unknown",
                 "give that group a learning rate, or leave lr.peak out",
             )
 
-        ratio = 1.0 if config.peak is None else config.peak / own[0]
-        self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own]
+        ratio = 1.0 if config.peak is None else config.peak / own_rates[0]
+        self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own_rates]
 
     def at(self, step: int) -> float:
-        """Return the rate of the first group at a step."""
+        """Return the rate of the first group at this step."""
         return self.peaks[0] * self._share(step)
 
     def set(self, step: int) -> float:
-        """Set the rate of every group for this step and return that of the first group."""
+        """Set the rate of every group for this step, and return the rate of the first group."""
         self.check()
 
-        # All groups follow one schedule, each from its own peak.
+        # All groups follow the same schedule, each with its own peak.
         share = self._share(step)
         for group, peak in zip(self.groups, self.peaks, strict=True):
             set_rate(group, peak * share)
@@ -201,11 +201,11 @@ class LearningRate(GuardedRates):
         return share
 
     def landmarks(self) -> dict[str, float]:
-        """Return the rate at a few points. Most schedule mistakes show in these numbers before a run."""
+        """Return the rate at a few points of the run: most mistakes in a schedule show there before the first step."""
         last = self.total_steps - 1
         points = {"start": 0, "warm-up end": min(self.config.warmup, last), "half": self.total_steps // 2, "end": last}
         if self._function:
-            del points["warm-up end"]  # only the function knows
+            del points["warm-up end"]  # unknown: the function includes any warm-up
         return {name: self.at(step) for name, step in points.items()}
 
     def describe(self) -> str:

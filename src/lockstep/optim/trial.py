@@ -1,8 +1,8 @@
-"""Try an optimizer of the user's on small made-up parameters: does it treat every element, or every parameter, alike?
+"""Tries a user-defined optimizer on small synthetic parameters: does it update elements, or parameters, independently?
 
-Code cannot be proved elementwise by calling it. But what uses a norm, a mean or a product of matrices gives other
-numbers for two halves of a parameter than for the whole, and what uses a norm over all parameters gives other numbers
-for one of them alone.
+Calls cannot prove that an optimizer is elementwise. But if it uses a norm, a mean or a matrix product of a parameter,
+it gives different results for two halves of the parameter than for the whole. If it uses a norm over all parameters, it
+gives different results for one parameter alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import io
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,54 +21,62 @@ from torch import Tensor, nn
 from lockstep.optim.stand_ins import step_with_stand_ins
 from lockstep.runtime.layout import local
 
-ELEMENTWISE = "every element by itself"
-PER_PARAMETER = "every parameter by itself"
+ELEMENTWISE = "elementwise"
+PER_PARAMETER = "per parameter"
 
-# The size of the gradients in one step after another: an optimizer may clip only large ones.
+# The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)
-LENGTHS = (12, 8)  # of the first dimensions; others have two
+LENGTHS = (12, 8)  # of the first two dimensions; further dimensions have length 2
 RATE = 0.01
 TOLERANCE = 1e-9  # in float64
 
 
-class CannotTry(Exception):
-    """The optimizer does not step made-up parameters, or parameters depend on each other; the reason is for people."""
+class TrialFailed(Exception):
+    """The optimizer raised an error, or its update of one parameter depends on others. The message is for the user."""
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return ELEMENTWISE or PER_PARAMETER; raise CannotTry with the reason if it is neither."""
+class _Split(NamedTuple):
+    """A synthetic parameter and the parts that the optimizer steps."""
+
+    whole: Tensor
+    dim: int  # along which it is split
+    parts: list[nn.Parameter]
+
+
+def classify_update(optimizer: torch.optim.Optimizer) -> str:
+    """Return ELEMENTWISE or PER_PARAMETER, or raise TrialFailed if the optimizer is neither."""
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
             together = _run(optimizer, _keep_whole, one_by_one=False)
             if _differ(together, _run(optimizer, _keep_whole, one_by_one=True)):
-                raise CannotTry("its update of one parameter depends on the others")
+                raise TrialFailed("its update of one parameter depends on the others")
 
-            splits = [_run(optimizer, lambda t, dim=dim: _halves(t, dim), one_by_one=False) for dim in range(2)]
-    except CannotTry:
+            splits = [_run(optimizer, partial(_halves, dim=dim), one_by_one=False) for dim in range(2)]
+    except TrialFailed:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise CannotTry(f"tried on a small parameter, it failed: {type(error).__name__}: {error}") from error
+        raise TrialFailed(f"tried on a small parameter, it failed: {type(error).__name__}: {error}") from error
     return PER_PARAMETER if any(_differ(together, split) for split in splits) else ELEMENTWISE
 
 
 def _run(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor]], one_by_one: bool) -> list[Tensor]:
-    """Return the made-up parameters after a few steps, put together again: one tensor for each that was split."""
+    """Step synthetic parameters, each split by `split`, and return them concatenated again."""
     generator = torch.Generator().manual_seed(0)
-    torch.default_generator.manual_seed(0)  # of the host only: those of a GPU are not restored
-    tried, parts = _copy(optimizer, split, generator)
+    torch.default_generator.manual_seed(0)  # not those of GPUs, which `classify_update` does not restore
+    copied, splits = _copy(optimizer, split, generator)
     for scale in SCALES:
-        for (whole, dim), tensors in parts:
+        for whole, dim, parts in splits:
             gradient = scale * torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
-            shares = gradient.split([p.shape[dim] for p in tensors], dim) if whole.dim() else [gradient]
-            for p, grad in zip(tensors, shares, strict=True):
+            gradients = gradient.split([p.shape[dim] for p in parts], dim) if whole.dim() else [gradient]
+            for p, grad in zip(parts, gradients, strict=True):
                 p.grad = grad.clone().to(p.device)
         if one_by_one:
-            step_with_stand_ins(tried, whole=True)
+            step_with_stand_ins(copied, gather=True)
         else:
-            tried.step()
+            copied.step()
     return [
-        torch.cat([p.detach() for p in tensors], dim) if whole.dim() else tensors[0].detach()
-        for (whole, dim), tensors in parts
+        torch.cat([p.detach() for p in parts], dim) if whole.dim() else parts[0].detach()
+        for whole, dim, parts in splits
     ]
 
 
@@ -80,63 +89,62 @@ def _halves(tensor: Tensor, dim: int) -> list[Tensor]:
     return list(tensor.split(tensor.shape[dim] // 2, dim))
 
 
-def _differ(expected: list[Tensor], found: list[Tensor]) -> bool:
-    return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(expected, found, strict=True))
+def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
+    return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(first, second, strict=True))
 
 
 def _copy(
     optimizer: torch.optim.Optimizer, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator
-) -> tuple[torch.optim.Optimizer, list[Any]]:
-    """Return a copy of the optimizer with made-up parameters, and these: ((whole, dimension), tensors) for each."""
-    parts: list[Any] = []
+) -> tuple[torch.optim.Optimizer, list[_Split]]:
+    """Return a copy of the optimizer with synthetic parameters, and these parameters."""
+    splits: list[_Split] = []
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
-        made: list[nn.Parameter] = []
+        parameters: list[nn.Parameter] = []
         by_dim: dict[int, list[nn.Parameter]] = {}
         for p in group["params"]:
-            # One parameter of each number of dimensions, twice: they might depend on each other.
+            # Two synthetic parameters for each number of dimensions: their updates might depend on each other.
             if p.dim() not in by_dim:
                 by_dim[p.dim()] = []
                 for _ in range(2):
-                    tensors, part = _made_up(p, split, generator)
-                    parts.append(part)
-                    by_dim[p.dim()] += tensors
-                made += by_dim[p.dim()]
+                    splits.append(_synthetic(p, split, generator))
+                    by_dim[p.dim()] += splits[-1].parts
+                parameters += by_dim[p.dim()]
                 for tensor in by_dim[p.dim()]:
                     if optimizer.state.get(p):
                         state[tensor] = {key: _state_like(v, p, tensor) for key, v in optimizer.state[p].items()}
             memo[id(p)] = by_dim[p.dim()][0]
-        groups.append({"params": made} | {k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"})
+        settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+        groups.append({"params": parameters} | settings)
         if "lr" in group:
-            # Before the first step a warm-up may have set it to 0, and nothing would move.
+            # A warm-up may have set the rate to 0, and then no parameter would change.
             groups[-1]["lr"] = torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
 
-    tried = object.__new__(type(optimizer))
+    copied = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
-            tried.__dict__[key] = OrderedDict()
-        elif key not in ("state", "param_groups", "step"):  # a scheduler wraps the step of the original
-            tried.__dict__[key] = copy.deepcopy(value, memo)
-    tried.state, tried.param_groups = state, groups
-    return tried, parts
+            copied.__dict__[key] = OrderedDict()
+        elif key not in ("state", "param_groups", "step"):  # a scheduler may have wrapped `step`
+            copied.__dict__[key] = copy.deepcopy(value, memo)
+    copied.state, copied.param_groups = state, groups
+    return copied, splits
 
 
-def _made_up(
-    p: Tensor, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator
-) -> tuple[list[nn.Parameter], Any]:
+def _synthetic(p: Tensor, split: Callable[[Tensor], list[Tensor]], generator: torch.Generator) -> _Split:
+    """Return a small random parameter with as many dimensions as `p`, split by `split`."""
     lengths = [*LENGTHS, *[2] * p.dim()][: p.dim()]
     whole = torch.randn(lengths, generator=generator, dtype=torch.float64)
     tensors = split(whole) if p.dim() else [whole]
-    device = "cpu" if p.is_meta else p.device  # a stage has only placeholders of the others' parameters
+    device = "cpu" if p.is_meta else p.device  # a pipeline stage has meta tensors for the parameters of other stages
     parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in tensors]
     changed = [dim for dim in range(p.dim()) if tensors[0].shape[dim] != whole.shape[dim]]
-    return parameters, ((whole, changed[0] if changed else 0), parameters)
+    return _Split(whole, changed[0] if changed else 0, parameters)
 
 
 def _state_like(value: Any, p: Tensor, tensor: Tensor) -> Any:
-    """Return a value of the state that the optimizer's constructor has set up, for a made-up parameter."""
+    """Return the value for a synthetic parameter, if the optimizer's constructor has already created state for `p`."""
     if isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
         first = local(value).flatten()[:1]
         return torch.full_like(tensor, float(first) if first.numel() else 0.0, requires_grad=False)

@@ -1,7 +1,7 @@
-"""The update at the end of a step: gradients are multiplied by one factor, clipped, and applied by the optimizers.
+"""The update at the end of a step: multiply gradients by one factor, clip them, and step the optimizers.
 
-Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter's weights
-(adaptive), changes single elements, and needs gradients at their true size.
+Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter (adaptive), is
+separate: it needs gradients at their true size.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import local
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-MIN_WEIGHT_NORM = 1e-3  # floor for adaptive clipping, so that all-zero weights can still move
+MIN_WEIGHT_NORM = 1e-3  # for adaptive clipping, so that weights of zero can still change
 
-# Returns the norm of each full tensor, also where this rank holds only a shard of it.
+# Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Update:
-    """Multiplies gradients by the step's factor, clips elements if asked, and steps the optimizers."""
+    """Multiplies gradients by the step's factor, clips elements if configured, and steps the optimizers."""
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before_next: Callable[[], None] = lambda: None  # waits for a save that is still copying
+        self.before_update: Callable[[], None] = lambda: None  # waits for a save that is still copying
         self.optimizer_indices = range(len(optimizers.all))
         self._optimizers = optimizers
         self._clip = clip
@@ -37,16 +37,16 @@ class Update:
         self._device = device
         self._clips_elements = clip.value is not None or clip.adaptive is not None
 
-        # Fused optimizers multiply inside their one pass over the gradients, if these are full tensors (or are copied
-        # to full float32 masters first) and nothing needs them at their true size before.
+        # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
+        # get copies), and no clipping of elements, which would need gradients at their true size earlier.
         full_gradients = replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
-        self.skips_on_device = replicated and self._fused and optimizers.skips_by_itself
+        self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
     def clip_factor(self, norm: Any) -> Any:
-        """Return the factor that brings a gradient of this norm below `clip.norm`.
+        """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
 
-        `norm` is a number, or a tensor of shape () on the device, which the host does not wait for.
+        `norm` is a number, or a tensor of shape () on the device. The host does not wait for the device.
         """
         if self._clip.norm is None:
             return 1.0
@@ -57,15 +57,16 @@ class Update:
     def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, to_step: Sequence[int]) -> None:
         """Apply a step that the host accepted.
 
-        `update_count` is that of the run, with skipped updates; `to_step` has the indices of the optimizers to step.
+        `update_count` counts the updates of the run, including skipped ones. `to_step` holds the indices of the
+        optimizers to step.
         """
-        self.before_next()
+        self.before_update()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, to_step, torch.tensor(1.0 / factor, device=self._device))
             return
 
-        # A pipeline stage may have nothing to train.
+        # A pipeline stage may have no trainable parameters.
         if parameters:
             grads = self.multiply(parameters, factor)
             if self._clips_elements:
@@ -75,7 +76,7 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, to_step: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
-        self.before_next()
+        self.before_update()
         self._optimizers.step(update_count, to_step, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
@@ -92,7 +93,7 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
         torch._foreach_clamp_min_(shards, -clip.value)
         torch._foreach_clamp_max_(shards, clip.value)
 
-    # A gradient may be as large as a fixed fraction of its weights. Both norms are those of full tensors.
+    # The norm of a gradient is limited to a fraction of the norm of its parameter, both over full tensors.
     if clip.adaptive is not None:
         for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
             limit = clip.adaptive * weight_norm.clamp(min=MIN_WEIGHT_NORM)

@@ -32,7 +32,7 @@ from lockstep.parallel.mesh import Axes, plan_mesh
 from lockstep.parallel.meta.init import check_made_as_asked, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
-from lockstep.precision import cast_parameters_, choose
+from lockstep.precision import cast_parameters_, choose_precision
 from lockstep.runtime.context import EventLogger, Runtime
 
 
@@ -82,7 +82,7 @@ def apply(
         synchronise_batchnorm(model, runtime)
     else:
         adopt_sync_batchnorm(model, runtime, pipelined)
-    if choose(config, runtime.device).float8:
+    if choose_precision(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
     if config.exact:

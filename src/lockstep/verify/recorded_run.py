@@ -137,7 +137,7 @@ class RecordedRun(Run):
         """Record what the check at the start of a run finds, once, instead of refusing it."""
         self._facts["accepted"] = start_check.accepted_causes(self.config)
         if self.orders["finds"]:
-            cause = start_check.find(self, task)
+            cause = start_check.find_cause(self, task)
             self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:

@@ -60,7 +60,7 @@ def first_batch(data: Any, collate: Callable[[list[Any]], Any], workers: int) ->
 @pytest.mark.parametrize("kind", [Rows, Stream])
 @pytest.mark.parametrize(("read", "found"), [(on_device, "meta"), (in_a_fork, "forked"), (in_the_driver, "CUDA error")])
 def test_a_dataset_that_uses_a_gpu_in_a_loader_process_is_refused(kind: Any, read: Any, found: str) -> None:
-    with pytest.raises(UserError, match=r"a worker process cannot compute on a GPU") as refused:
+    with pytest.raises(UserError, match=r"a worker process can neither compute on a GPU") as refused:
         first_batch(kind(read), list, workers=1)
     assert found in refused.value.found
     assert "data.workers=0" in refused.value.fix
@@ -71,7 +71,7 @@ def test_so_is_a_collate_that_moves_its_batch(kind: Any) -> None:
     def collate(samples: list[Any]) -> Any:
         return torch.ones(len(samples), device="meta")
 
-    with pytest.raises(UserError, match="a worker process cannot compute on a GPU") as refused:
+    with pytest.raises(UserError, match="a worker process can neither compute on a GPU") as refused:
         first_batch(kind(float), collate, workers=1)
     assert "a tensor on meta" in refused.value.found
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.loader import one_ahead
+from lockstep.data.loader import prefetch_to_device
 
 
 class Notes:
@@ -20,7 +20,7 @@ class Notes:
 
 def test_one_is_always_on_its_way():
     notes = Notes()
-    for batch in one_ahead(iter("abc"), notes):
+    for batch in prefetch_to_device(iter("abc"), notes):
         notes.done.append(f"use {batch}")
     assert notes.done == [
         *("send a", "send b", "receive a", "use a"),
@@ -31,7 +31,7 @@ def test_one_is_always_on_its_way():
 
 def test_what_is_thrown_away_is_received_too():
     notes = Notes()
-    batches = one_ahead(iter("abc"), notes)
+    batches = prefetch_to_device(iter("abc"), notes)
     next(batches)
     batches.close()
     assert notes.done == ["send a", "send b", "receive a", "receive b"]
@@ -43,7 +43,7 @@ def test_a_batch_that_cannot_be_read_is_reported_in_its_turn():
         yield "b"
         raise OSError("no such file")
 
-    batches = one_ahead(read(), Notes())
+    batches = prefetch_to_device(read(), Notes())
     assert [next(batches), next(batches)] == ["a", "b"]
     with pytest.raises(OSError, match="no such file"):
         next(batches)

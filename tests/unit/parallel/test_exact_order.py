@@ -33,7 +33,7 @@ def test_weights_that_their_grid_would_change_are_refused() -> None:
     for weight in (0.0, 1.0, 1 / 3, 1e-3, 12345.678, 7e9):
         check_weight(weight)
     for weight in (1e-12, 1e-10, 2.5e-5 / 3):
-        with pytest.raises(UserError, match="one large number"):
+        with pytest.raises(UserError, match="the same large number"):
             check_weight(weight)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks, and their worker processes, read: the same dataset everywhere, and then different samples of it."""
+"""Checks of what ranks and worker processes read: the same dataset on every rank, and different samples of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
 from lockstep.data.sources import MapSource
 from lockstep.data.streams import StreamSource
-from lockstep.engine.start_check.samples import Samples, read
+from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # ---- the same dataset ----
 
 
-def differs(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
-    """Compare lengths and samples of all ranks."""
+def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
+    """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     own_digests = samples.digests() if samples else []
     first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
 
@@ -30,7 +30,7 @@ def differs(run: Run, source: MapSource, request: Request, samples: Samples | No
         if length != first[0]:
             return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
 
-    # Samples that are meant to be drawn again by every process cannot be compared.
+    # Without seeds per sample, random samples differ between ranks by design.
     if not run.config.data.seed_samples:
         return None
     for rank, (_, digests) in enumerate(others, start=1):
@@ -41,8 +41,8 @@ def differs(run: Run, source: MapSource, request: Request, samples: Samples | No
 
 
 def _sample_differs(run: Run, source: MapSource, request: Request, digests: list[str], index: int, rank: int) -> Cause:
-    """Read the samples once more on all ranks, to tell random samples from other samples."""
-    repeated = read(source, request)
+    """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
+    repeated = read_samples(source, request)
     again = repeated.digests() if repeated else []
     if not all(run.runtime.collectives.gather_json(again == digests)):
         return named("augmentation", f"sample {index} was read twice by one rank, and differed")
@@ -55,8 +55,8 @@ def _sample_differs(run: Run, source: MapSource, request: Request, digests: list
 def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
     """Take the batches of the first step and check that the ranks read different samples. Collective.
 
-    Two ranks that read the same samples double their weight, and nothing else would ever show it. Ranks of one
-    `data_rank` must read the same ones.
+    If two ranks read the same samples, these count twice, and nothing else would reveal it. Ranks with the same
+    `data_rank` (one tp or pp group) must read the same samples.
     """
     batches: StepBatches | None = None
     problem: UserError | None = None
@@ -64,7 +64,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     beginning: str | None = None
     try:
         batches = source.take()
-        # Read all of them now: an error while reading is gathered too and raised on every rank.
+        # Read all batches now: an error is gathered below and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
         own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
         if own_digest and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
@@ -75,25 +75,26 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         problem = error
 
     gathered = runtime.collectives.gather_json([data_rank, own_digest, beginning, problem and list(problem.args)])
-    # A rank that failed raises its own error, the others a copy of the first one.
+    # A rank that failed raises its own error. The other ranks raise a copy of the first error.
     for rank, (*_, error_args) in enumerate(gathered):
         if error_args:
             raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
 
     assert batches is not None
-    _check_one_stream([one[2] for one in gathered])
+    _check_one_stream([beginning for _, _, beginning, _ in gathered])
 
     digests: dict[int, str | None] = {}  # by data rank
     for rank, (group, value, *_) in enumerate(gathered):
         if digests.setdefault(group, value) != value:
             raise UserError(
-                f"rank {rank} read another first batch than the first rank of its group",
+                f"rank {rank} read a different first batch than the first rank of its group",
                 "ranks that share a layer, or are stages of one pipeline, must read the same samples",
                 "let Lockstep shard the data: no split by RANK, data.sharding=stride, and data.seed_samples=true for "
                 "samples that draw random numbers",
             )
 
-    # Known ids differ by construction, and a small dataset may well hold equal samples: look at more of them.
+    # A MapSource gives every rank different ids, so equal first batches are suspicious only if the whole dataset looks
+    # the same, as with a dataset that ignores the index.
     if len(digests) > 1 and (
         not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
     ):
@@ -106,13 +107,13 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
 
 
 def _check_one_stream(beginnings: Sequence[str | None]) -> None:
-    """Check that all ranks read the same stream, of which each keeps every k-th sample."""
+    """Check that all ranks read the same stream. `beginnings` are digests of its first sample, by rank."""
     for rank, beginning in enumerate(beginnings):
         if beginning != beginnings[0]:
             raise UserError(
-                f"the stream of rank {rank} begins with another sample than that of rank 0",
-                "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: of a stream "
-                "that splits itself by rank, or has an order of its own on every rank, samples would be lost",
+                f"the stream begins with a different sample on rank {rank} than on rank 0",
+                "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: if the "
+                "stream splits itself by rank, or has a different order on every rank, samples are lost",
                 "type data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
                 "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, type "
                 "checks.first_batch=false",
@@ -120,7 +121,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
 
 
 def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_worker: str) -> None:
-    """Check that a worker process has read what is read without it: data.workers must not change the training."""
+    """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)
     except UserError:
@@ -129,7 +130,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
         raise UserError(
             "this rank cannot read the samples that a worker process has read",
             f"{type(error).__name__}: {error}",
-            "let the dataset be read without a worker process too (get_worker_info() is None there); or type "
+            "make the dataset readable outside a worker process too (get_worker_info() is None there); or type "
             "checks.first_batch=false",
         ) from error
     if digest(again) == read_by_worker:
@@ -141,17 +142,17 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
             "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )
     raise UserError(
-        "a worker process reads other samples than this rank does",
+        "a worker process reads different samples than this rank does",
         f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
-        "keep nothing in the dataset that reading changes (a generator, a counter, a place in a file): draw from "
+        "keep nothing in the dataset that reading changes (a generator, a counter, a file position): draw from "
         "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
         "If they may differ, type checks.first_batch=false",
     )
 
 
 def check_different(digests: Sequence[str | None], fix: str) -> None:
-    """Check that no two ranks have the same first batch. None: that rank has no batch."""
-    seen: dict[str, int] = {}
+    """Check that no two ranks have the same first batch. A digest of None means that the rank has no batch."""
+    first_rank: dict[str, int] = {}
     for rank, value in enumerate(digests):
-        if value is not None and seen.setdefault(value, rank) != rank:
-            raise UserError(f"ranks {seen[value]} and {rank} read the same first batch", "", fix)
+        if value is not None and first_rank.setdefault(value, rank) != rank:
+            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix)

@@ -1,4 +1,4 @@
-"""Tells the causes apart, by arithmetic on what the loss returned for a batch and for its two halves."""
+"""Decides which mistake a loss makes, by arithmetic on its results for a batch and for the two halves of the batch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lockstep.causes import Cause, named
-from lockstep.engine.start_check.kept_state import Changes
+from lockstep.engine.start_check.state_snapshot import Changes
 from lockstep.parallel.inner_gradients import InnerGradient
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts
-NO_OTHER_COUNT = 0.02  # relative; counts that are closer to the weights than this are the weights
-EXPLAINED = 1e-3  # a mistake explains a difference if it leaves no more than this part of it
+SAME_RATIO = 0.02  # relative; two ratios that are closer than this count as equal
+EXPLAINED = 1e-3  # a mistake explains a difference if at most this fraction of it remains
 FLOAT32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a loss returned, and its gradient for every trainable parameter, if it was computed."""
+class Measurement:
+    """The result of one call of the loss, with a gradient per trainable parameter if they were computed."""
 
     total: float
     weight: float
@@ -30,37 +30,40 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two sums of the same terms may differ in a number format, relative to their size."""
+    """How far two sums of the same terms may differ, relative to their size."""
 
     total: float
     gradient: float
-    repeated: float  # for two calls with the same samples, where only kernels that add in any order differ
+    repeated: float  # for two calls with the same samples: only nondeterministic kernels differ
 
     @staticmethod
     def of(eps: float) -> Tolerance:
-        # Kernels add in another order in another batch. Mistakes are far larger than this, as a rule.
-        # Models in float64 get no less room: many compute their loss in float32.
+        # Kernels add in a different order for a different batch size. Mistakes are usually far larger than this.
+        # float64 gets the same tolerance, because many float64 models compute their loss in float32.
         total = max(8 * eps, 1e-4)
         return Tolerance(total, 10 * total, min(total, 32 * max(eps, FLOAT32)))
 
     def same(self, a: float, b: float, *terms: float) -> bool:
-        """Return whether two sums are equal; `terms` are the sizes of what was added up, where that is known."""
+        """Return whether two sums are equal up to rounding. `terms`: the sizes of the numbers that were added."""
         return _within(self.total, a, b, *terms)
 
-    def explains(self, left: float, missing: float, *terms: float) -> bool:
-        """Return whether hardly anything is `left` of what was `missing`, once a mistake is assumed."""
-        return abs(left) <= max(EXPLAINED * abs(missing), self.repeated * max(map(abs, terms)))
+    def explains(self, remainder: float, difference: float, *terms: float) -> bool:
+        """Return whether an assumed mistake explains `difference`: hardly any `remainder` is left of it."""
+        return abs(remainder) <= max(EXPLAINED * abs(difference), self.repeated * max(map(abs, terms)))
 
 
 def _within(tolerance: float, a: float, b: float, *terms: float) -> bool:
     return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b), *map(abs, terms), 0.0)
 
 
-# ---- what a call of the loss changes ----
+# ---- state that a call of the loss changes ----
 
 
-def of_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | None = None) -> Cause | None:
-    """Name what a loss must not do besides returning a number. `inner`: a gradient that it computed itself."""
+def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | None = None) -> Cause | None:
+    """Return the cause if the loss changed state or drew from other generators than torch's, else None.
+
+    `inner` is a gradient that the loss itself computed.
+    """
     if changes.gradients:
         where = f" ({inner.place})" if inner and inner.accumulates else ""
         return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
@@ -77,49 +80,49 @@ def of_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | No
     return None
 
 
-def of_repetition(first: Measured, again: Measured, changes: Changes, tolerance: Tolerance) -> Cause | None:
-    """Name why the same samples, seeds and weights give another loss the second time."""
+def judge_repetition(first: Measurement, again: Measurement, changes: Changes, tolerance: Tolerance) -> Cause | None:
+    """Return the cause if the same samples, seeds and weights gave a different loss the second time, else None."""
     if not (math.isfinite(first.total) and math.isfinite(again.total)):
-        return None  # the first step will say it
+        return None  # the first step will report it
 
-    # What changes by a thousandth in every call is no rounding error, if there is something that changes.
+    # If some attribute changes with every call, even a small difference is not a rounding error.
     allowed = tolerance.repeated if changes.others else tolerance.total
     same_total = _within(allowed, first.total, again.total, 1e-2 * first.weight)
     if same_total and first.weight == again.weight:
         return None
 
-    seen = f"the same samples twice: {_pair(first)}, then {_pair(again)}"
+    evidence = f"the same samples twice: {_pair(first)}, then {_pair(again)}"
     if changes.others:
-        return named("carried-state", f"{seen}; {_some(changes.others)} changes")
-    return named("nondeterminism", seen)
+        return named("carried-state", f"{evidence}; {_some(changes.others)} changes")
+    return named("nondeterminism", evidence)
 
 
 # ---- the whole and its halves ----
 
 
-def add_up(
-    whole: Measured,
-    halves: Sequence[Measured],
+def mismatched_gradients(
+    whole: Measurement,
+    halves: Sequence[Measurement],
     names: Sequence[str],
     tolerance: Tolerance,
     norms: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[str] | None:
-    """Return the parameters whose gradients do not add up; None if there are no gradients to compare.
+    """Return the names of parameters whose gradients do not add up, or None if no gradients were computed.
 
-    `norms` returns the lengths of full tensors: where ranks hold shards, each has its part of a gradient. Collective
-    there.
+    `norms` returns the norms of full tensors. It is collective if the ranks hold shards.
     """
     if whole.gradients is None or any(half.gradients is None for half in halves):
         return None
 
     first, second = (half.gradients or [] for half in halves)
-    # In the place of the whole's: a model may have room for three times its gradients, as for Adam, and not for more.
+    # Overwrites the gradients of the whole batch. Memory often suffices for three copies (as many as Adam needs), not
+    # for four.
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         whole.gradients[number] = whole.gradients[number] - a - b
-    errors, *parts = ([float(norm) for norm in norms(some)] for some in (whole.gradients, first, second))
-    sizes = [a + b for a, b in zip(*parts, strict=True)]
+    errors = [float(norm) for norm in norms(whole.gradients)]
+    sizes = [float(a) + float(b) for a, b in zip(norms(first), norms(second), strict=True)]
 
-    # A gradient that is zero but for rounding is judged by the size of the others.
+    # A gradient that is zero up to rounding is compared with the size of all gradients together.
     floor = 1e-2 * math.hypot(*sizes)
     return [
         name
@@ -128,64 +131,69 @@ def add_up(
     ]
 
 
-def of_halves(
-    whole: Measured,
-    halves: Sequence[Measured],
-    doubled: Callable[[bool], Measured],
-    wrong: list[str] | None,
+def judge_halves(
+    whole: Measurement,
+    halves: Sequence[Measurement],
+    measure_doubled: Callable[[bool], Measurement],
+    mismatched: list[str] | None,
     tolerance: Tolerance,
 ) -> Cause | None:
-    """Name why the whole is not the sum of its halves.
+    """Return the cause if the loss of the whole batch is not the sum of the losses of its halves, else None.
 
-    `doubled` measures the first half with every sample twice, alone or together with the second half.
+    `measure_doubled(with_rest)` measures a batch that holds the first half twice, and then the second half if
+    `with_rest` is true. `mismatched` names the parameters whose gradients do not add up.
     """
     first, second = halves
     numbers = [number for measured in (whole, *halves) for number in (measured.total, measured.weight)]
     if not all(map(math.isfinite, numbers)) or not whole.weight:
-        return None  # nothing can be said; the first step will
+        return None  # the first step will report it
 
-    seen = f"a few samples whole: {_pair(whole)}; in two halves: {_pair(first)}, and {_pair(second)}"
+    evidence = f"a few samples whole: {_pair(whole)}; in two halves: {_pair(first)}, and {_pair(second)}"
     weights = first.weight + second.weight
     totals = first.total + second.total
 
-    # Terms of size 1 may cancel in the sum, and leave their rounding errors.
+    # Terms of size 1 may cancel in the sum and leave only their rounding errors.
     same_total = tolerance.same(whole.total, totals, first.total, second.total, 1e-2 * whole.weight)
     is_mean = _is_mean(whole, halves, tolerance)
     if not math.isclose(whole.weight, weights, rel_tol=WEIGHT_TOLERANCE):
         if same_total:
-            return named("loss-weight", seen)
-        # Where neither adds up, and the weight follows the batch, terms are chosen from it: the hardest, say.
-        constant = whole.weight == first.weight == second.weight
-        return named("mean-of-means" if constant else "batch-coupled", seen)
-    if same_total and not wrong:
+            return named("loss-weight", evidence)
+        # Neither adds up. If the weight varies with the batch, the loss selects terms from it, such as the hardest.
+        same_weight = whole.weight == first.weight == second.weight
+        return named("mean-of-means" if same_weight else "batch-coupled", evidence)
+    if same_total and not mismatched:
         return None
     if same_total:
-        assert wrong is not None
-        return named("batch-coupled", f"{seen}; these add up, and the gradient of {_some(wrong)} does not")
+        assert mismatched is not None
+        return named("batch-coupled", f"{evidence}; these add up, but the gradient of {_some(mismatched)} does not")
     if is_mean:
-        return named("mean-for-sum", seen)
+        return named("mean-for-sum", evidence)
 
-    twice = doubled(False)
-    missing = totals - whole.total
-    if tolerance.explains(2 * first.total - twice.total - missing, missing, *numbers):
-        return named("penalty", f"{seen}; every call adds {missing:.4g}, whatever its samples")
-    if _is_reweighted(whole, halves, doubled(True), tolerance):
-        return named("loss-weight", f"{seen}; each total is a mean over something else, times the weight")
-    return named("batch-coupled", seen)
+    # If every call adds a constant, such as a penalty on the weights, the two halves contain it twice and the whole
+    # batch once. Then two calls on the first half also exceed one call on the doubled half by this constant.
+    twice = measure_doubled(False)
+    constant = totals - whole.total
+    if tolerance.explains(2 * first.total - twice.total - constant, constant, *numbers):
+        return named("penalty", f"{evidence}; every call adds {constant:.4g}, whatever its samples")
+    if _is_reweighted(whole, halves, measure_doubled(True), tolerance):
+        return named("loss-weight", f"{evidence}; each total is a mean over something else, times the weight")
+    return named("batch-coupled", evidence)
 
 
-def _is_mean(whole: Measured, halves: Sequence[Measured], tolerance: Tolerance) -> bool:
-    """Return whether the total of the whole is the mean of its halves', weighted by their weights."""
+def _is_mean(whole: Measurement, halves: Sequence[Measurement], tolerance: Tolerance) -> bool:
+    """Return whether the total of the whole batch is the weighted mean of the totals of its halves."""
     mean = sum(half.total * half.weight for half in halves) / whole.weight
     return tolerance.same(whole.total, mean, *(half.total for half in halves))
 
 
-def _is_reweighted(whole: Measured, halves: Sequence[Measured], uneven: Measured, tolerance: Tolerance) -> bool:
-    """Return whether the loss is a mean over something that its weight does not count, times the weight.
+def _is_reweighted(
+    whole: Measurement, halves: Sequence[Measurement], uneven: Measurement, tolerance: Tolerance
+) -> bool:
+    """Return whether the loss is its weight times a mean over something that the weight does not count.
 
-    Such a mean is that of its halves, weighted by what is counted, whatever it is. The whole tells the ratio of the
-    halves, and the ratio tells the mean of `uneven`, which has the first half twice: if it has another one, samples
-    change each other's loss.
+    Such a loss averages over some unknown count (tokens, say). The means of the whole and of its halves give the ratio
+    of the halves' counts, and this ratio predicts the mean of `uneven`, which holds the first half twice. If the
+    prediction fails, the samples influence each other's loss instead.
     """
     if not (uneven.weight and all(half.weight for half in halves)):
         return False
@@ -194,37 +202,37 @@ def _is_reweighted(whole: Measured, halves: Sequence[Measured], uneven: Measured
     if tolerance.same(first, mean) or not min(first, second) <= mean <= max(first, second):
         return False
 
-    # A loss that depends a little on the whole batch, as a balance of experts does, looks the same if the ratio is
-    # almost that of the weights. Samples are sorted by size, so what is counted instead differs more than that.
+    # If the ratio is almost that of the weights, the loss may depend slightly on the whole batch instead, as a
+    # load-balancing loss of experts does. The halves are sorted by size, so another count has another ratio.
     ratio = (mean - second) / (first - mean)
-    if math.isclose(ratio, halves[0].weight / halves[1].weight, rel_tol=NO_OTHER_COUNT):
+    if math.isclose(ratio, halves[0].weight / halves[1].weight, rel_tol=SAME_RATIO):
         return False
     expected = (2 * ratio * first + second) / (2 * ratio + 1)
     by_weight = (2 * first * halves[0].weight + second * halves[1].weight) / uneven.weight
-    left = uneven.total / uneven.weight - expected
-    return tolerance.explains(left, by_weight - expected, first, second)
+    remainder = uneven.total / uneven.weight - expected
+    return tolerance.explains(remainder, by_weight - expected, first, second)
 
 
-def of_ranks(first: Measured, alone: Measured, again: Measured, ranks: int, tolerance: Tolerance) -> Cause | None:
-    """Name a loss that is another one when it is told that there is a single rank, and then the same `again`."""
-    if not same(first, again, tolerance):
+def judge_ranks(
+    first: Measurement, alone: Measurement, again: Measurement, ranks: int, tolerance: Tolerance
+) -> Cause | None:
+    """Return the cause of a loss that differs as if on a single rank (`alone`), unless it is not repeatable at all."""
+    if not same_loss(first, again, tolerance):
         return None
-    return named(
-        "rank-in-loss", f"the same samples: {_pair(first)} on {ranks} ranks; told that it is alone: {_pair(alone)}"
-    )
+    return named("rank-in-loss", f"the same samples: {_pair(first)} on {ranks} ranks; as on one rank: {_pair(alone)}")
 
 
-def same(a: Measured, b: Measured, tolerance: Tolerance) -> bool:
-    """Return whether two calls with the same samples returned the same loss, as far as can be said."""
+def same_loss(a: Measurement, b: Measurement, tolerance: Tolerance) -> bool:
+    """Return whether two calls with the same samples returned the same loss. Infinite losses cannot be compared."""
     if not all(map(math.isfinite, (a.total, b.total, a.weight, b.weight))):
         return True
     return a.weight == b.weight and tolerance.same(a.total, b.total, 1e-2 * a.weight)
 
 
-# ---- words ----
+# ---- text ----
 
 
-def _pair(measured: Measured) -> str:
+def _pair(measured: Measurement) -> str:
     return f"total {measured.total:.5g}, weight {measured.weight:.5g}"
 
 

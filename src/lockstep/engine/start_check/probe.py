@@ -1,7 +1,7 @@
-"""Calls the loss of a few samples, as training would, and leaves nothing behind.
+"""Calls the loss on a few samples as training would, without changing the run.
 
-The model is called without its wrapper, without compiled code and CUDA graphs, and gradients are computed without
-being accumulated: no hook of a wrapper runs.
+The model is called unwrapped, without compiled code or CUDA graphs. Gradients are computed but not accumulated, so the
+hooks of DDP or FSDP do not run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.loader import to_device
-from lockstep.engine.start_check.judge import Measured
-from lockstep.engine.start_check.random_numbers import HeldStill, seed_all
+from lockstep.engine.start_check.judge import Measurement
+from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.parallel.driver import RanksDiffer, trainable
 from lockstep.parallel.inner_gradients import InnerGradient, watched
 from lockstep.runtime.seeds import derive
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
 
 
-class CannotSay(Exception):
-    """The loss cannot be judged; the reason is for the user."""
+class Inconclusive(Exception):
+    """The loss cannot be judged. The message tells the user why."""
 
 
 @dataclass
 class Probe:
-    """The loss of one task, called on samples."""
+    """Calls the loss of one task on samples."""
 
     run: Run
     loss_fn: Callable[[nn.Module, Any], Loss]
@@ -45,34 +45,34 @@ class Probe:
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
         self._sharded = not self.run.driver.role.replicated
 
-    def measure(self, make_batch: Callable[[], Any], gradients: bool = True) -> Measured:
-        """Return the loss of a batch, with the random numbers of the first micro-batch."""
+    def measure(self, make_batch: Callable[[], Any], gradients: bool = True) -> Measurement:
+        """Call the loss on a batch with the seed of the first micro-batch, and return the result."""
         run = self.run
 
-        with self._errors_of_the_user():
-            # A loss may change its batch, so each call gets its own. A collate may draw as well: seed after it.
+        with self._catch_user_errors():
+            # A loss may change its batch in place, so each call gets a new one. Seed after collate, which may draw too.
             batch = to_device(make_batch(), run.runtime.device)
             self.seed()
-            # A forward of a sharded model that no backward follows would leave its blocks gathered.
+            # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
                 loss = watched(self.loss_fn, self._note)(run.driver.model, batch)
             computed = self._gradients(loss.total) if gradients else None
-            return Measured(float(loss.total.detach()), float(loss.weight), computed)
+            return Measurement(float(loss.total.detach()), float(loss.weight), computed)
 
     def _gradients(self, total: Tensor) -> list[Tensor]:
-        """Return the gradient of every trainable parameter; where ranks hold shards, this rank's part of its sum."""
+        """Return the gradient of every trainable parameter, or this rank's shard of the summed gradient."""
         if not self._sharded:
             computed = torch.autograd.grad(total, self.parameters, allow_unused=True)
         else:
-            # The backward exchanges gradients, so a rank that failed must not leave the others waiting in it.
+            # This backward is collective. If a rank failed before it, the others must not wait there.
             agree(self.run, "a backward")
             total.backward()
             computed = [p.grad for p in self.parameters]
             for p in self.parameters:
                 p.grad = None
         if any(gradient is not None and gradient.is_sparse for gradient in computed):
-            raise CannotSay("it has sparse gradients")
+            raise Inconclusive("it has sparse gradients")
         return [
             torch.zeros_like(p) if g is None else g.detach() for g, p in zip(computed, self.parameters, strict=True)
         ]
@@ -81,52 +81,54 @@ class Probe:
         self.inner = inner
 
     @contextmanager
-    def _errors_of_the_user(self) -> Iterator[None]:
-        """Turn an error of the user's code into a reason not to judge: training will show it, with its traceback."""
+    def _catch_user_errors(self) -> Iterator[None]:
+        """Turn errors of the user's code into `Inconclusive`: training will raise them again, with a traceback."""
         try:
             yield
-        except (CannotSay, RanksDiffer):
+        except (Inconclusive, RanksDiffer):
             raise
         except Exception as error:
             if self.inner and self._sharded:
                 reason = f"it computes gradients itself ({self.inner.place}), and parameters are sharded"
-                raise CannotSay(reason) from error
-            raise CannotSay(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
+                raise Inconclusive(reason) from error
+            raise Inconclusive(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def seed(self) -> None:
+        """Seed as for micro-batch 0 of step 0."""
         run = self.run
         seed_all(derive(run.config.seed, "model", 0, 0), run.runtime.device)
 
-    def still(self, make_batch: Callable[[], Any], gradients: bool) -> Measured:
-        """Return the loss of a batch with random numbers that are the same for every sample."""
-        with HeldStill() as mode:
+    def measure_with_constant_draws(self, make_batch: Callable[[], Any], gradients: bool) -> Measurement:
+        """Call the loss on a batch with every random draw replaced by a constant, and return the result."""
+        with ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
-        if not mode.missed:
+        if not mode.unsupported:
             return measured
 
-        # Kernels that draw by themselves do so in training mode only.
-        with eval_mode(self.run.driver.model), HeldStill() as mode:
+        # Fused kernels with dropout inside cannot be replaced, but in eval mode they do not draw.
+        with eval_mode(self.run.driver.model), ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
-        if mode.missed:
-            raise CannotSay(f"the loss draws random numbers in a way that follows the batch ({', '.join(mode.missed)})")
+        if mode.unsupported:
+            names = ", ".join(mode.unsupported)
+            raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
         return measured
 
 
 def agree(run: Run, action: str) -> None:
-    """Tell the other ranks what this one does next, inside `many_forwards`; all raise if they do not do the same."""
+    """Raise on all ranks unless all of them do the same `action` next. Call it inside `many_forwards`."""
     actions = run.runtime.collectives.gather_json(action)
     if len(set(actions)) > 1:
         raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
 
 
 @contextmanager
-def told_alone() -> Iterator[None]:
-    """Tell whoever asks torch, or the environment, that there is one rank: sums over ranks are then its own."""
+def as_one_rank() -> Iterator[None]:
+    """Patch torch.distributed and the environment to report one rank. An all-reduce then leaves its tensor as it is."""
     with ExitStack() as stack:
-        answers = {"get_world_size": 1, "get_rank": 0, "all_reduce": None, "barrier": None}
-        for name, answer in answers.items():
+        return_values = {"get_world_size": 1, "get_rank": 0, "all_reduce": None, "barrier": None}
+        for name, value in return_values.items():
             stack.callback(setattr, dist, name, getattr(dist, name))
-            setattr(dist, name, lambda *_, _answer=answer, **__: _answer)
+            setattr(dist, name, lambda *_, _value=value, **__: _value)
         for name, text in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
             if name in os.environ:
                 stack.callback(os.environ.__setitem__, name, os.environ[name])
@@ -144,15 +146,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether it is a norm that takes statistics of a micro-batch, or keeps some: InstanceNorm only keeps them."""
+    """Return whether a module normalises over the micro-batch (BatchNorm) or has running statistics (InstanceNorm)."""
     return isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.running_mean is not None)
 
 
 @contextmanager
 def without_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Let BatchNorm use its running statistics: it is known to depend on the micro-batch, and meant to.
+    """Let BatchNorm use its running statistics, because its dependence on the micro-batch is known and intended.
 
-    One without running statistics is lent some.
+    A BatchNorm without running statistics gets a mean of 0 and a variance of 1 meanwhile.
     """
     norms = [module for module in model.modules() if has_statistics(module)]
     with ExitStack() as stack:
@@ -168,12 +170,12 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _training(modules: Any, mode: bool) -> Iterator[None]:
-    # The attribute, not eval(): a module may have its own way of keeping its mode.
-    before = [(module, module.training) for module in modules]
-    for module, _ in before:
+    # Set the attribute instead of calling train(): a module may override train().
+    modes_before = [(module, module.training) for module in modules]
+    for module, _ in modes_before:
         module.training = mode
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module, training in modes_before:
+            module.training = training

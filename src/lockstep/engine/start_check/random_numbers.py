@@ -1,7 +1,7 @@
-"""Random numbers during the check: generators that are put back afterwards, and draws that do not depend on the batch.
+"""Random numbers during the check: generators are restored afterwards, and draws do not depend on the batch.
 
-A sample gets other random numbers in a half of its batch than in the whole. To compare the two, every draw is replaced
-by one number for all elements: the mean of the distribution. Dropout then changes nothing, and noise is zero.
+A sample gets different random numbers in half of its batch than in the whole batch. To make the two comparable, every
+draw is replaced by the mean of its distribution. Dropout then changes nothing, and noise is zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.runtime.seeds import seed_host, seed_torch
 Arguments = Mapping[str, Any]
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
+def rng_states(device: torch.device) -> dict[str, Any]:
     """Return the states of the global generators, by name."""
     states: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
@@ -33,21 +33,22 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def drawn(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Return the names of the generators that were drawn from."""
-    words = before["numpy"][1], after["numpy"][1]
+def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """Return the names of the generators whose state differs."""
+    # A NumPy state is (name, key, position in the key, ...).
+    same_key = np.array_equal(before["numpy"][1], after["numpy"][1])
     changed = {
         "random": before["random"] != after["random"],
-        "numpy": before["numpy"][2] != after["numpy"][2] or not np.array_equal(*words),
+        "numpy": before["numpy"][2] != after["numpy"][2] or not same_key,
         **{name: not torch.equal(before[name], after[name]) for name in before if name in ("torch", "cuda")},
     }
-    return {name for name, moved in changed.items() if moved}
+    return {name for name, was_used in changed.items() if was_used}
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put the global generators back at the end: training must draw what it would have drawn."""
-    states = generator_states(device)
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Restore the global generators at the end, so that training draws the numbers that it would have drawn anyway."""
+    states = rng_states(device)
     try:
         yield
     finally:
@@ -63,88 +64,93 @@ def seed_all(value: int, device: torch.device) -> None:
     seed_host(value)
 
 
-class HeldStill(TorchDispatchMode):
-    """Replaces what torch's random operators draw. `missed` names those that it does not know."""
+class ConstantDraws(TorchDispatchMode):
+    """Replaces the results of torch's random operators by constants; `unsupported` names those it cannot replace."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.missed: set[str] = set()
+        self.unsupported: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        drawn = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return drawn
+            return result
 
-        # Attention and recurrent kernels have the tag, and draw only with dropout.
-        given = _by_name(func, args, kwargs)
-        if not given.get("dropout_p", given.get("dropout", 1.0)):
-            return drawn
+        # Attention and recurrent kernels have the tag, but draw only with dropout.
+        arguments = _by_name(func, args, kwargs)
+        if not arguments.get("dropout_p", arguments.get("dropout", 1.0)):
+            return result
 
         name = func.overloadpacket.__name__
-        replace = _REPLACED.get(name)
+        replace = _REPLACEMENTS.get(name)
         if replace is None:
-            self.missed.add(name)
-            return drawn
-        return replace(drawn, given)
+            self.unsupported.add(name)
+            return result
+        return replace(result, arguments)
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of a call by name, including defaults."""
     schema = func._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
 
 
 def _filled(value: Callable[[Arguments], Any]) -> Callable[[Tensor, Arguments], Tensor]:
-    """Return a replacement that sets all elements to one number, or to those of a tensor of parameters."""
+    """Return a replacement that fills the result with `value(arguments)`, a number or a tensor."""
 
-    def replace(drawn: Tensor, given: Arguments) -> Tensor:
-        number = value(given)
-        return drawn.copy_(number) if isinstance(number, Tensor) else drawn.fill_(number)
+    def replace(result: Tensor, arguments: Arguments) -> Tensor:
+        mean = value(arguments)
+        return result.copy_(mean) if isinstance(mean, Tensor) else result.fill_(mean)
 
     return replace
 
 
-def _middle(given: Arguments) -> Any:
-    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to", 0))
+def _middle(arguments: Arguments) -> Any:
+    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to", 0))
     return ((low or 0) + (high or 0)) // 2
 
 
-def _probability(given: Arguments) -> Any:
-    # `bernoulli(probabilities)` has them in place of a parameter p.
-    probability = given.get("p")
-    return given["self"] if probability is None else probability
+def _probability(arguments: Arguments) -> Any:
+    # `bernoulli(probabilities)` has no argument p: its input holds the probabilities.
+    probability = arguments.get("p")
+    return arguments["self"] if probability is None else probability
 
 
-def _keep_all(drawn: tuple[Tensor, Tensor], given: Arguments) -> tuple[Tensor, Tensor]:
-    return given["input"].clone(), torch.ones_like(drawn[1])
+def _keep_all(result: tuple[Tensor, Tensor], arguments: Arguments) -> tuple[Tensor, Tensor]:
+    return arguments["input"].clone(), torch.ones_like(result[1])
 
 
-def _largest(drawn: Tensor, given: Arguments) -> Tensor:
-    return given["self"].topk(given["num_samples"], dim=-1).indices
+def _largest(result: Tensor, arguments: Arguments) -> Tensor:
+    return arguments["self"].topk(arguments["num_samples"], dim=-1).indices
 
 
-# The replacement of each operator of torch that draws.
-_REPLACED: dict[str, Callable[[Any, Arguments], Any]] = {
-    "rand": _filled(lambda given: 0.5),
-    "rand_like": _filled(lambda given: 0.5),
-    "uniform": _filled(lambda given: (given["from"] + given["to"]) / 2),
-    "uniform_": _filled(lambda given: (given["from"] + given["to"]) / 2),
-    "randn": _filled(lambda given: 0.0),
-    "randn_like": _filled(lambda given: 0.0),
-    "normal": _filled(lambda given: given["mean"]),
-    "normal_": _filled(lambda given: given["mean"]),
+def _reversed(result: Tensor, arguments: Arguments) -> Tensor:
+    return result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype))
+
+
+# Replacements for torch's random operators, by name. Each takes the operator's result and its arguments.
+_REPLACEMENTS: dict[str, Callable[[Any, Arguments], Any]] = {
+    "rand": _filled(lambda arguments: 0.5),
+    "rand_like": _filled(lambda arguments: 0.5),
+    "uniform": _filled(lambda arguments: (arguments["from"] + arguments["to"]) / 2),
+    "uniform_": _filled(lambda arguments: (arguments["from"] + arguments["to"]) / 2),
+    "randn": _filled(lambda arguments: 0.0),
+    "randn_like": _filled(lambda arguments: 0.0),
+    "normal": _filled(lambda arguments: arguments["mean"]),
+    "normal_": _filled(lambda arguments: arguments["mean"]),
     "randint": _filled(_middle),
     "randint_like": _filled(_middle),
     "random_": _filled(_middle),
     "bernoulli": _filled(_probability),
     "bernoulli_": _filled(_probability),
-    "exponential_": _filled(lambda given: 1.0),
-    "poisson": _filled(lambda given: given["self"]),
-    "_standard_gamma": _filled(lambda given: given["self"]),
-    "_sample_dirichlet": _filled(lambda given: given["self"] / given["self"].sum(-1, keepdim=True)),
+    "exponential_": _filled(lambda arguments: 1.0),
+    "poisson": _filled(lambda arguments: arguments["self"]),
+    "_standard_gamma": _filled(lambda arguments: arguments["self"]),
+    "_sample_dirichlet": _filled(lambda arguments: arguments["self"] / arguments["self"].sum(-1, keepdim=True)),
     "native_dropout": _keep_all,
     "multinomial": _largest,
-    # Not in order: a loss that mixes its samples must not mix each with itself.
-    "randperm": lambda drawn, given: drawn.copy_(torch.arange(len(drawn) - 1, -1, -1, dtype=drawn.dtype)),
+    # Reversed, not the identity: a loss that mixes samples must not mix each sample with itself.
+    "randperm": _reversed,
 }

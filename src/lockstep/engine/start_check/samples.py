@@ -1,4 +1,4 @@
-"""The samples that the check calls the loss with: read once, and collated in parts."""
+"""The samples on which the check calls the loss. They are read once, and parts of them are collated into batches."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ Array = Tensor | np.ndarray
 
 
 class Samples:
-    """A few samples of a dataset: as a list, or as one batch if its `__getitems__` makes batches, or of a stream."""
+    """A few samples: a list, or one batch if they come from a stream or from a `__getitems__` that makes batches."""
 
-    def __init__(self, read: Any, count: int, collate: Callable[[Any], Any] | None):
-        """`collate` is None if `read` is a finished batch."""
-        self._read = read
-        self.finished = collate is None
+    def __init__(self, samples: Any, count: int, collate: Callable[[Any], Any] | None):
+        """`collate` is None if `samples` is a collated batch."""
+        self._samples = samples
+        self.is_collated = collate is None
         self._collate = collate
         self.count = count
 
-        # A batch that was made at once can be taken apart if each of its arrays has a row for every sample. A number in
-        # it may be how many there are.
-        leaves = tree_leaves(read)
+        # A batch can be split if each of its arrays has one row per sample. A plain number in it might be the batch
+        # size, which would be wrong for a part.
+        leaves = tree_leaves(samples)
         arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
-        counts = any(isinstance(leaf, int | float) for leaf in leaves)
-        self.is_list = collate is not None and isinstance(read, list) and len(read) == count
-        self.can_be_split = self.is_list or (
-            bool(arrays) and not counts and all(a.ndim and len(a) == count for a in arrays)
-        )
+        has_numbers = any(isinstance(leaf, int | float) for leaf in leaves)
+        has_rows = bool(arrays) and all(a.ndim and len(a) == count for a in arrays)
+        self.is_list = collate is not None and isinstance(samples, list) and len(samples) == count
+        self.can_be_split = self.is_list or (has_rows and not has_numbers)
 
     def batch(self, positions: Sequence[int] | None = None) -> Any:
-        """Return the collated batch of the samples at these positions, or of all; a new one in every call."""
+        """Return a new collated batch of the samples at these positions, or of all samples."""
         if self.is_list:
-            chosen = [self._read[position] for position in positions or range(self.count)]
+            chosen = [self._samples[position] for position in positions or range(self.count)]
         else:
-            chosen = self._read if positions is None else tree_map(_rows(list(positions)), self._read)
+            chosen = self._samples if positions is None else tree_map(_rows(list(positions)), self._samples)
+        # A copy, because the loss may change its batch in place.
         try:
             chosen = copy.deepcopy(chosen)
-        except Exception:  # what cannot be copied is passed as it is
+        except Exception:  # some objects cannot be copied
             pass
         return chosen if self._collate is None else self._collate(chosen)
 
     @property
     def half(self) -> list[int]:
-        """Return the positions of half of the samples."""
+        """The positions of the first half of the samples."""
         return list(range((self.count + 1) // 2))
 
     def digests(self) -> list[str]:
-        """Return a digest of every sample, or one of a batch that was made at once."""
-        return [digest(sample) for sample in self._read] if self.is_list else [digest(self._read)]
+        """Return one digest per sample, or a single one for a batch."""
+        return [digest(sample) for sample in self._samples] if self.is_list else [digest(self._samples)]
 
     def by_size(self) -> list[int]:
-        """Return the positions of the samples, from the one that holds least."""
+        """Return the positions of the samples, the smallest sample first."""
         if not self.is_list:
             return list(range(self.count))
-        return sorted(range(self.count), key=lambda position: _size(self._read[position]))
+        return sorted(range(self.count), key=lambda position: _size(self._samples[position]))
 
 
-def first_of_stream(source: StreamSource, most: int) -> Samples | None:
-    """Return the first samples of this rank's first micro-batch, which is trained on afterwards; None: as in `read`.
+def read_stream_samples(source: StreamSource, count: int) -> Samples | None:
+    """Return the first samples of this rank's first micro-batch, or None if it cannot be read.
 
-    A stream cannot be read twice, and has made a batch of them.
+    A stream cannot be read twice, so training uses the same micro-batch afterwards.
     """
     try:
         micro = source.first_micro_batch()
@@ -78,12 +78,12 @@ def first_of_stream(source: StreamSource, most: int) -> Samples | None:
     whole = Samples(micro.data, micro.samples, None)
     if not whole.can_be_split or micro.padding:
         return whole
-    count = min(most, micro.samples)
+    count = min(count, micro.samples)
     return Samples(whole.batch(range(count)), count, None)
 
 
-def read(source: MapSource, request: Request) -> Samples | None:
-    """Return the samples of a request; None if one cannot be read, which the first step will report in its place."""
+def read_samples(source: MapSource, request: Request) -> Samples | None:
+    """Return the samples of a request, or None if one cannot be read. The first step will report that error."""
     try:
         with source.reading_here():
             return Samples(source.reader.samples(request), len(request.ids), source.reader.collate)
@@ -96,7 +96,7 @@ def _rows(positions: list[int]) -> Callable[[Any], Any]:
 
 
 def _size(sample: Any) -> int:
-    """Return how much a sample holds: elements that are not zero, and the lengths of texts."""
+    """Return the number of nonzero elements and characters in a sample. Padding with zeros does not count."""
     size = 0
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor):

@@ -25,7 +25,7 @@ from lockstep.parallel.pipeline.stages import (
     list_layers,
     split_layers,
 )
-from lockstep.precision import choose
+from lockstep.precision import choose_precision
 
 
 def make_stages(
@@ -72,7 +72,9 @@ def make_stages(
     with StateSnapshot(model):
         arguments = _example_input(model, task, config, samples)
     # The trace runs on the CPU, in the precision of the run.
-    return split_forward(model, blocks, arguments, count, replace(choose(config, device), device_type="cpu").autocast)
+    return split_forward(
+        model, blocks, arguments, count, replace(choose_precision(config, device), device_type="cpu").autocast
+    )
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:

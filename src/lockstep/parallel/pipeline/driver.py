@@ -33,7 +33,7 @@ from lockstep.parallel.tensor.driver import (
     sum_gradients,
 )
 from lockstep.parallel.tensor.plans import choose_plan
-from lockstep.precision import choose
+from lockstep.precision import choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
@@ -123,7 +123,7 @@ class PipelineDriver(ShardedDriver):
             stages,
             config.pp.schedule,
             axes.along("pp"),
-            choose(config, runtime.device).autocast,
+            choose_precision(config, runtime.device).autocast,
             self._foreign,
             shard_group=self._replicas if self._sharded else None,
             before_forward=self.statistics.begin,

@@ -1,6 +1,6 @@
-"""What a loss may change besides returning a number: noted before the check, compared, and put back.
+"""A snapshot of the state that a loss might change: taken before the check, compared with later state, and restored.
 
-That is the model's buffers and parameters, the attributes of its modules and of the task (numbers, tensors, modules,
+It covers the model's buffers and parameters, the attributes of its modules and of the task (numbers, tensors, modules,
 generators, and lists and dictionaries of these), the optimizers' settings, and gradients.
 """
 
@@ -20,86 +20,87 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lockstep.engine.checks import checksums
 
-MOST = 4  # times the bytes of the parameters; an attribute with more is a dataset, and is not noted
-AT_LEAST = 2**20  # bytes that an attribute may always have
+# Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.
+MAX_RATIO = 4
+MIN_BYTES = 2**20
+MAX_ELEMENTS = 10_000  # of a list or dictionary
 
-LONGEST = 10_000  # elements of a list or dictionary; one with more is a dataset, too
-
-# The attributes that every module has.
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+# Attributes that nn.Module itself defines.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_NOT_NOTED = object()
+_NOT_COPIED = object()
 
 
 @dataclass
 class Changes:
-    """The names of what changed."""
+    """The names of everything that changed, by kind."""
 
     model: list[str] = field(default_factory=list)  # buffers and parameters
-    gradients: list[str] = field(default_factory=list)  # parameters that have one
+    gradients: list[str] = field(default_factory=list)  # parameters that now have a gradient
     generators: list[str] = field(default_factory=list)
-    averages: list[str] = field(default_factory=list)  # tensors of the shape of a weight
+    averages: list[str] = field(default_factory=list)  # tensors with the shape of a weight, as moving averages have
     settings: list[str] = field(default_factory=list)  # of the optimizers
     others: list[str] = field(default_factory=list)
 
 
-class KeptState:
-    """The state before the check."""
+class StateSnapshot:
+    """Copies of the state before the check."""
 
     def __init__(self, model: nn.Module, task: Any, optimizers: Iterable[Any], copies_parameters: bool):
-        """`copies_parameters`: they are meant to change, and must be put back."""
+        """`copies_parameters`: the forward changes parameters by design, so `restore` must restore them too."""
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
         self._checksums = checksums(self._parameters.values())
         self._copies = {name: p.detach().clone() for name, p in self._parameters.items()} if copies_parameters else {}
         self._settings = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._old_settings = [_plain(group) for group in self._settings]
+        self._old_settings = [_plain_settings(group) for group in self._settings]
 
-        most = MOST * sum(p.nbytes for p in self._parameters.values()) + AT_LEAST
+        max_bytes = MAX_RATIO * sum(p.nbytes for p in self._parameters.values()) + MIN_BYTES
         self._owners: list[tuple[str, dict[str, Any]]] = [
             *((f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()),
             *([("self", vars(task))] if hasattr(task, "__dict__") else []),
         ]
-        self._attributes = [_note(attributes, model, most) for _, attributes in self._owners]
+        self._attributes = [_copy_attributes(attributes, model, max_bytes) for _, attributes in self._owners]
         self._recomputed = set(_recomputed(model))
         self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
         self._changed: dict[str, tuple[dict[str, Any], str, Any]] = {}  # see `settled`
 
     def changes(self) -> Changes:
-        """Compare with the state before."""
-        found = Changes()
-        found.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
+        """Return the names of everything that differs from the snapshot."""
+        changes = Changes()
+        changes.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
         now = checksums(self._parameters.values())
-        found.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
+        changes.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
 
         buffers = dict(self._model.named_buffers())
-        found.model += [
+        changes.model += [
             name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
         ]
         for group, old in zip(self._settings, self._old_settings, strict=True):
-            found.settings += [key for key, value in _plain(group).items() if old.get(key) != value]
+            changes.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
-        for (owner, attributes), noted in zip(self._owners, self._attributes, strict=True):
-            for name in sorted({*noted, *_own_names(attributes)}):
-                old = noted[name][1] if name in noted else None
+        for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
+            for name in sorted({*copies, *_own_names(attributes)}):
+                old = copies[name][1] if name in copies else None
                 value = attributes.get(name)
-                if old is not _NOT_NOTED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
-                    self._sort(f"{owner}.{name}", value, found)
+                if old is not _NOT_COPIED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
+                    self._classify(f"{owner}.{name}", value, changes)
                     self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
-        return found
+        return changes
 
     def settled(self, name: str) -> bool:
-        """Return whether an attribute that `changes` named did not change again, and is no copy of a weight.
+        """Return whether an attribute in `Changes.averages` stays the same from now on and is no copy of a weight.
 
-        It is then a table that the first forward makes, or the last output, whose shape is that of a weight by chance.
+        Then it is no moving average, but a table made by the first forward, or an output that happens to have the
+        shape of a weight.
         """
         attributes, key, after = self._changed[name]
         value = attributes.get(key)
         return _same(value, after) and not any(checksums([t])[0] in self._checksums for t in _tensors(value))
 
     def restore(self) -> None:
-        """Put everything back, in place where others may hold the same object."""
+        """Restore everything, in place where other code may hold a reference to the same object."""
         with torch.no_grad():
             for name, copy in self._copies.items():
                 self._parameters[name].copy_(copy)
@@ -116,27 +117,28 @@ class KeptState:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-            for (_, attributes), noted in zip(self._owners, self._attributes, strict=True):
-                for name in _own_names(attributes) - noted.keys():
+            for (_, attributes), copies in zip(self._owners, self._attributes, strict=True):
+                for name in _own_names(attributes) - copies.keys():
                     del attributes[name]
-                for name, (value, old) in noted.items():
+                for name, (value, old) in copies.items():
                     attributes[name] = value
-                    if old is not _NOT_NOTED and not _same(value, old):
-                        attributes[name] = _put_back(value, old)
+                    if old is not _NOT_COPIED and not _same(value, old):
+                        attributes[name] = _restored(value, old)
 
-    def _sort(self, name: str, value: Any, found: Changes) -> None:
+    def _classify(self, name: str, value: Any, changes: Changes) -> None:
+        """Add the name of a changed attribute to the list for its kind."""
         if isinstance(value, _GENERATORS):
-            found.generators.append(name)
+            changes.generators.append(name)
         elif any(t.is_floating_point() and t.shape in self._shapes for t in _tensors(value)):
-            found.averages.append(name)
+            changes.averages.append(name)
         else:
-            found.others.append(name)
+            changes.others.append(name)
 
 
 def _recomputed(model: nn.Module) -> Iterator[str]:
-    """Yield the names of plain tensors that torch's own hooks compute from parameters before every forward.
+    """Yield the names of plain tensors that torch's own hooks recompute from parameters before every forward.
 
-    The first forward changes them if the model was converted after the hook was made: they are not converted with it.
+    `model.to(...)` does not convert such tensors, so the first forward changes them.
     """
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
@@ -153,22 +155,22 @@ def _recomputed(model: nn.Module) -> Iterator[str]:
 
 
 def _own_names(attributes: dict[str, Any]) -> set[str]:
-    """Return the names of a module's own attributes, or of all attributes of anything else."""
-    return set(attributes) - _OF_ALL_MODULES
+    """Return the names of all attributes except those that nn.Module itself defines."""
+    return set(attributes) - _MODULE_ATTRIBUTES
 
 
-def _note(attributes: dict[str, Any], model: nn.Module, most: int) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute and a copy of it."""
-    noted = {}
+def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: int) -> dict[str, tuple[Any, Any]]:
+    """Return (value, copy) by name. Attributes above `max_bytes` are not copied."""
+    copies = {}
     for name in _own_names(attributes):
         value = attributes[name]
-        noted[name] = (value, _NOT_NOTED)
-        if value is not model and sum(t.nbytes for t in _tensors(value)) <= most:
-            noted[name] = (value, _copied(value))
-    return noted
+        copies[name] = (value, _NOT_COPIED)
+        if value is not model and sum(t.nbytes for t in _tensors(value)) <= max_bytes:
+            copies[name] = (value, _copied(value))
+    return copies
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
 
 
@@ -177,13 +179,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (t for t in value.state_dict().values() if isinstance(t, Tensor))
-    elif isinstance(value, dict | list | tuple) and len(value) <= LONGEST:
+    elif isinstance(value, dict | list | tuple) and len(value) <= MAX_ELEMENTS:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _tensors(inner)
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy to compare with and to restore from, or _NOT_NOTED for what we do not look into."""
+    """Return a copy to compare with and to restore from, or _NOT_COPIED for types that are not covered."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -199,17 +201,17 @@ def _copied(value: Any) -> Any:
             return value.get_state(legacy=False)
         case random.Random():
             return value.getstate()
-        case dict() if len(value) <= LONGEST:
+        case dict() if len(value) <= MAX_ELEMENTS:
             return {key: _copied(inner) for key, inner in value.items()}
-        case list() | tuple() if len(value) <= LONGEST:
+        case list() | tuple() if len(value) <= MAX_ELEMENTS:
             return [_copied(inner) for inner in value]
         case _:
-            return _NOT_NOTED
+            return _NOT_COPIED
 
 
 def _same(value: Any, old: Any) -> bool:
-    """Return whether a value is as it was when `old` was copied from it."""
-    if old is _NOT_NOTED:
+    """Return whether a value still equals `old`, which `_copied` made of it."""
+    if old is _NOT_COPIED:
         return True
     match value:
         case Tensor():
@@ -227,7 +229,7 @@ def _same(value: Any, old: Any) -> bool:
             same_length = isinstance(old, list) and len(value) == len(old)
             return same_length and all(_same(a, b) for a, b in zip(value, old, strict=True))
         case None | bool() | int() | float() | str():
-            # A NaN is as it was.
+            # `value != value` is true for NaN only.
             return type(value) is type(old) and (value == old or value != value)
         case _:
             return False
@@ -239,8 +241,8 @@ def _same_generator(state: Any, old: Any) -> bool:
     return repr(state) == repr(old)
 
 
-def _put_back(value: Any, old: Any) -> Any:
-    """Return the value as it was: changed in place if it is a container or a tensor, since others may hold it."""
+def _restored(value: Any, old: Any) -> Any:
+    """Return the value with its old content. Containers and tensors are changed in place: other code may hold them."""
     match value:
         case Tensor() if value.shape == old.shape:
             value.copy_(old)
@@ -260,9 +262,9 @@ def _put_back(value: Any, old: Any) -> Any:
             for key in value.keys() - old.keys():
                 del value[key]
             for key, inner in old.items():
-                value[key] = _put_back(value.get(key), inner)
+                value[key] = _restored(value.get(key), inner)
         case list():
-            value[:] = [_put_back(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
+            value[:] = [_restored(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
         case _:
-            return value if old is _NOT_NOTED or isinstance(value, tuple) else old
+            return value if old is _NOT_COPIED or isinstance(value, tuple) else old
     return value
