@@ -88,6 +88,26 @@ class GlobalNorm(Plain):
         return grad / torch.stack(norms).norm()
 
 
+class InFloat32(Plain):
+    """As one with a kernel of its own."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if p.dtype != torch.float32:
+            raise TypeError(f"float32 expected, not {p.dtype}")
+        return grad
+
+
+class NormInFloat32(InFloat32):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return super().change(p, grad, state, group) / grad.norm()
+
+
+class CoupledInFloat32(InFloat32):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        others = [q.grad.norm() for group in self.param_groups for q in group["params"]]
+        return super().change(p, grad, state, group) / torch.stack(others).norm()
+
+
 class ClipsLarge(Plain):
     """Clips all gradients together, once they are large."""
 
@@ -127,6 +147,13 @@ def test_muon_needs_whole_matrices() -> None:
 def test_what_couples_parameters_is_neither(kind: Any) -> None:
     with pytest.raises(CannotTry, match="depends on the others"):
         kind_of(kind(small().parameters()))
+
+
+def test_what_takes_float32_only_is_tried_in_it() -> None:
+    assert kind_of(InFloat32(small().parameters())) == ELEMENTWISE
+    assert kind_of(NormInFloat32(small().parameters())) == PER_PARAMETER
+    with pytest.raises(CannotTry, match="depends on the others"):
+        kind_of(CoupledInFloat32(small().parameters()))
 
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:

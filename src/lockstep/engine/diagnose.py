@@ -39,6 +39,8 @@ SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # as torch writes one
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The nodes around the inputs of a block, by the names in torch's errors: that of exact mode, and that of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
+# With both nodes, a block's only input is a plain view of what FSDP's has returned: in torch 2.11, and in 2.13.
+VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 # What torch says of a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
 NOTE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
@@ -108,9 +110,8 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 
 def _is_about_input(text: str, builder: RunBuilder) -> bool:
     """Return whether torch complains of a block that changes an input with a node around it in place."""
-    # With both nodes, a block's only input is a plain view of what FSDP's has returned.
     sharded = builder.driver is not None and not builder.driver.role.replicated
-    nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
+    nodes = (*INPUT_NODES, *VIEWS) if builder.config.exact and sharded else INPUT_NODES
     return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
 
 

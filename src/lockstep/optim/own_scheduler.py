@@ -137,6 +137,9 @@ class SchedulerRate(GuardedRates):
             # Most schedulers compute the next rate from the present one.
             "rates": [float(group["lr"]) for group in self.groups],
             "beginning": self._beginning.record(),
+            # An evaluation may come before the next step, and is then the second of this one.
+            "evaluations": self.evaluations,
+            "observed": self._observed,
         }
 
     def changes_since(self, state: dict[str, Any]) -> list[str]:
@@ -161,7 +164,7 @@ class SchedulerRate(GuardedRates):
             )
 
         self._moves, self._positions = list(state["moves"]), list(state["positions"])
-        self._observed = None
+        self.evaluations, self._observed = state.get("evaluations", 0), state.get("observed")
         if changes := self.changes_since(state):
             self._begin_again(changes, state["beginning"])
         else:

@@ -22,6 +22,7 @@ from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.data.streams import StreamSource
 from lockstep.engine.start_check import data
+from lockstep.engine.start_check.alone import told_alone
 from lockstep.engine.start_check.judge import (
     Measured,
     Tolerance,
@@ -33,7 +34,7 @@ from lockstep.engine.start_check.judge import (
     same,
 )
 from lockstep.engine.start_check.kept_state import KeptState
-from lockstep.engine.start_check.probe import CannotSay, Probe, has_statistics, told_alone, without_batch_statistics
+from lockstep.engine.start_check.probe import CannotSay, Probe, has_statistics, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import drawn, generator_states, generators_kept
 from lockstep.engine.start_check.samples import Samples, first_of_stream, read
 from lockstep.errors import UserError
