@@ -6,7 +6,8 @@ Where a check compares ranks it is collective, and raises the same error on ever
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.config import RunConfig, flatten
@@ -351,7 +353,7 @@ class GradientGuard:
 
     A few parameters of each optimizer show it: zero_grad() and clip_grad_norm_() change all of them, and somebody who
     sets the gradient of one parameter to None may mean it. torch does not count what clip_grad_norm_() changes in
-    shards, so there only zero_grad() is noticed.
+    shards, so its calls are noticed themselves.
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -359,9 +361,30 @@ class GradientGuard:
         chosen = [(own[0], own[len(own) // 2], own[-1]) for own in parameters if own]
         self._samples = [list({id(p): p for p in some}.values()) for some in chosen]
         self._noted: list[list[tuple[Tensor, Tensor, int]]] = []  # of each optimizer: parameter, gradient, its version
+        self._clipped = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice clip_grad_norm_() on these parameters, by the private function of torch that all calls end in."""
+        clip = clip_grad._clip_grads_with_norm_
+        own = {id(p) for sample in self._samples for p in sample}
+
+        def noticed(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._clipped |= any(id(p) in own for p in given)
+            clip(given, *args, **kwargs)
+
+        clip_grad._clip_grads_with_norm_ = noticed
+        try:
+            yield
+        finally:
+            # A later loop may have begun before this one was left for good.
+            if clip_grad._clip_grads_with_norm_ is noticed:
+                clip_grad._clip_grads_with_norm_ = clip
 
     def note(self) -> None:
         """Take the gradients as they are now for those that the step left."""
+        self._clipped = False
         self._noted = [
             [(p, p.grad, local(p.grad)._version) for p in sample if p.grad is not None] for sample in self._samples
         ]
@@ -369,7 +392,8 @@ class GradientGuard:
     def check(self, call: str) -> None:
         """Raise if the gradients of an optimizer are not what they were."""
         for noted in self._noted:
-            if noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted):
+            changed = noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted)
+            if changed or self._clipped:
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the batches before, and "

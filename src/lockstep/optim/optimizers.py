@@ -91,6 +91,10 @@ class Optimizers:
         for optimizer in self.all:
             # One without trainable parameters moves something that no gradient reaches.
             learning = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if learning and _has_pre_hooks(optimizer):
+                hook = "it has a hook on its step (register_step_pre_hook), which would see the gradients of those only"
+                fix = "clip gradients with clip.norm=1 and not in a hook; or type strategy=ddp"
+                raise _cannot_step(optimizer, f"{who} steps only some of the parameters", hook, fix)
             if learning and not _is_known(optimizer):
                 try:
                     kind_of(optimizer)
@@ -162,12 +166,15 @@ class Optimizers:
         self._hooks = []
 
     def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
-        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips."""
+        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips.
+
+        One with a hook on its step is not: the hook must find gradients at their true size.
+        """
         return all(
             getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
             or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
             for optimizer in self.all
-        )
+        ) and not any(map(_has_pre_hooks, self.all))
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._updating:
@@ -289,6 +296,11 @@ def _is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer need not be tried: torch's, our own, or one whose author says so."""
     ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
     return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
+
+
+def _has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something is called before each of its steps, such as the user's own clipping of gradients."""
+    return bool(vars(optimizer).get("_optimizer_step_pre_hooks"))
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from lockstep.engine.start_check.alone import told_alone
@@ -58,7 +57,6 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
     "reduce_scatter_tensor": into(lambda place: dist.reduce_scatter_tensor(place, OWN)),
     "scatter": into(lambda place: dist.scatter(place, [OWN])),
     "scatter_object_list": into_list(lambda places: dist.scatter_object_list(places, [OWN]), empty="nothing"),
-    "with a gradient": lambda: differentiable.all_gather(OWN)[0],
 }
 
 
