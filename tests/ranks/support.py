@@ -214,7 +214,8 @@ def delay_collectives() -> None:
 def assert_user_errors(errors: Sequence[BaseException | None], *words: str) -> None:
     """Every rank stopped with a UserError that says all of `words`."""
     for rank, error in enumerate(errors):
-        assert isinstance(error, UserError), f"rank {rank}: {error!r}"
+        # With those of the others: what this rank says may only follow from theirs.
+        assert isinstance(error, UserError), f"rank {rank} raised no UserError; all of them: {errors!r}"
         if DEVICE == "cuda" and NEEDS_NCCL in str(error):
             raise error  # which leaves the test out, in conftest.py
         for word in words:

@@ -88,6 +88,26 @@ class GlobalNorm(Plain):
         return grad / torch.stack(norms).norm()
 
 
+class InFloat32(Plain):
+    """As one with a kernel of its own."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if p.dtype != torch.float32:
+            raise TypeError(f"float32 expected, not {p.dtype}")
+        return grad
+
+
+class NormInFloat32(InFloat32):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return super().change(p, grad, state, group) / grad.norm()
+
+
+class CoupledInFloat32(InFloat32):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        others = [q.grad.norm() for group in self.param_groups for q in group["params"]]
+        return super().change(p, grad, state, group) / torch.stack(others).norm()
+
+
 class ClipsLarge(Plain):
     """Clips all gradients together, once they are large."""
 
@@ -127,6 +147,13 @@ def test_muon_needs_whole_matrices() -> None:
 def test_what_couples_parameters_is_neither(kind: Any) -> None:
     with pytest.raises(TrialFailed, match="depends on the others"):
         classify_update(kind(small().parameters()))
+
+
+def test_what_takes_float32_only_is_tried_in_it() -> None:
+    assert classify_update(InFloat32(small().parameters())) == ELEMENTWISE
+    assert classify_update(NormInFloat32(small().parameters())) == PER_PARAMETER
+    with pytest.raises(TrialFailed, match="depends on the others"):
+        classify_update(CoupledInFloat32(small().parameters()))
 
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:
@@ -258,6 +285,47 @@ def hooked(world: Any, store: Any) -> None:
 
 def test_a_hook_on_the_step_of_whole_parameters_is_refused(pool: Pool) -> None:
     assert_user_errors(pool.errors(hooked, world=2), "Normalised cannot be used here", "a hook on its step")
+
+
+class Clipped(Foreign):
+    """Its optimizer clips by itself, in a hook that knows only its own parameters."""
+
+    def optimizer(self, model: Any) -> Any:
+        def clip(optimizer: Any, *_: Any) -> None:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.register_step_pre_hook(clip)
+        return made
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "pp"])
+def test_a_hook_before_the_step_of_some_parameters_is_refused(pool: Pool, strategy: str) -> None:
+    errors = pool.errors(fit, Clipped(), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "SGD cannot be used here", "register_step_pre_hook", "clip.norm=1")
+
+
+def clipped_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
+    from lockstep.engine import loop
+    from lockstep.runtime.layout import full_tensor
+
+    with open_watched(world, store, VALUES | values) as builder:
+        loop.fit(Clipped(), builder)
+        return {name: full_tensor(tensor) for name, tensor in trace_of(builder).steps[-1].weights.items()}
+
+
+def test_clipping_before_the_step_of_shards_is_that_of_whole_gradients(pool: Pool) -> None:
+    expected = pool.run(clipped_weights, {}, world=1)[0]
+    assert_same(pool.run(clipped_weights, {"strategy": "fsdp"}, world=2)[0], expected)
+
+
+def test_a_hook_before_the_step_finds_gradients_at_their_true_size() -> None:
+    """A fused optimizer could divide them itself, after the hook."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert Optimizers(optimizer, model).divides_gradients
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not Optimizers(optimizer, model).divides_gradients
 
 
 def test_nothing_is_tried_where_parameters_are_whole() -> None:

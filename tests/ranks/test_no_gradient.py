@@ -77,6 +77,26 @@ def test_one_process_refuses_it_too(pool: Pool, task: type[Task]) -> None:
         assert_user_errors(pool.errors(fit, task(), VALUES | values, world=1), "gets a gradient", "no_grad")
 
 
+def fit_as_before_torch_2_13(world: World, store: Any, task: Task, values: dict[str, Any]) -> None:
+    """With a stage that refuses, on its rank alone, to send a gradient that does not exist."""
+    from torch.distributed.pipelining import PipelineStage
+
+    send = PipelineStage.get_bwd_send_ops
+
+    def strict(stage: Any, chunk: int) -> Any:
+        if not stage.is_first and any(gradient is None for gradient in stage.bwd_cache[chunk]):
+            raise RuntimeError(f"[{stage.stage_index}] has gradients None and is expecting to send gradients")
+        return send(stage, chunk)
+
+    PipelineStage.get_bwd_send_ops = strict  # pyrefly: ignore[bad-assignment]
+    fit(world, store, task, values)
+
+
+def test_every_torch_lets_a_pipeline_say_it_on_all_ranks(pool: Pool) -> None:
+    errors = pool.errors(fit_as_before_torch_2_13, OfNothing(), VALUES | STRATEGIES["pp"], world=2)
+    assert_user_errors(errors, "gets a gradient", "no_grad")
+
+
 class Refused(Regression):
     """Its loss is refused, and in a pipeline only the rank of the last stage computes it."""
 
@@ -88,6 +108,27 @@ def test_a_refused_loss_is_named_by_all_ranks_of_a_pipeline(pool: Pool) -> None:
     """Not a connection that the others have lost."""
     errors = pool.errors(fit, Refused(), VALUES | STRATEGIES["pp"], world=2)
     assert_user_errors(errors, "the weight of a loss is the number of its terms; it cannot be -1")
+
+
+class Detach(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+class DetachedInside(Regression):
+    """Nothing that the last stage returns has a gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), Detach())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        found = model(batch[0])
+        return Loss(found.square().sum(), len(found))
+
+
+def test_an_output_without_gradients_is_named_by_all_ranks_of_a_pipeline(pool: Pool) -> None:
+    errors = pool.errors(fit, DetachedInside(), VALUES | STRATEGIES["pp"], world=2)
+    assert_user_errors(errors, "the loss must be one number with a gradient", "requires_grad=False")
 
 
 class Distilled(Regression):

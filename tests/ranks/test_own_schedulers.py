@@ -358,6 +358,39 @@ def test_a_plateau_moves_once_in_a_step(pool: Pool, tmp_path: Path) -> None:
     assert "moves_rate" not in (tmp_path / "named" / "events.jsonl").read_text()
 
 
+def loop_that_evaluates_around_steps(world: World, store: Any, values: dict[str, Any]) -> list[float]:
+    """Evaluate before and after every step; return the rates of the steps, as shares of the first."""
+    with open_watched(world, store, values) as builder:
+        own, task = OwnRun(builder), Regression(plateau(0.5))
+        model = task.model()
+        made = task.optimizer(model)
+        model, optimizer, _ = own.setup(model, made, task.scheduler(made))
+        easy = TensorDataset(torch.zeros(8, 3).double(), torch.zeros(8).double())
+        rates = []
+        for step in own.steps(task.data(), task.collate):
+            own.evaluate(easy, lambda *_: Loss(torch.tensor(8.0), 1))
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, loss.weight)
+            step.apply()
+            rates.append(optimizer.param_groups[0]["lr"] / 0.02)
+            own.evaluate(easy, lambda *_: Loss(torch.tensor(8.0), 1))
+        own.close()
+        return rates
+
+
+def test_a_resumed_run_knows_which_evaluation_a_plateau_has_followed(pool: Pool, tmp_path: Path) -> None:
+    """The first evaluation after the resume is the second of the step that was saved."""
+    values = VALUES | {"steps": 5, "evaluate.batch": 8, "run_dir": str(tmp_path / "run")}
+    (undisturbed,) = pool.run(loop_that_evaluates_around_steps, values, world=1)
+    assert undisturbed == [1, 0.5, 0.25, 0.125, 0.0625]
+
+    values |= {"run_dir": str(tmp_path / "resumed"), "resume": "auto"}
+    (before,) = pool.run(loop_that_evaluates_around_steps, values | {"steps": 2}, world=1)
+    (after,) = pool.run(loop_that_evaluates_around_steps, values, world=1)
+    assert before + after == undisturbed
+
+
 @pytest.mark.parametrize(
     ("make", "values", "words"),
     [

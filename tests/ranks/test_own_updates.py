@@ -435,6 +435,7 @@ KEPT_LINES = [
     (2, {"strategy": "fsdp"}, lambda model, optimizer: optimizer.zero_grad(), nothing, "before step.backward"),
     (1, {}, nothing, clips, "before step.apply()"),
     (2, {}, nothing, clips, "before step.apply()"),
+    (2, {"strategy": "fsdp"}, nothing, clips, "before step.apply()"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -204,17 +205,64 @@ def test_refused(make: Callable[[], nn.Module], values: dict[str, Any], words: l
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_cache_that_the_loss_asks_for_is_refused() -> None:
+def tiny_bart() -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
     sizes = {"vocab_size": 9, "d_model": 8, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 8}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
-    model = stack("full", lambda: BartForConditionalGeneration(BartConfig(**sizes, **heads)))
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads))
+
+
+def test_a_cache_that_the_loss_asks_for_is_refused() -> None:
+    model = stack("full", tiny_bart)
     words = torch.ones(1, 4, dtype=torch.int64)
     assert model(input_ids=words).past_key_values is None
     with pytest.raises(UserError, match="would fill the cache of keys and values of BartDecoderLayer twice") as caught:
         model(input_ids=words, use_cache=True)
     assert "leave both out of the call" in caught.value.fix
+
+
+def test_the_config_of_a_model_stays_as_it_is() -> None:
+    model: Any = stack("full", tiny_bart)
+    words = torch.ones(1, 4, dtype=torch.int64)
+    for one in (model, copy.deepcopy(model)):
+        assert one(input_ids=words).past_key_values is None
+        assert one.config.use_cache
+        with torch.no_grad():
+            assert one(input_ids=words).past_key_values is not None
+        assert one.eval().generate(words, max_length=6).shape[1] > 1
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    use_cache: bool = True
+
+
+class Cache:
+    """A class of the user's, which has nothing to do with transformers."""
+
+
+class Cached(nn.Linear):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = FrozenConfig()
+        self.layers = nn.ModuleList([Cached(4, 4), Cached(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, Cache())
+        return x
+
+
+def test_a_config_and_a_cache_of_the_users_own_are_left_alone() -> None:
+    model = stack("full", Configured)
+    model(torch.ones(3, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(("typed", "taken"), [(None, "none"), ("every-3", "every-3"), ("selective", "selective")])

@@ -6,7 +6,8 @@ A check that compares ranks is collective and raises the same error on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.config import RunConfig, flatten
@@ -356,7 +358,7 @@ class GradientGuard:
 
     It watches up to three parameters of each optimizer and raises only if all of them changed, as zero_grad() and
     clip_grad_norm_() do: setting the gradient of one parameter to None may be intended. On shards torch does not count
-    the changes of clip_grad_norm_(), so there only zero_grad() is detected.
+    the changes of clip_grad_norm_(), so its calls are detected directly.
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -369,9 +371,30 @@ class GradientGuard:
 
         # For each optimizer: parameter, gradient, and the gradient's version counter.
         self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
+        self._was_clipped = False
+
+    @contextmanager
+    def watch_clipping(self) -> Iterator[None]:
+        """Detect clip_grad_norm_() on these parameters, through the private function of torch that every call uses."""
+        clip = clip_grad._clip_grads_with_norm_
+        watched = {id(p) for parameters in self._watched for p in parameters}
+
+        def detect(parameters: Any, *args: Any, **kwargs: Any) -> None:
+            clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._was_clipped |= any(id(p) in watched for p in clipped)
+            clip(clipped, *args, **kwargs)
+
+        clip_grad._clip_grads_with_norm_ = detect
+        try:
+            yield
+        finally:
+            # Another loop may have started before this one was closed.
+            if clip_grad._clip_grads_with_norm_ is detect:
+                clip_grad._clip_grads_with_norm_ = clip
 
     def note(self) -> None:
         """Record the current gradients as the expected ones."""
+        self._was_clipped = False
         self._noted = [
             [(p, p.grad, local(p.grad)._version) for p in watched if p.grad is not None] for watched in self._watched
         ]
@@ -379,7 +402,8 @@ class GradientGuard:
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
         for noted in self._noted:
-            if noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted):
+            changed = noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted)
+            if changed or self._was_clipped:
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "

@@ -39,6 +39,8 @@ SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # a size in torch's messages
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Autograd nodes around the inputs of a block, as torch's errors name them: one of exact mode, one of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
+# With both nodes, a block's only input is a plain view of the output of FSDP's node. Torch 2.11 and 2.13 name it so:
+VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 # Parts of torch's errors about a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
 MICRO_BATCH_FILE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
@@ -108,9 +110,8 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
 
 def _is_about_input(text: str, builder: RunBuilder) -> bool:
     """Return whether torch's error is about a block that changes its input in place."""
-    # With both nodes, a block's only input is a plain view of the output of FSDP's node.
     sharded = builder.driver is not None and not builder.driver.role.replicated
-    nodes = (*INPUT_NODES, "of View is a view") if builder.config.exact and sharded else INPUT_NODES
+    nodes = (*INPUT_NODES, *VIEWS) if builder.config.exact and sharded else INPUT_NODES
     return "is a view and is being modified inplace" in text and any(node in text for node in nodes)
 
 

@@ -155,7 +155,8 @@ class OwnRun:
         self._in_loop = True
         for batches in run.step_batches():
             step = OwnStep(run, batches, gradients, passes)
-            yield step
+            with gradients.watch_clipping():
+                yield step
             if not step.ended:
                 in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
                 raise UserError(

@@ -95,6 +95,12 @@ class Optimizers:
         for optimizer in self.all:
             # An optimizer without trainable parameters may update something that has no gradient.
             has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if has_trainable and _has_pre_hooks(optimizer):
+                hook = (
+                    "its hook before a step (register_step_pre_hook) would see only the gradients of these parameters"
+                )
+                fix = "clip gradients with clip.norm=1 instead of in a hook; or type strategy=ddp"
+                raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", hook, fix)
             if has_trainable and not _is_trusted(optimizer):
                 try:
                     classify_update(optimizer)
@@ -166,12 +172,15 @@ class Optimizers:
         self._hooks = []
 
     def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
-        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips."""
+        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips.
+
+        One with a hook on its step is not: the hook must find gradients at their true size.
+        """
         return all(
             getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
             or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
             for optimizer in self.all
-        )
+        ) and not any(map(_has_pre_hooks, self.all))
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._updating:
@@ -293,6 +302,11 @@ def _is_trusted(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer needs no trial: it is torch's, ours, or sets DTENSOR_ATTRIBUTE."""
     ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
     return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
+
+
+def _has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook runs before each step of this optimizer, such as the user's own gradient clipping."""
+    return bool(vars(optimizer).get("_optimizer_step_pre_hooks"))
 
 
 def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:

@@ -138,6 +138,9 @@ class SchedulerRate(GuardedRates):
             # Most schedulers compute the next rate from the current one.
             "rates": [float(group["lr"]) for group in self.groups],
             "beginning": self._initial.record(),
+            # An evaluation may come before the next step; it is then the second one of this step.
+            "evaluations": self.evaluations,
+            "observed": self._last_evaluated,
         }
 
     def changes_since(self, state: dict[str, Any]) -> list[str]:
@@ -162,7 +165,7 @@ class SchedulerRate(GuardedRates):
             )
 
         self._optimizer_steps, self._scheduler_steps = list(state["moves"]), list(state["positions"])
-        self._last_evaluated = None
+        self.evaluations, self._last_evaluated = state.get("evaluations", 0), state.get("observed")
         changes = self.changes_since(state)
         if changes:
             self._replay(changes, state["beginning"])

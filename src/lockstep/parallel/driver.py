@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import InnerGradient, refuse_backward, watched
+from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watched
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -331,8 +331,7 @@ class ShardedDriver(BaseDriver):
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True) if isinstance(p, DTensor)}
-        sharded = next((names[id(leaf)] for leaf in inner.inputs if id(leaf) in names), None)
-        if sharded:
+        if sharded := asked_for(inner, names):
             raise UserError(
                 f"the loss asks for the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.place,

@@ -11,13 +11,14 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lockstep.errors import UserError
 from lockstep.task import Loss
@@ -25,17 +26,37 @@ from lockstep.task import Loss
 _ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
+# The nodes between shards and full tensors in the graph of a layer that is sharded, by the names that torch gives them.
+SHARDED_LAYER_NODES = frozenset({"_FromTorchTensorBackward", "_ToTorchTensorBackward", "RedistributeBackward"})
+
+Output = Tensor | GradientEdge  # what a gradient starts from, or is wanted of
+
 
 @dataclass(frozen=True)
 class InnerGradient:
-    """One call of `torch.autograd.grad` or `backward` in the user's code."""
+    """One call of `torch.autograd.grad` or `backward` in the user's code, or in torch's for it.
+
+    torch.compile computes gradients of stand-ins while it traces, and torch.func of its own wrappers: `reaches` tells
+    them from those of the model.
+    """
 
     place: str  # its file, line and text
-    outputs: Sequence[Tensor]
-    inputs: Sequence[Any]  # empty: all leaves of the graph
+    outputs: Sequence[Output]
+    inputs: Sequence[Output]  # empty: all leaves of the graph
     retains_graph: bool  # the loss will be backpropagated through the same graph, or through this gradient
     differentiable: bool  # with create_graph=True: the loss depends on this gradient
     accumulates: bool  # `backward`: it adds to `.grad`
+
+    def reaches(self, leaves: Collection[int], nodes: Collection[str] = (), tensors: Sequence[Tensor] = ()) -> bool:
+        """Return whether the graph of the outputs has one of these in it.
+
+        leaves: ids of tensors at its ends; nodes: names of nodes; tensors: what was computed on the way, or at its ends
+        """
+        ends = {*leaves, *map(id, tensors)}
+        made_by = {tensor.grad_fn for tensor in tensors} - {None}
+        return any(id(leaf) in ends for leaf in _leaves(self.outputs)) or any(
+            node in made_by or node.name() in nodes for node in _nodes(self.outputs)
+        )
 
 
 Before = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
@@ -57,7 +78,7 @@ def watched(loss_fn: Callable[[Any, Any], Loss], before: Before) -> Callable[[An
 def start_watching(before: Before) -> None:
     """Call `before` from now on before each gradient that is computed."""
 
-    def run(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # A gradient that is computed while this one is, such as that of recomputed blocks, belongs to it.
         with unwatched():
             _, retains_graph, creates_graph, inputs = args[:4]
@@ -90,7 +111,7 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
     """
     if not inner.accumulates:
         return
-    leaves = inner.inputs or _leaves(inner.outputs)
+    leaves = map(_tensor_at, inner.inputs) if inner.inputs else _leaves(inner.outputs)
     reached = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
     if reached:
         raise UserError(
@@ -101,13 +122,18 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
         )
 
 
-def refuse_second_derivative(inner: InnerGradient) -> None:
-    """Refuse a gradient that the loss depends on, where layers are sharded.
+def asked_for(inner: InnerGradient, names: Mapping[int, str]) -> str | None:
+    """Return the first of the named tensors, which `names` has by id, that the gradient is wanted of."""
+    return next((names[id(leaf)] for leaf in map(_tensor_at, inner.inputs) if id(leaf) in names), None)
+
+
+def refuse_second_derivative(inner: InnerGradient, leaves: Collection[int]) -> None:
+    """Refuse a gradient of the model that the loss depends on, where layers are sharded. `leaves`: its parameters' ids.
 
     torch's collectives between the shards of a layer have a backward, but it is not one that can be differentiated:
     the gradients would be wrong, without an error.
     """
-    if inner.differentiable:
+    if inner.differentiable and inner.reaches(leaves, SHARDED_LAYER_NODES):
         raise UserError(
             "the loss depends on a gradient of the model (create_graph=True), which tensor parallelism (mesh.tp) "
             "cannot differentiate again",
@@ -116,19 +142,30 @@ def refuse_second_derivative(inner: InnerGradient) -> None:
         )
 
 
-def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
     """Yield the tensors at the ends of a graph, into whose `.grad` a backward adds."""
-    yield from outputs
-    waiting = [output.grad_fn for output in outputs]
+    yield from map(_tensor_at, outputs)
+    for node in _nodes(outputs):
+        if hasattr(node, "variable"):
+            yield node.variable
+
+
+def _nodes(outputs: Sequence[Output]) -> Iterator[Any]:
+    """Yield every node of a graph once."""
+    waiting: list[Any] = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         waiting.extend(following for following, _ in node.next_functions)
+
+
+def _tensor_at(end: Output) -> Any:
+    """Return the tensor itself, or the leaf that an edge leads to; None if it leads to something that was computed."""
+    return getattr(end.node, "variable", None) if isinstance(end, GradientEdge) else end
 
 
 def _place() -> str:

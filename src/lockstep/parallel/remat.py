@@ -51,7 +51,7 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
             f"name the classes of its parts, such as blocks=[{part}]" if part else "type remat=none",
         )
 
-    keep_no_cache(model)
+    keep_no_cache(model, always=False)
     for block in recomputed(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
         # A partial, not a closure: in a copy of the model it belongs to the copied block. The block has a `forward` of

@@ -81,3 +81,19 @@ def test_a_dataset_that_looks_its_attributes_up_by_itself() -> None:
             raise KeyError(name)
 
     assert plain_attributes(Odd()) == {"size": 3}
+
+
+class Curriculum(Regression):
+    """Harder samples after every step, on all ranks alike."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.dataset.epoch += 1
+
+
+def test_a_curriculum_has_two_ways_out(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.UserError, match="dataset's epoch was changed") as caught:
+        train(Curriculum(), tmp_path / "refused", data={"workers": 1})
+    assert "type data.workers=0" in caught.value.fix
+    assert "only your sampler reads it, say, type checks.first_batch=false" in caught.value.fix
+    assert train(Curriculum(), tmp_path / "here", data={"workers": 0}) == 8
+    assert train(Curriculum(), tmp_path / "unseen", data={"workers": 1}, checks={"first_batch": False}) == 8

@@ -70,3 +70,26 @@ def test_the_only_input_of_a_block_with_both_nodes() -> None:
     problem = "exact=true cannot be used with a block that changes its input"
     with pytest.raises(UserError, match=problem), explained(builder):
         block(x)
+
+
+# What torch says of it, by its version.
+MESSAGES = {
+    "2.11": "Output 0 of ViewBackward0 is a view and is being modified inplace. This view was created inside a custom "
+    "Function (or because an input was returned as-is) and the autograd logic to handle view+inplace would override "
+    "the custom backward associated with the custom Function, leading to incorrect gradients.",
+    "2.13": "Output 0 of View is a view and is being modified inplace. This view was created inside a custom Function.",
+}
+
+
+@pytest.mark.parametrize("version", MESSAGES)
+def test_the_words_of_every_torch(version: str) -> None:
+    error = RuntimeError(MESSAGES[version])
+    builder: Any = SimpleNamespace(config=EXACT, driver=SimpleNamespace(role=SimpleNamespace(replicated=False)))
+    problem = "exact=true cannot be used with a block that changes its input"
+    with pytest.raises(UserError, match=problem), explained(builder):
+        raise error
+
+    # Where nothing is sharded, the view is the user's own.
+    builder.driver.role.replicated = True
+    with pytest.raises(RuntimeError, match="is a view"), explained(builder):
+        raise error

@@ -22,6 +22,7 @@ from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.data.streams import StreamSource
 from lockstep.engine.start_check import data
+from lockstep.engine.start_check.alone import as_one_rank
 from lockstep.engine.start_check.judge import (
     Measurement,
     Tolerance,
@@ -32,7 +33,7 @@ from lockstep.engine.start_check.judge import (
     mismatched_gradients,
     same_loss,
 )
-from lockstep.engine.start_check.probe import Inconclusive, Probe, as_one_rank, has_statistics, without_batch_statistics
+from lockstep.engine.start_check.probe import Inconclusive, Probe, has_statistics, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import preserve_rng, rng_states, used_generators
 from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
 from lockstep.engine.start_check.state_snapshot import StateSnapshot

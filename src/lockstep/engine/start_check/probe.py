@@ -6,14 +6,12 @@ hooks of DDP or FSDP do not run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -119,21 +117,6 @@ def agree(run: Run, action: str) -> None:
     actions = run.runtime.collectives.gather_json(action)
     if len(set(actions)) > 1:
         raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
-
-
-@contextmanager
-def as_one_rank() -> Iterator[None]:
-    """Patch torch.distributed and the environment to report one rank. An all-reduce then leaves its tensor as it is."""
-    with ExitStack() as stack:
-        return_values = {"get_world_size": 1, "get_rank": 0, "all_reduce": None, "barrier": None}
-        for name, value in return_values.items():
-            stack.callback(setattr, dist, name, getattr(dist, name))
-            setattr(dist, name, lambda *_, _value=value, **__: _value)
-        for name, text in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
-            if name in os.environ:
-                stack.callback(os.environ.__setitem__, name, os.environ[name])
-                os.environ[name] = text
-        yield
 
 
 # ---- modes of modules ----

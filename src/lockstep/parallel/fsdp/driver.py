@@ -37,6 +37,9 @@ from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
+# The node around the inputs of a block, by the name that torch gives it: frozen parameters leave no leaf in a graph.
+FSDP_NODES = frozenset({"RegisterPostBackwardFunctionBackward"})
+
 
 class FSDPDriver(ShardedDriver):
     """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
@@ -141,10 +144,11 @@ class FSDPDriver(ShardedDriver):
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
         if self._tp and not self._tp.world.alone:
-            refuse_second_derivative(inner)
+            refuse_second_derivative(inner, self.leaf_names())
 
-        # The second backward needs the weights that the first one used, and asks no hook of FSDP for them.
-        if inner.retains_graph and not self._graph_is_retained:
+        # The second backward needs the weights that the first one used, and asks no hook of FSDP for them. A gradient
+        # of something else changes nothing: one rank may compute it alone.
+        if inner.retains_graph and not self._graph_is_retained and inner.reaches(self.leaf_names(), FSDP_NODES):
             self._graph_is_retained = True
             for module in self._sharded_modules():
                 module.set_reshard_after_backward(False, recurse=False)

@@ -66,7 +66,7 @@ def make_stages(
 
     from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
 
-    keep_no_cache(model)
+    keep_no_cache(model, always=True)
     samples = data()
     # Before it calls the model, the loss may call parts of the model, or draw random numbers.
     with StateSnapshot(model):

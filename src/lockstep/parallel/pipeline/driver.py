@@ -156,9 +156,12 @@ class PipelineDriver(ShardedDriver):
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
+        # Of something else than the model it may compute what it likes.
+        if not inner.reaches(self.leaf_names(), tensors=self._flow.outputs):
+            return
         raise UserError(
-            "the loss computes gradients itself, which a pipeline (mesh.pp) cannot do: the rank of the loss holds the "
-            "last stage only",
+            "the loss computes gradients of the model itself, which a pipeline (mesh.pp) cannot do: the rank of the "
+            "loss holds the last stage only",
             inner.place,
             "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
@@ -235,7 +238,7 @@ class PipelineDriver(ShardedDriver):
         if refused:
             self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
-        # Without a gradient from the loss, the last stage sends zeros to the others.
+        # Without a gradient from the loss, the last stage has sent zeros to the others.
         if not (reached and any(used_anywhere[: len(used)])):
             raise no_gradient()
 

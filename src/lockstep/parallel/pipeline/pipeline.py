@@ -134,6 +134,7 @@ class Pipeline:
         # reached the output of the model.
         self.refused: UserError | None = None
         self.reached = False
+        self.outputs: list[Tensor] = []  # of the model, while the loss of a micro-batch is computed with gradients
         self._prepared: dict[Any, _PreparedSchedule] = {}
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
 
@@ -291,6 +292,7 @@ class _ScheduledStage(nn.Module):
 
         loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
         total: Tensor | None = None
+        pipeline.outputs = leaves
         try:
             loss = loss_of(output)
             start = self._control.record(loss)  # may replace loss.total, by an injected fault
@@ -298,14 +300,34 @@ class _ScheduledStage(nn.Module):
                 total = loss.total * start
         except UserError as error:
             pipeline.refused = pipeline.refused or error
+        finally:
+            pipeline.outputs = []
 
         # An error will be raised at the end of the step, on all ranks; until then the backward must still work, and
-        # reach every tensor of the output.
+        # reach every tensor of the output. Without any that has a gradient it reaches nothing.
         if total is None:
-            total = torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+            nothing = torch.zeros((), device=pipeline.along.device, requires_grad=True)
+            total = torch.stack([nothing, *(leaf.float().sum() for leaf in leaves)]).sum()
 
         # torch was told that the loss is float32; the gradient that starts here is 1 in any dtype.
         return total.float()
+
+
+class _SendingStage(PipelineStage):
+    """Sends a gradient for everything that it received: zeros where the loss does not depend on it.
+
+    Before 2.13 torch raises an error instead, on this rank alone, and the others lose the connection.
+    """
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        gradients = self.bwd_cache.get(bwd_chunk_id, ())
+        if not self.is_first and any(gradient is None for gradient in gradients):
+            pairs = zip(gradients, self.args_recv_info[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(received.buffer) if gradient is None else gradient  # pyrefly: ignore[bad-argument-type]
+                for gradient, received in pairs
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
 
 
 class _PreparedSchedule:
@@ -318,7 +340,7 @@ class _PreparedSchedule:
 
         # Given the shapes, torch need not run the stages to learn them.
         self.stages = [
-            PipelineStage(
+            _SendingStage(
                 module,
                 module.number,
                 pipeline.count,
@@ -348,7 +370,7 @@ class _PreparedSchedule:
             raise error.__cause__ from None
 
 
-def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
+def make_schedule(name: str, stages: Sequence[PipelineStage], count: int) -> Any:
     """Return the schedule `name` for `count` micro-batches.
 
     If it cannot take that number (a short last step), all forwards run, then all backwards, with the same sums.
@@ -359,7 +381,7 @@ def make_schedule(name: str, stages: list[PipelineStage], count: int) -> Any:
 
     return kind(
         # These two take one stage, the others a list.
-        stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,
+        stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else list(stages),
         count,
         # A copy: torch detaches the stage's output in place and still needs the loss.
         loss_fn=lambda output, _: output.clone(),

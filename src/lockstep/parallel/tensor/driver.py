@@ -37,7 +37,7 @@ class TensorDriver(ShardedDriver):
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
-        refuse_second_derivative(inner)
+        refuse_second_derivative(inner, self.leaf_names())
 
     def _reduce_gradients(self) -> None:
         # First within a tp group: only gradients that are laid out alike can be summed over replicas.
