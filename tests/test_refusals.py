@@ -329,7 +329,7 @@ GRID = {
     "a mesh that does not divide": Row(
         {"mesh.tp": 3}, "mesh.tp=3 does not fit 4 ranks", "not a multiple", "type mesh.tp=2"
     ),
-    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "8 places", "type mesh.dp=2"),
+    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "needs 8 ranks", "type mesh.dp=2"),
     "hsdp with tp": Row(
         {"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "cannot be combined with mesh.tp", "type strategy=fsdp"
     ),
@@ -389,10 +389,13 @@ MODEL = {
         {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
     ),
     "blocks that are not there": Row(
-        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no module of this class", "type blocks=[Block]"
     ),
     "one of two blocks that is not there": Row(
-        {"remat": "full", "blocks": ["Block", "Tree"]}, "blocks=[Tree]", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Block", "Tree"]},
+        "blocks=[Tree]",
+        "no module of this class",
+        "type blocks=[Block]",
     ),
     "blocks that nobody calls": Row(
         {"strategy": "fsdp", "blocks": ["ModuleList"]}, "blocks=[ModuleList]", "no forward", "type blocks=[Block]"
@@ -403,7 +406,9 @@ MODEL = {
     "a block of a model without parts": Row(
         {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
-    "remat of every block by number": Row({"remat": "every-1"}, "every-1 is not an interval", "", "type remat=full"),
+    "remat of every block by number": Row(
+        {"remat": "every-1"}, "every-1 would recompute all blocks", "", "type remat=full"
+    ),
     "remat of fewer blocks than there are": Row(
         {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
     ),

@@ -27,7 +27,7 @@ from lockstep.engine.start_check.check import check_own_loop, keep_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
-from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
+from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
 from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
@@ -317,7 +317,7 @@ class OwnStep:
             self._kept_state = None
 
         # Autocast is on in the loop's body, but must not reach into the backward.
-        with unwatched(), full_precision(self._run.stepper.context.precision):
+        with pause_watching(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
 

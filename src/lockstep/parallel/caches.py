@@ -1,4 +1,4 @@
-"""Caches of keys and values, which models of transformers keep for generating text. Training has no use for them."""
+"""KV caches (`past_key_values`), which Hugging Face models create for generating text. Training does not need them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from lockstep.errors import UserError
 
 
-def keep_no_cache(model: nn.Module) -> None:
-    """Tell the modules of a Hugging Face model not to make a cache by themselves.
+def disable_kv_cache(model: nn.Module) -> None:
+    """Set `use_cache=False` in the configuration of a Hugging Face model.
 
-    No rank of a pipeline has the keys and values of all layers, and a block that is recomputed would fill its cache
-    twice. No loss needs them.
+    A rank of a pipeline does not have the keys and values of all layers, and a recomputed block would fill its cache
+    twice.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -22,13 +22,13 @@ def keep_no_cache(model: nn.Module) -> None:
             config.use_cache = False
 
 
-def refuse_cache(block: nn.Module, arguments: Iterable[Any], remat: str) -> None:
-    """Raise if a block that is recomputed gets a cache all the same: because the loss asks for one, or passes one."""
+def refuse_kv_cache(block: nn.Module, arguments: Iterable[Any], remat: str) -> None:
+    """Raise if a recomputed block gets a KV cache, because the loss passes one or calls with use_cache=True."""
     for argument in arguments:
-        # By the name of transformers' base class, which we do not import.
+        # Compare names, in order not to import transformers.
         if any(kind.__name__ == "Cache" for kind in type(argument).__mro__):
             raise UserError(
-                f"remat={remat} would fill the cache of keys and values of {type(block).__name__} twice",
+                f"remat={remat} would fill the KV cache of {type(block).__name__} twice",
                 f"it gets a {type(argument).__name__}, since the loss calls the model with use_cache=True or with "
                 "past_key_values",
                 "leave both out of the call, or type remat=none",

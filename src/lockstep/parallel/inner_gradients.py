@@ -1,9 +1,8 @@
 """Gradients that the user's code computes inside a loss: a gradient penalty, or `backward()` by mistake.
 
-While a loss runs, every call of `torch.autograd.grad` and `backward` is seen here first, with its place in the user's
-code, and the driver says whether it can go on. Both functions of torch, and `Tensor.backward`, end in the private
-`torch.autograd._engine_run_backward`. It is replaced for the time of the loss: the public names would miss a
-`from torch.autograd import grad`.
+While a loss runs, every call of `torch.autograd.grad` and `backward` is intercepted here, and the driver may refuse it.
+Both functions, and `Tensor.backward`, end in the private `torch.autograd._engine_run_backward`, which is replaced while
+the loss runs. Replacing the public functions would miss a `from torch.autograd import grad`.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.task import Loss
 
-_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class InnerGradient:
     """One call of `torch.autograd.grad` or `backward` in the user's code."""
 
-    place: str  # its file, line and text
+    call_site: str  # file, line and source text of the call
     outputs: Sequence[Tensor]
     inputs: Sequence[Any]  # empty: all leaves of the graph
-    retains_graph: bool  # the loss will be backpropagated through the same graph, or through this gradient
-    differentiable: bool  # with create_graph=True: the loss depends on this gradient
-    accumulates: bool  # `backward`: it adds to `.grad`
+    retains_graph: bool  # a later backward goes through the same graph, or through this gradient
+    differentiable: bool  # create_graph=True: the loss depends on this gradient
+    accumulates: bool  # the call is a `backward`, which adds to `.grad`
 
 
-Before = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
+Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
 
 
-def watched(loss_fn: Callable[[Any, Any], Loss], before: Before) -> Callable[[Any, Any], Loss]:
-    """Return the loss function; `before` is called before each gradient that it computes itself."""
+def watch_loss(loss_fn: Callable[[Any, Any], Loss], before: Callback) -> Callable[[Any, Any], Loss]:
+    """Wrap a loss function so that `before` is called before each gradient that the loss computes itself."""
 
     def call(model: Any, data: Any) -> Loss:
         start_watching(before)
@@ -54,27 +53,27 @@ def watched(loss_fn: Callable[[Any, Any], Loss], before: Before) -> Callable[[An
     return call
 
 
-def start_watching(before: Before) -> None:
-    """Call `before` from now on before each gradient that is computed."""
+def start_watching(before: Callback) -> None:
+    """From now on, call `before` before each gradient that is computed."""
 
     def run(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        # A gradient that is computed while this one is, such as that of recomputed blocks, belongs to it.
-        with unwatched():
+        # Activation checkpointing computes further gradients inside this call. They are part of it.
+        with pause_watching():
             _, retains_graph, creates_graph, inputs = args[:4]
             accumulates = bool(kwargs.get("accumulate_grad"))
-            before(InnerGradient(_place(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
-            return _ENGINE(outputs, *args, **kwargs)
+            before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
+            return _TORCH_ENGINE(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # pyrefly: ignore[missing-attribute]
 
 
 def stop_watching() -> None:
-    torch.autograd._engine_run_backward = _ENGINE  # pyrefly: ignore[missing-attribute]
+    torch.autograd._engine_run_backward = _TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Let gradients be computed as always; afterwards watch again, if that was so before."""
+def pause_watching() -> Iterator[None]:
+    """Stop watching inside the `with` block, and afterwards restore the previous state."""
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     stop_watching()
     try:
@@ -84,9 +83,9 @@ def unwatched() -> Iterator[None]:
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
-    """Refuse a `backward()` that reaches the model. `names` has those of its parameters, by id.
+    """Refuse a `backward()` that reaches a parameter of the model. `names` are the parameters' names by id.
 
-    One that does not is the user's own business: an inner optimization of something else.
+    Any other `backward()` is allowed: an inner optimization of other tensors, for example.
     """
     if not inner.accumulates:
         return
@@ -94,47 +93,51 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
     reached = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
     if reached:
         raise UserError(
-            f"the loss calls backward() itself, and adds to the gradient of {reached!r} besides the step",
-            inner.place,
+            f"the loss calls backward() itself, which adds to the gradient of {reached!r}",
+            inner.call_site,
             "return the loss and leave backward() to Lockstep (in a loop of your own: step.backward(loss_sum, "
             "weight)); for a gradient inside the loss use torch.autograd.grad(...), or backward(inputs=[x])",
         )
 
 
 def refuse_second_derivative(inner: InnerGradient) -> None:
-    """Refuse a gradient that the loss depends on, where layers are sharded.
+    """Refuse a gradient that the loss depends on (create_graph=True), for tensor parallelism.
 
-    torch's collectives between the shards of a layer have a backward, but it is not one that can be differentiated:
-    the gradients would be wrong, without an error.
+    The backward of torch's tensor-parallel collectives is not differentiable: the second derivatives would be silently
+    wrong.
     """
     if inner.differentiable:
         raise UserError(
             "the loss depends on a gradient of the model (create_graph=True), which tensor parallelism (mesh.tp) "
             "cannot differentiate again",
-            inner.place,
+            inner.call_site,
             "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
         )
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors at the ends of a graph, into whose `.grad` a backward adds."""
-    yield from outputs
-    waiting = [output.grad_fn for output in outputs]
+    """Yield the leaf tensors of a graph, to whose `.grad` a backward adds."""
+    yield from outputs  # an output may be a leaf itself
+    pending = [output.grad_fn for output in outputs]
     seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             yield node.variable
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)
 
 
-def _place() -> str:
-    """Return the file, the line and the text of the nearest call outside of torch and of this module."""
+def _call_site() -> str:
+    """Return file, line and source text of the innermost call outside torch and this module."""
     frame = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+    while frame.f_back and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     path, line = frame.f_code.co_filename, frame.f_lineno
     return f"{path}:{line}: {linecache.getline(path, line).strip()}".rstrip(": ")
+
+
+def _is_internal(path: str) -> bool:
+    return path == __file__ or path.startswith(_TORCH_FOLDER)

@@ -62,7 +62,7 @@ def _within(tolerance: float, a: float, b: float, *terms: float) -> bool:
 def of_changes(changes: Changes, host_draws: set[str], inner: InnerGradient | None = None) -> Cause | None:
     """Name what a loss must not do besides returning a number. `inner`: a gradient that it computed itself."""
     if changes.gradients:
-        where = f" ({inner.place})" if inner and inner.accumulates else ""
+        where = f" ({inner.call_site})" if inner and inner.accumulates else ""
         return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")

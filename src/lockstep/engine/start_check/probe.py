@@ -21,7 +21,7 @@ from lockstep.data.loader import to_device
 from lockstep.engine.start_check.judge import Measured
 from lockstep.engine.start_check.random_numbers import HeldStill, seed_all
 from lockstep.parallel.driver import RanksDiffer, trainable
-from lockstep.parallel.inner_gradients import InnerGradient, watched
+from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -56,7 +56,7 @@ class Probe:
             # A forward of a sharded model that no backward follows would leave its blocks gathered.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
-                loss = watched(self.loss_fn, self._note)(run.driver.model, batch)
+                loss = watch_loss(self.loss_fn, self._note)(run.driver.model, batch)
             computed = self._gradients(loss.total) if gradients else None
             return Measured(float(loss.total.detach()), float(loss.weight), computed)
 
@@ -89,7 +89,7 @@ class Probe:
             raise
         except Exception as error:
             if self.inner and self._sharded:
-                reason = f"it computes gradients itself ({self.inner.place}), and parameters are sharded"
+                reason = f"it computes gradients itself ({self.inner.call_site}), and parameters are sharded"
                 raise CannotSay(reason) from error
             raise CannotSay(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 

@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Wrapper(nn.Module):
-    """A module around the user's model that looks like it: its attributes, names and state are the model's."""
+    """A module around the user's model that has the model's attributes, parameter names and state dict."""
 
     def users_model(self) -> nn.Module:
-        # Not by `self.module`: while the wrapper is being made, `__getattr__` must not ask a model that is not there.
+        # Not `self.module`: before the constructor has set it, our own `__getattr__` would recurse.
         return nn.Module.__getattr__(self, "module")  # pyrefly: ignore[bad-return]
 
     def __getattr__(self, name: str) -> Any:

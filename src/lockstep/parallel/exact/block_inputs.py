@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 
 
 def group_input_gradients(model: nn.Module, config: RunConfig) -> None:
     """Put a node around the inputs of each module that fsdp shards as a unit: the blocks, and the model itself."""
-    for module in [*without_shared(find_blocks(model, config.blocks), model), model]:
+    for module in [*blocks_without_shared_parameters(find_blocks(model, config.blocks), model), model]:
         # First of all hooks, as FSDP's is: what a hook of the user computes from the inputs belongs to the block.
         module.register_forward_pre_hook(_group_inputs, prepend=True, with_kwargs=True)
 

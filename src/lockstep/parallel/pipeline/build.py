@@ -14,7 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.caches import keep_no_cache
+from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.pipeline.pipeline import model_input
 from lockstep.parallel.pipeline.stages import (
@@ -66,7 +66,7 @@ def make_stages(
 
     from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
 
-    keep_no_cache(model)
+    disable_kv_cache(model)
     samples = data()
     # Before it calls the model, the loss may call parts of the model, or draw random numbers.
     with StateSnapshot(model):

@@ -19,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
-from lockstep.parallel.inner_gradients import InnerGradient, watched
+from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -137,7 +137,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        loss_fn = watched(loss_fn, self.before_inner_gradient)
+        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
         micros = list(batches)
 
         # The first stages need the loss scale of fp16 before any loss is known.
@@ -159,7 +159,7 @@ class PipelineDriver(ShardedDriver):
         raise UserError(
             "the loss computes gradients itself, which a pipeline (mesh.pp) cannot do: the rank of the loss holds the "
             "last stage only",
-            inner.place,
+            inner.call_site,
             "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 

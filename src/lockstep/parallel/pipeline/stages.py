@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 from lockstep.parallel.fsdp.driver import describe_blocks, prepare
 from lockstep.parallel.mesh import Axes
 
@@ -209,7 +209,7 @@ def shard_stages(
     """
     owned = {p for name, p in model.named_parameters() if name in held}
     shard = partial(
-        fully_shard, mesh=axes.devices["dp"], reshard_after_forward=not config.strategy_record.keeps_gathered
+        fully_shard, mesh=axes.device_mesh["dp"], reshard_after_forward=not config.strategy_record.keeps_gathered
     )
     counts = [0, 0]  # blocks, and those that share no parameter
 
@@ -217,7 +217,7 @@ def shard_stages(
         # By all names, so that `_tie_again` finds what sharding replaced.
         originals = dict(model.named_parameters(remove_duplicate=False))
         blocks = stage.own_blocks(model, config.blocks)
-        unshared = without_shared(blocks, stage)
+        unshared = blocks_without_shared_parameters(blocks, stage)
         counts[0] += len(blocks)
         counts[1] += len(unshared)
 

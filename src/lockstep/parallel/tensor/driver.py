@@ -62,7 +62,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, run
     """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
     styles = {name: style_of(model.get_submodule(name), style) for name, style in plan.items()}
     # src_data_rank=None: nothing is sent, each rank takes its shard from its own full copy.
-    parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
+    parallelize_module(model, axes.device_mesh["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
         _register_cpu_attention()
 
