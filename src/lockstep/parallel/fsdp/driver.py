@@ -32,7 +32,7 @@ from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta.init import fill
-from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
+from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
@@ -204,7 +204,7 @@ class FSDPDriver(ShardedDriver):
         self._uniform_use.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
-            agree_on_plain(self.parameters, self._tp)
+            broadcast_unsharded_gradients(self.parameters, self._tp)
 
 
 def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
