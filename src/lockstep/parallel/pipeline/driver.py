@@ -278,7 +278,7 @@ class PipelineDriver(ShardedDriver):
         broadcast_unsharded_gradients(trained, self._tp)
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's terms of the squared norms. Their sum over dp and tp is the squared norm of each tensor."""
+        """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
 
 
@@ -326,6 +326,6 @@ def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",
-            "this schedule splits the backward in two, which torch cannot do for a compiled module",
+            "this schedule splits the backward into two halves, which torch cannot do for a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )
