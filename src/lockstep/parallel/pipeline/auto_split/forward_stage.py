@@ -23,9 +23,7 @@ from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
 
 Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> the result of the call
-TracedOutput = tuple[list[Tensor], Any]  # the flattened output of a block: tensors on the meta device, and the spec
-    list[Tensor], Any
-]  # the flattened output of a block: its tensors, on the meta device, and the spec
+TracedOutput = tuple[list[Tensor], Any]  # a block's flattened output: tensors on the meta device, and the spec
 
 
 class _LeaveForward(BaseException):
