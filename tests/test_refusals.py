@@ -419,7 +419,12 @@ MODEL = {
         "GroupNorm",
         Asked(Strange),
     ),
-    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp"),
+    "meta under ddp": Row(
+        {"init": "meta"},
+        "init=meta cannot be combined with strategy=ddp",
+        "one block after another",
+        "type strategy=fsdp",
+    ),
     "meta with a mesh": Row(
         {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
     ),
@@ -627,7 +632,11 @@ OWN_LOOPS = {
         {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
     ),
     "meta under ddp": Row(
-        {"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False
+        {"init": "meta"},
+        "init=meta cannot be combined with strategy=ddp",
+        "one block after another",
+        "type strategy=fsdp",
+        mends=False,
     ),
     "meta, made with weights": Row(
         {"init": "meta", "strategy": "fsdp"},

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
-from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
+from lockstep.parallel.meta.init import check_init, fill, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
@@ -53,7 +53,7 @@ class OwnRun:
     @contextmanager
     def init_module(self) -> Iterator[None]:
         """Make models as `init` says: `with run.init_module(): model = Net()`. With init=host this does nothing."""
-        with model_made_as_asked(self._builder.config):
+        with init_as_configured(self._builder.config):
             yield
 
     def setup(self, model: nn.Module, *others: Any) -> Any:
@@ -86,7 +86,7 @@ class OwnRun:
                 )
 
             for part in models:
-                check_made_as_asked(part, self._builder.config, trained=False)
+                check_init(part, self._builder.config, trained=False)
                 if any(p.is_meta for p in part.parameters()):
                     fill(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]

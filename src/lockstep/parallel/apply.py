@@ -29,7 +29,7 @@ from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scala
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import adapt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
-from lockstep.parallel.meta.init import check_made_as_asked, fill
+from lockstep.parallel.meta.init import check_init, fill
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import cast_parameters_, choose
@@ -58,7 +58,7 @@ def apply(
         compiled = runtime.device.type == "cuda" and not config.exact
 
     # Refuse unsupported settings before any tensor is moved.
-    check_made_as_asked(model, config)
+    check_init(model, config)
     check_offload(config.fsdp, runtime)
     if config.strategy_record.shards_parameters and not runtime.world.alone:
         check_scalars(model, config)

@@ -458,7 +458,7 @@ def test_a_cache_that_grows_is_not_replayed():
                 results += [call(x * word, memory) for word in range(3)] + [torch.tensor(memory.length)]
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert {reason for _, reason in said} == {
-        "not captured: it puts something else into its arguments (a cache, say), which a replay would not"
+        "not captured: it changes the content of its arguments (a cache, for example), which a replay would not"
     }
 
 
