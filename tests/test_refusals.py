@@ -384,9 +384,11 @@ MODEL = {
         {}, "wrapped in OptimizedModule", "a plain model", "type compile=true", Asked(lambda: torch.compile(Net()))
     ),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
-    "frozen": Row({}, "nothing to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
+    "frozen": Row(
+        {}, "nothing to train", "requires_grad", "set requires_grad=True", Asked(lambda: Net().requires_grad_(False))
+    ),
     "remat without blocks": Row(
-        {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
+        {"remat": "full"}, "remat=full finds no blocks", "no ModuleList", "blocks=[", Asked(Strange)
     ),
     "blocks that are not there": Row(
         {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no module of this class", "type blocks=[Block]"
@@ -479,13 +481,13 @@ MODEL = {
         Asked(plan={"layers.*": "colwise"}),
     ),
     "a pipeline without stages": Row(
-        {"strategy": "pp"}, "into stages", "no list of modules", "[Front(model), Middle(model)", Asked(Strange)
+        {"strategy": "pp"}, "into stages", "no ModuleList", "[Front(model), Middle(model)", Asked(Strange)
     ),
     "more stages than parts": Row(
         {"strategy": "pp"}, "into 4 stages", "split into 2", "at most 2 stages", Asked(net_in_row)
     ),
     "stages that are no modules": Row(
-        {"strategy": "pp"}, "a str in it", "", "Front(model)", Asked(parts=lambda model: ["blocks"])
+        {"strategy": "pp"}, "it contains a str", "", "Front(model)", Asked(parts=lambda model: ["blocks"])
     ),
     "one micro-batch in a pipeline": Row(
         {"strategy": "pp", "micro_batch": 16},

@@ -34,9 +34,9 @@ MAX_LISTED = 1000
 _PREFIX = "model."
 
 
-def ls(place: Path) -> tuple[str, int]:
+def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
-    checkpoints = committed(_store(place))
+    checkpoints = committed(_store(path))
     rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
@@ -45,9 +45,9 @@ def ls(place: Path) -> tuple[str, int]:
     return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
-def show(place: Path) -> tuple[str, int]:
+def show(path: Path) -> tuple[str, int]:
     """Describe the newest checkpoint of a run, or the one given, in detail."""
-    checkpoint = choose(place)
+    checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
     except Damaged as damaged:
@@ -75,11 +75,11 @@ def show(place: Path) -> tuple[str, int]:
     return "\n".join(lines), 0
 
 
-def verify(place: Path) -> tuple[str, int]:
+def verify(path: Path) -> tuple[str, int]:
     """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
     # One row for each checkpoint, and below it one for each of its bad files.
     rows = []
-    for checkpoint in [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place)):
+    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_store(path)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -87,16 +87,16 @@ def verify(place: Path) -> tuple[str, int]:
     return _table(rows) if rows else "no checkpoints", int(any(state == "damaged" for _, state in rows))
 
 
-def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
+def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints: a damaged one must not push out a good one."""
     # A bad count is refused before anything is read.
     retention = Retention(last=keep)
 
     # This reads every byte: only valid checkpoints count.
-    store = _store(place)
+    store = _store(path)
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
     damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
-    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
+    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {path}" for step in sorted(damaged)]
 
     for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
         if not dry_run:
@@ -105,8 +105,8 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
-    checkpoint = choose(place, step)
+def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
+    checkpoint = choose(path, step)
     target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
     # A run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that no run wrote
@@ -172,34 +172,34 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
     return tensors, aliases
 
 
-def choose(place: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint `place`, or if it is a run, its checkpoint of `step` or its newest."""
-    if _is_checkpoint(place) and step is None:
-        return Checkpoint.at(place)
+def choose(path: Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint `path`, or if it is a run, its checkpoint of `step` or its newest."""
+    if _is_checkpoint(path) and step is None:
+        return Checkpoint.at(path)
 
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(path))}
     if not checkpoints:
-        raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
+        raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
     chosen = max(checkpoints) if step is None else step
     if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))
-        raise UserError(f"{place} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
+        raise UserError(f"{path} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
     return checkpoints[chosen]
 
 
-def _store(place: Path) -> Store:
+def _store(path: Path) -> Store:
     # The run's folder, or the folder of its checkpoints.
-    for root in (place / "checkpoints", place):
+    for root in (path / "checkpoints", path):
         if root.name == "checkpoints" and root.is_dir():
             return FileStore(root)
-    why = "has no folder checkpoints" if place.is_dir() else "does not exist"
-    raise UserError(f"{place} {why}", "", "give the folder of a run, such as runs/char_lm-...")
+    why = "has no folder checkpoints" if path.is_dir() else "does not exist"
+    raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
 
-def _is_checkpoint(place: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     # A folder without its manifest is a damaged checkpoint.
-    return (place / MANIFEST).exists() or place.parent.name == "checkpoints"
+    return (path / MANIFEST).exists() or path.parent.name == "checkpoints"
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.storage import Checkpoint, Store, committed
 from lockstep.errors import UserError
 
 # How many damaged checkpoints in a row are looked at.
-MOST_DAMAGED = 50
+MAX_DAMAGED = 50
 
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
@@ -68,9 +68,9 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
         damaged.append(Damaged(checkpoint, first, reasons.removeprefix(f"{first}: ")))
 
         # Bad disks spoil a few. To look at thousands, and to set them aside, would take longer than anybody waits.
-        if len(damaged) >= MOST_DAMAGED and len(names) > MOST_DAMAGED:
+        if len(damaged) >= MAX_DAMAGED and len(names) > MAX_DAMAGED:
             raise UserError(
-                f"the newest {MOST_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
+                f"the newest {MAX_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
                 str(damaged[0]),
                 "remove them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
             )

@@ -1,7 +1,7 @@
 """Copies the state to host memory. This is the only part of a save that training waits for.
 
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
-(`Copying`).
+(`BackgroundCopy`).
 
 The copy is one buffer, which already is the data section of the file and only has to be written. Tensors on the CPU
 must be copied as well: training changes them while they are written.
@@ -47,7 +47,7 @@ class Slice:
 class Snapshot:
     """Keeps the buffer from save to save: fresh memory would cost more than the copy.
 
-    First `fit`, then `take`. When `Copying.run` returns, `data` is the data section of the file.
+    First `fit`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
     """
 
     def __init__(self) -> None:
@@ -80,20 +80,20 @@ class Snapshot:
             ]
         return self.layout
 
-    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
+    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> BackgroundCopy:
         """Copy `slices`, for which `fit` made room, except those named in `later`.
 
-        The `Copying` that is returned copies these. They must not change before its `wait` returns.
+        The `BackgroundCopy` that is returned copies these. They must not change before its `wait` returns.
         """
         pairs = list(zip(self._views, slices, strict=True))
         _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
-        return Copying([(view, source.tensor) for view, source in pairs if source.name in later])
+        return BackgroundCopy([(view, source.tensor) for view, source in pairs if source.name in later])
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data
 
 
-class Copying:
+class BackgroundCopy:
     """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
 
     Tensors on a GPU are copied in a separate stream, for which not even the host waits. The thread that will write

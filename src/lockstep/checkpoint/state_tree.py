@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 
 # A dict with one of these keys, and no other, stands for something that JSON cannot express.
-_MARKS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
+_MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
 
 # The dtypes that a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -76,7 +76,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         case tuple():
             return {"$tuple": pack(list(value), name, tensors)}
 
-        case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+        case dict() if all(isinstance(key, str) for key in value) and not _MARKERS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
         case dict():
             # JSON has no such keys, or one of them is a mark of ours.
