@@ -459,11 +459,11 @@ def by_all_others() -> nn.Module:
     ("make", "words"),
     [
         (past_torch, ["other weights", "shape [3]", "numpy", "torch.from_numpy"]),
-        (written_late, ["other weights", "numpy", "after a module has it", "or with torch"]),
-        (unset, ["'bias'", "unset", "set all of them"]),
-        (from_outside, ["64 MiB", "numpy, a file"]),
+        (written_late, ["other weights", "numpy", "after a module has registered it", "or with torch"]),
+        (unset, ["'bias'", "uninitialised", "set all of them"]),
+        (from_outside, ["64 MiB", "numpy, or from a file"]),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ["'0.weight' of Sequential has no shape"]),
-        (by_all_others, ["'blocks.0.up.weight'", "many other weights", "each block by itself"]),
+        (by_all_others, ["'blocks.0.up.weight'", "many other weights", "each block independently"]),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(

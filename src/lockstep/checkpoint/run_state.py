@@ -408,9 +408,8 @@ class RunState:
 
         # Groups have no names, so they cannot be matched if their number differs.
         if len(initial) != len(options):
-            return [
-                f"optimizer {number} has {len(options)} parameter groups, {len(initial)} when it was saved"
-            ], options
+            change = f"optimizer {number} has {len(options)} parameter groups, {len(initial)} when it was saved"
+            return [change], options
 
         # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []

@@ -221,7 +221,7 @@ def test_ranks_that_write_the_same_rows_do_not_commit(store):
         saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
     reports = end(team)
     assert not reports[0].checkpoint
-    assert "do not make up the whole" in reports[0].error
+    assert "do not add up to the full tensor" in reports[0].error
     assert folders(store) == set()
 
 
