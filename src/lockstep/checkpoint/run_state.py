@@ -275,7 +275,8 @@ class RunState:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
-        return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
+        unused = [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
+        return changed + unused
 
     def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
         """Read the tensors in the state of one part, which may have a `read` method (see `Stateful`)."""

@@ -1,4 +1,4 @@
-"""Call a model without side effects: snapshot and restore what a call changes, and run trial forwards and backwards.
+"""Call a model without side effects: snapshot and restore its state, and run trial forwards and backwards.
 
 This is used before a CUDA graph is captured, before a model is split into pipeline stages, and to compile on all ranks
 before the first collective.

@@ -337,7 +337,7 @@ class ShardedDriver(BaseDriver):
         sharded = next((names[id(leaf)] for leaf in inner.inputs if id(leaf) in names), None)
         if sharded:
             raise UserError(
-                f"the loss asks for the gradient of {sharded!r}, which is sharded: no rank holds it in full",
+                f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.call_site,
                 "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )

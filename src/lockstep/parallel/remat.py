@@ -106,7 +106,7 @@ def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: 
 def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the outputs of costly operations, except attention with dropout.
 
-    If the recomputation skipped that one, the operations after it would draw other random numbers than in the forward.
+    If the recomputation skipped such attention, later operations would draw other random numbers than in the forward.
     """
     if op not in _COSTLY:
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -106,11 +106,13 @@ class RunningStatistics:
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
+        # Padding ran the layers, but must not change the statistics.
         if micro.padding:
             self._write(values_before, updates_before)
             self._read_buffers()
             return
 
+        # Other ranks ran the micro-batches between this rank's last one and this one.
         self._fade(torch.where(ran, micro.index - self._position - 1, 0))
         self._position = torch.where(ran, micro.index, self._position)
 

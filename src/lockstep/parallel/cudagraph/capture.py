@@ -78,7 +78,7 @@ class Capture:
             yield partial(self.trial.backward, grad_outputs, retain_graph=pattern != self._all)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Replay the call on its flattened arguments and return what the model would return."""
+        """Replay the call on its flattened arguments, and return the model's output."""
         if self.trial.grad:
             # Parameters are passed as arguments, so that autograd gives them their gradients.
             outputs = list(_Replay.apply(self, *tensors, *self.trial.parameters))

@@ -401,5 +401,5 @@ def _split(values: Sequence[bool], lengths: Sequence[int]) -> list[Sequence[bool
 
 def _micro_batches(control: Control) -> int:
     total = control.batches.total
-    assert total is not None, "exact mode needs a source that knows its micro-batches"
+    assert total is not None, "exact mode needs a source with a known number of micro-batches"
     return total

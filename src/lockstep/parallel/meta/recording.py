@@ -167,6 +167,7 @@ class _Recorder(TorchDispatchMode):
         return empty
 
     def _empty(self, tensor: Tensor) -> Memory:
+        """Mark the memory of a tensor as empty, and return it."""
         memory = self._operand(tensor, crosses=True).memory
         if memory.exposed and not memory.empty:
             self._exposed.append((tensor.untyped_storage(), memory))
@@ -189,6 +190,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {})) if self._paused else self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call on the host, record it without running it, or run it with empty arguments materialized."""
         tensors = tensors_in((args, kwargs))
         to_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
         if not to_meta and not any(memories.is_empty(tensor) for tensor in tensors):
@@ -202,9 +204,10 @@ class _Recorder(TorchDispatchMode):
                 self._empty(tensor)
             return func(*_without_memory(args), **kwargs)
 
+        # A call that returns Python numbers, or writes into a tensor with memory, needs the actual values.
         written = _written_tensors(func, args, kwargs)
-        reads_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
-        if reads_numbers or not all(memories.is_empty(tensor) for tensor in written):
+        returns_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
+        if returns_numbers or not all(memories.is_empty(tensor) for tensor in written):
             result = func(*self._materialize(args), **self._materialize(kwargs))
             self._mark_unrepeatable(written)
             return result
@@ -266,9 +269,10 @@ class _Recorder(TorchDispatchMode):
         """Draw the random numbers that a call would draw, so that the generator advances."""
         tensors = tensors_in((args, kwargs))
         self._trimmer.add(sum(tensor.nbytes for tensor in tensors))
+        # An in-place call on one tensor, such as normal_(), does not depend on the tensor's values.
         if len(tensors) == 1 and written:
-            real = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
-            args, kwargs = tree_map(lambda leaf: real if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            buffer = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
+            args, kwargs = tree_map(lambda leaf: buffer if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             func(*args, **kwargs)
         else:
             func(*self._materialize(args), **self._materialize(kwargs))
@@ -276,24 +280,28 @@ class _Recorder(TorchDispatchMode):
     def _materialize(self, tree: Any) -> Any:
         """Return the arguments with the values of all empty tensors computed."""
 
-        def real(leaf: Any) -> Any:
+        def materialize(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and memories.is_empty(leaf):
                 recipe = memories.recipe(leaf)
                 self._trimmer.add(recipe.peak)
                 return recipe.make(View.of(leaf))
             return CPU if _is_device(leaf, "meta") else leaf
 
-        return tree_map(real, tree)
+        return tree_map(materialize, tree)
 
     def _record_call(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Call:
+        """Return a record of a call that is about to run, from which it can be replayed."""
         crosses = any(memories.is_empty(tensor) for tensor in tensors_in((args, kwargs)))
+
+        # If the call overwrites all of a memory without reading it, its earlier calls need not be replayed.
         overwritten = None
-        if _name(func) in OVERWRITES and len(written) == 1 and (memory := memories.of(written[0])):
+        memory = memories.of(written[0]) if _name(func) in OVERWRITES and len(written) == 1 else None
+        if memory:
             others = [t for t in tensors_in((args, kwargs)) if t is not written[0]]
             if covers(View.of(written[0]), memory) and all(memories.of(t) is not memory for t in others):
                 overwritten = written[0]
 
-        def noted(leaf: Any) -> Any:
+        def record(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 operand = self._operand(leaf, crosses)
                 return operand._replace(value=None) if leaf is overwritten else operand
@@ -302,10 +310,10 @@ class _Recorder(TorchDispatchMode):
             return CPU if _is_device(leaf, "meta") else leaf
 
         # Record the arguments and the generator before the call, which may change both.
-        own = _generator_in(args, kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not own
-        args, kwargs = tree_map(noted, (args, kwargs))
-        call = Call(next(_numbers), func, args, kwargs, torch.get_rng_state() if draws else None)
+        uses_default_generator = torch.Tag.nondeterministic_seeded in func.tags and not _generator_in(args, kwargs)
+        args, kwargs = tree_map(record, (args, kwargs))
+        state = torch.get_rng_state() if uses_default_generator else None
+        call = Call(next(_numbers), func, args, kwargs, state)
         call.unset = _name(func) in ALLOCATIONS
         tree_map(lambda leaf: call.operands.append(leaf) if is_leaf(leaf) else None, (args, kwargs), is_leaf=is_leaf)
         call.operands = [operand for operand in call.operands if isinstance(operand, Operand)]
@@ -316,6 +324,7 @@ class _Recorder(TorchDispatchMode):
         if tensor.is_conj() or tensor.is_neg():
             raise different_weights("model() initialises weights with conjugated views", "call resolve_conj() on them")
 
+        # Samples of a tensor with memory show, at the replay, whether code that is not recorded has changed it.
         memory = memories.of(tensor)
         if memory is None or memory.value is None or not _is_known(tensor):
             memory = self._save_content(tensor)

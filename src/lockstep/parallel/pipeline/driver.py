@@ -82,8 +82,9 @@ class PipelineDriver(ShardedDriver):
         local_stages = stages[position::ranks]
         held = {name for name, users in pp_ranks.items() if not users or position in users}
         mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
-        real = held | {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
-        keep_only(model, real, runtime.device)
+        buffers = model.named_buffers(remove_duplicate=False)
+        kept = held | {name for name, buffer in buffers if id(buffer) in mutable}
+        keep_only(model, kept, runtime.device)
 
         # In the same order as in apply.py: tensor parallelism, compile, FSDP.
         if plan:
@@ -99,9 +100,9 @@ class PipelineDriver(ShardedDriver):
         facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
         self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
-        super().__init__(model, runtime, self._replicas, held=real)
+        super().__init__(model, runtime, self._replicas, held=kept)
         self._held = [name in held for name in self.names]
-        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold it
+        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
         self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
 
         # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
@@ -115,7 +116,7 @@ class PipelineDriver(ShardedDriver):
             facts=facts,
         )
 
-        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, real)
+        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(
             model,
             stages,
