@@ -20,7 +20,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.parallel.meta import recording
-from lockstep.parallel.meta.init import check_init, fill, init_as_configured
+from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
@@ -63,7 +63,7 @@ def filled(make: Callable[[], nn.Module], cut: Callable[[nn.Module], Any] = lamb
     check_init(model, META)
     with context.start(World(0, 1, 0, 1), configured({}).config) as runtime:
         blocks = [block for block in model.modules() if type(block).__name__ == "Block"]
-        fill(model, blocks, cut, runtime)
+        fill_model(model, blocks, cut, runtime)
     return model
 
 

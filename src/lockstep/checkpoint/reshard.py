@@ -93,7 +93,7 @@ def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
+def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
     """Read the tensor `name` into `target` (any shape): this rank's shard of it, or all of it if it is replicated."""
     with torch.no_grad():
         if isinstance(target, DTensor):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import fill, parameter_of, read_state_like, without_duplicates
+from lockstep.checkpoint.reshard import parameter_of, read_into, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
@@ -295,12 +295,12 @@ class RunState:
         _check_same_ties(state, saved, reader)
 
         for name in [name for name in saved if name not in self._remote]:
-            fill(state[name], f"model.{name}", reader)
+            read_into(state[name], f"model.{name}", reader)
 
-            # The checkpoint holds the master; `fill` above has rounded it for the parameter.
+            # The checkpoint holds the master; `read_into` above has rounded it for the parameter.
             master = self._tensor_to_save(name, state[name])
             if master is not None and master is not state[name]:
-                fill(master, f"model.{name}", reader)
+                read_into(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():

@@ -101,7 +101,7 @@ class PendingSave:
         self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._began = 0.0  # when `run` was called
 
-        # Set by `abandon`, in the thread that trains.
+        # Set by `abandon`, in the training thread.
         self.abandoned = threading.Event()
         self._why_abandoned = ""
 

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
 from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
-from lockstep.parallel.meta.init import check_init, fill, init_as_configured
+from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
@@ -88,7 +88,7 @@ class OwnRun:
             for part in models:
                 check_init(part, self._builder.config, trained=False)
                 if any(p.is_meta for p in part.parameters()):
-                    fill(part, (), lambda _: None, self._builder.runtime)
+                    fill_model(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 

@@ -29,7 +29,7 @@ from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scala
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.layers import adapt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
-from lockstep.parallel.meta.init import check_init, fill
+from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import cast_parameters_, choose
@@ -69,7 +69,7 @@ def apply(
     # A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
     # pipeline moves its own stages to the device.
     if config.init == "meta" and runtime.world.alone:
-        fill(model, (), lambda _: None, runtime)
+        fill_model(model, (), lambda _: None, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
         cast_parameters_(model, config.precision)

@@ -95,7 +95,7 @@ def release_captures(model: nn.Module) -> None:
 
 
 class Timing(NamedTuple):
-    """The time of one forward or backward: the host's launch time, and events at its begin and end on the device.
+    """The time of one forward or backward: the host's launch time, and events at its start and end on the device.
 
     The events are read later, because reading them makes the host wait for the device.
     """

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
-from lockstep.parallel.ddp.hooks import Hook, WideHook
+from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
 from lockstep.runtime.context import Runtime
@@ -45,7 +45,7 @@ class _WithControlWord(Wrapper):
         return self.model(*args, **kwargs)
 
     # Scripts written for DDP use `replica.module` as the user's model.
-    def users_model(self) -> nn.Module:
+    def user_model(self) -> nn.Module:
         return nn.Module.__getattr__(self, "model")  # pyrefly: ignore[bad-return]
 
     # Unlike in `Wrapper`: DDP must find the control word among the parameters.
@@ -78,15 +78,15 @@ class Replica(Wrapper, DistributedDataParallel):
         self.called = True
         return super().forward(*args, **kwargs)
 
-    def users_model(self) -> nn.Module:
-        carrier: Any = super().users_model()
+    def user_model(self) -> nn.Module:
+        carrier: Any = super().user_model()
         return carrier.model
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A task that sets an attribute of the model means its own model, not this wrapper.
         own = vars(self)
-        if own.get("_is_complete") and name not in own and hasattr(self.users_model(), name):
-            setattr(self.users_model(), name, value)
+        if own.get("_is_complete") and name not in own and hasattr(self.user_model(), name):
+            setattr(self.user_model(), name, value)
         else:
             super().__setattr__(name, value)
 
@@ -185,7 +185,7 @@ class DDPDriver(BaseDriver):
         assert self._word_parameter.grad is not None
         self._word = self._word_parameter.grad
 
-    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         word = self._word_parameter
         if config.hook != "none":
             named = dict(zip(self.names, self.parameters, strict=True))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import HalfHook, Hook
+from lockstep.parallel.ddp.hooks import CommHook, HalfHook
 from lockstep.parallel.ddp.powersgd import PowerSGDHook
 
 
@@ -28,7 +28,7 @@ class HookArguments:
 
 @dataclass(frozen=True)
 class HookKind:
-    make: Callable[[HookArguments], Hook]
+    make: Callable[[HookArguments], CommHook]
     about: Callable[[DDPConfig], str]  # returns a line for the banner
 
 

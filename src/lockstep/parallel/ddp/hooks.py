@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
     gradients: list[tuple[Tensor, Tensor]]  # each parameter with its gradient, a view of the buffer
 
 
-class Hook:
+class CommHook:
     """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns."""
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
@@ -101,7 +101,7 @@ class Hook:
         return [gradient for parameter, gradient in bucket.gradients if parameter is self.word]
 
 
-class HalfHook(Hook):
+class HalfHook(CommHook):
     """Sends gradients as bf16 or fp16: half the bytes of float32.
 
     bf16 keeps 8 significant bits, fp16 11, and every addition on the way rounds again: with N ranks, the error of a sum
@@ -143,7 +143,7 @@ class HalfHook(Hook):
             word.copy_(summed)
 
 
-class WideHook(Hook):
+class WideHook(CommHook):
     """Sums bf16 gradients in float32, and rounds once."""
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:

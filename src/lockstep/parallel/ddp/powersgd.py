@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import Bucket, Hook
+from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.seeds import derive
 
@@ -47,7 +47,7 @@ class Matrix:
     error: Tensor | None  # (n, m): this rank's error
 
 
-class PowerSGDHook(Hook):
+class PowerSGDHook(CommHook):
     """Exchanges matrices as products of two thin matrices, from step `powersgd_start` on.
 
     The first steps are uncompressed, as is usual for PowerSGD: gradients change most at the beginning.

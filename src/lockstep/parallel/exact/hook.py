@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.shard import rank_range
-from lockstep.parallel.ddp.hooks import Bucket, Hook
+from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 
 CHUNK = 2**20  # elements that are exchanged at once: one chunk is added while others are being sent
@@ -60,7 +60,7 @@ def _add_up(chunk: _Chunk) -> None:
         chunk.own.copy_(total)
 
 
-class OrderedHook(Hook):
+class OrderedHook(CommHook):
     """Leaves in every bucket the sum over all micro-batches of the step, not a mean.
 
     `tree` holds the gradients of this rank's earlier micro-batches. DDP passes the gradients of the last micro-batch,

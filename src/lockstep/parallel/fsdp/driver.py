@@ -31,7 +31,7 @@ from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.meta.init import fill
+from lockstep.parallel.meta.init import fill_model
 from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
@@ -56,7 +56,7 @@ class FSDPDriver(ShardedDriver):
         # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
         is_meta = any(p.is_meta for p in model.parameters())
         if is_meta:
-            fill(model, unshared, shard, runtime)
+            fill_model(model, unshared, shard, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
@@ -65,7 +65,7 @@ class FSDPDriver(ShardedDriver):
 
         # The parameters outside the blocks.
         shard(model)
-        prepare(model)
+        configure_sharding(model)
 
         super().__init__(model, runtime, self._replicas)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
@@ -263,7 +263,7 @@ def _free_memory(device: torch.device) -> tuple[str, float]:
     return device_name(device), min(free + unused, allowed)
 
 
-def prepare(model: nn.Module) -> None:
+def configure_sharding(model: nn.Module) -> None:
     """Make FSDP sum gradients instead of averaging, and keep recurrent layers from moving their gathered weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -91,7 +91,9 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
             )
 
 
-def fill(model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], runtime: Runtime) -> None:
+def fill_model(
+    model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], runtime: Runtime
+) -> None:
     """Initialise the weights of `model`, and `shard` each block as soon as it is initialised."""
     filling = _Filling({id(block) for block in blocks}, shard)
     # Check first, because initialising a large model takes long.

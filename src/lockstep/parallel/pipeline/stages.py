@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.fsdp.driver import describe_blocks, prepare
+from lockstep.parallel.fsdp.driver import configure_sharding, describe_blocks
 from lockstep.parallel.mesh import Axes
 
 WHAT_TO_WRITE = (
@@ -225,7 +225,7 @@ def shard_stages(
 
         # Placeholders of other stages have no memory to shard.
         shard(stage, ignored_params=set(stage.parameters()) - owned)
-        prepare(stage)
+        configure_sharding(stage)
         _tie_again(model, originals)
 
     counts_by_rank = axes.along("pp").gather_json(counts)
