@@ -428,12 +428,15 @@ MODEL = {
         "type strategy=fsdp",
     ),
     "meta with a mesh": Row(
-        {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
+        {"init": "meta", "strategy": "fsdp", "mesh.tp": 2},
+        "and a mesh",
+        "one block after another",
+        "leave the mesh out",
     ),
     "meta, with weights that nobody sets": Row(
         {"init": "meta", "strategy": "fsdp"},
-        "cannot make 'weight'",
-        "whatever was in memory",
+        "cannot initialise 'weight'",
+        "would be arbitrary",
         "set all of them",
         Asked(Unset),
         mends=False,

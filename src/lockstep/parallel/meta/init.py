@@ -50,7 +50,7 @@ def _check_strategy(config: RunConfig) -> None:
     remedy = "leave the mesh out, or type" if config.strategy_record.shards_parameters else "type strategy=fsdp, or"
     raise UserError(
         f"init=meta cannot be combined with strategy={config.strategy}{mesh}",
-        "it initialises and shards one block after another, as only fsdp can",
+        "it initialises and shards one block after another, which needs fsdp without a mesh",
         f"{remedy} init=host",
     )
 
