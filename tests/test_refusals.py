@@ -329,7 +329,7 @@ GRID = {
     "a mesh that does not divide": Row(
         {"mesh.tp": 3}, "mesh.tp=3 does not fit 4 ranks", "not a multiple", "type mesh.tp=2"
     ),
-    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "8 places", "type mesh.dp=2"),
+    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "needs 8 ranks", "type mesh.dp=2"),
     "hsdp with tp": Row(
         {"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "cannot be combined with mesh.tp", "type strategy=fsdp"
     ),
@@ -384,15 +384,20 @@ MODEL = {
         {}, "wrapped in OptimizedModule", "a plain model", "type compile=true", Asked(lambda: torch.compile(Net()))
     ),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
-    "frozen": Row({}, "nothing to train", "requires_grad", "unfreeze", Asked(lambda: Net().requires_grad_(False))),
+    "frozen": Row(
+        {}, "nothing to train", "requires_grad", "set requires_grad=True", Asked(lambda: Net().requires_grad_(False))
+    ),
     "remat without blocks": Row(
-        {"remat": "full"}, "remat=full finds no blocks", "no list of modules", "blocks=[", Asked(Strange)
+        {"remat": "full"}, "remat=full finds no blocks", "no ModuleList", "blocks=[", Asked(Strange)
     ),
     "blocks that are not there": Row(
-        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no module of this class", "type blocks=[Block]"
     ),
     "one of two blocks that is not there": Row(
-        {"remat": "full", "blocks": ["Block", "Tree"]}, "blocks=[Tree]", "no such module", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Block", "Tree"]},
+        "blocks=[Tree]",
+        "no module of this class",
+        "type blocks=[Block]",
     ),
     "blocks that nobody calls": Row(
         {"strategy": "fsdp", "blocks": ["ModuleList"]}, "blocks=[ModuleList]", "no forward", "type blocks=[Block]"
@@ -403,7 +408,9 @@ MODEL = {
     "a block of a model without parts": Row(
         {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
-    "remat of every block by number": Row({"remat": "every-1"}, "every-1 is not an interval", "", "type remat=full"),
+    "remat of every block by number": Row(
+        {"remat": "every-1"}, "every-1 would recompute all blocks", "", "type remat=full"
+    ),
     "remat of fewer blocks than there are": Row(
         {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
     ),
@@ -414,14 +421,22 @@ MODEL = {
         "GroupNorm",
         Asked(Strange),
     ),
-    "meta under ddp": Row({"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp"),
+    "meta under ddp": Row(
+        {"init": "meta"},
+        "init=meta cannot be combined with strategy=ddp",
+        "one block after another",
+        "type strategy=fsdp",
+    ),
     "meta with a mesh": Row(
-        {"init": "meta", "strategy": "fsdp", "mesh.tp": 2}, "and a mesh", "another way", "leave the mesh out"
+        {"init": "meta", "strategy": "fsdp", "mesh.tp": 2},
+        "and a mesh",
+        "one block after another",
+        "leave the mesh out",
     ),
     "meta, with weights that nobody sets": Row(
         {"init": "meta", "strategy": "fsdp"},
-        "cannot make 'weight'",
-        "whatever was in memory",
+        "cannot initialise 'weight'",
+        "would be arbitrary",
         "set all of them",
         Asked(Unset),
         mends=False,
@@ -469,13 +484,13 @@ MODEL = {
         Asked(plan={"layers.*": "colwise"}),
     ),
     "a pipeline without stages": Row(
-        {"strategy": "pp"}, "into stages", "no list of modules", "[Front(model), Middle(model)", Asked(Strange)
+        {"strategy": "pp"}, "into stages", "no ModuleList", "[Front(model), Middle(model)", Asked(Strange)
     ),
     "more stages than parts": Row(
         {"strategy": "pp"}, "into 4 stages", "split into 2", "at most 2 stages", Asked(net_in_row)
     ),
     "stages that are no modules": Row(
-        {"strategy": "pp"}, "a str in it", "", "Front(model)", Asked(parts=lambda model: ["blocks"])
+        {"strategy": "pp"}, "it contains a str", "", "Front(model)", Asked(parts=lambda model: ["blocks"])
     ),
     "one micro-batch in a pipeline": Row(
         {"strategy": "pp", "micro_batch": 16},
@@ -622,7 +637,11 @@ OWN_LOOPS = {
         {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
     ),
     "meta under ddp": Row(
-        {"init": "meta"}, "init=meta with strategy=ddp", "full layers", "type strategy=fsdp", mends=False
+        {"init": "meta"},
+        "init=meta cannot be combined with strategy=ddp",
+        "one block after another",
+        "type strategy=fsdp",
+        mends=False,
     ),
     "meta, made with weights": Row(
         {"init": "meta", "strategy": "fsdp"},

@@ -325,7 +325,7 @@ class InstanceStatistics(Layers):
 
 def test_statistics_that_cannot_be_combined_are_refused(pool: Pool) -> None:
     errors = pool.errors(fit, SharedNorm(), VALUES | {"mesh.pp": 2}, world=2)
-    assert_user_errors(errors, "'1' is a BatchNorm1d that 2 stages", "a BatchNorm of its own")
+    assert_user_errors(errors, "'1' is a BatchNorm1d that 2 stages", "a separate BatchNorm")
     errors = pool.errors(fit, InstanceStatistics(), VALUES, world=2)
     assert_user_errors(errors, "'2' (InstanceNorm1d) has track_running_stats=True", "leave")
 

@@ -20,7 +20,7 @@ from lockstep.config import RunConfig
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.parallel.meta import recording
-from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
+from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig
 from lockstep.recipes.pixel_llm.model import Captioner, Sizes
@@ -54,16 +54,16 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def empty(make: Callable[[], nn.Module]) -> nn.Module:
-    with model_made_as_asked(META):
+    with init_as_configured(META):
         return made(make)
 
 
 def filled(make: Callable[[], nn.Module], cut: Callable[[nn.Module], Any] = lambda _: None) -> nn.Module:
     model = empty(make)
-    check_made_as_asked(model, META)
+    check_init(model, META)
     with context.start(World(0, 1, 0, 1), configured({}).config) as runtime:
         blocks = [block for block in model.modules() if type(block).__name__ == "Block"]
-        fill(model, blocks, cut, runtime)
+        fill_model(model, blocks, cut, runtime)
     return model
 
 
@@ -444,7 +444,7 @@ def unset() -> nn.Module:
 
 def from_outside() -> nn.Module:
     model = nn.Module()
-    model.table = nn.Parameter(torch.from_numpy(np.zeros(recording.MAX_KEPT_BYTES // 8 + 1)))
+    model.table = nn.Parameter(torch.from_numpy(np.zeros(recording.MAX_SAVED_BYTES // 8 + 1)))
     return model
 
 
@@ -459,11 +459,11 @@ def by_all_others() -> nn.Module:
     ("make", "words"),
     [
         (past_torch, ["other weights", "shape [3]", "numpy", "torch.from_numpy"]),
-        (written_late, ["other weights", "numpy", "after a module has it", "or with torch"]),
-        (unset, ["'bias'", "unset", "set all of them"]),
-        (from_outside, ["64 MiB", "numpy, a file"]),
+        (written_late, ["other weights", "numpy", "after a module has registered it", "or with torch"]),
+        (unset, ["'bias'", "uninitialised", "set all of them"]),
+        (from_outside, ["64 MiB", "numpy, or from a file"]),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ["'0.weight' of Sequential has no shape"]),
-        (by_all_others, ["'blocks.0.up.weight'", "many other weights", "each block by itself"]),
+        (by_all_others, ["'blocks.0.up.weight'", "many other weights", "each block independently"]),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(
@@ -477,10 +477,10 @@ def test_a_model_that_was_made_unseen_is_refused() -> None:
     with torch.device("meta"):
         model = Small()
     words = ["other weights", "'embed.weight' of Small", "run.init_module()"]
-    check_named(words, lambda: check_made_as_asked(model, META))
-    check_named(["already has weights", "run.init_module()"], lambda: check_made_as_asked(Small(), META))
+    check_named(words, lambda: check_init(model, META))
+    check_named(["already has weights", "run.init_module()"], lambda: check_init(Small(), META))
     with pytest.raises(UserError, match="type init=meta"):
-        check_made_as_asked(model, RunConfig())
+        check_init(model, RunConfig())
 
 
 def start_apart(world: World, store: Any) -> None:
@@ -510,7 +510,7 @@ def check_named(words: list[str], attempt: Callable[[], Any]) -> None:
 def test_only_where_the_model_is_cut(values: dict[str, Any]) -> None:
     with (
         pytest.raises(UserError, match="strategy=fsdp"),
-        model_made_as_asked(configured({"init": "meta"} | values).config),
+        init_as_configured(configured({"init": "meta"} | values).config),
     ):
         Small()
 

@@ -132,7 +132,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
         run: Any = builder.run
         weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
         held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
-        kinds = [type(p.schedule).__name__ for p in run.driver._flow._prepared.values()] if world.size > 1 else []
+        kinds = [type(p.schedule).__name__ for p in run.driver._pipeline._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         return {"weights": copies, "summary": summary, "held": held, "kinds": kinds, "folder": str(run.folder.path)}
 

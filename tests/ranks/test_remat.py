@@ -217,7 +217,7 @@ def test_a_cache_that_the_loss_asks_for_is_refused() -> None:
     model = stack("full", tiny_bart)
     words = torch.ones(1, 4, dtype=torch.int64)
     assert model(input_ids=words).past_key_values is None
-    with pytest.raises(UserError, match="would fill the cache of keys and values of BartDecoderLayer twice") as caught:
+    with pytest.raises(UserError, match="would fill the KV cache of BartDecoderLayer twice") as caught:
         model(input_ids=words, use_cache=True)
     assert "leave both out of the call" in caught.value.fix
 

@@ -237,12 +237,12 @@ class Slots(Averaged):
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
-        (Slots(), {"global_batch": 4}, ("global_batch=4 does not fit", "belongs to", "type global_batch=")),
-        (OtherNet(), {}, ("not the one that the checkpoint was saved from", "missing, first '0.bias'")),
-        (OtherOptimizer(), {}, ("2 optimizers, here 1",)),
+        (Slots(), {"global_batch": 4}, ("global_batch=4 does not fit", "saved its state with", "type global_batch=")),
+        (OtherNet(), {}, ("differs from the model in the checkpoint", "missing in the checkpoint, first '0.bias'")),
+        (OtherOptimizer(), {}, ("2 optimizers, the task 1",)),
         (Untied(), {}, ("tied",)),
         (MoreData(), {}, ("has 45 samples, but had 44 when",)),
-        (Averaged(), {"seed": 7}, ("the order of the samples has changed", "has changed (seed: 0 -> 7)")),
+        (Averaged(), {"seed": 7}, ("the order of the samples has changed", "undo the changes (seed: 0 -> 7)")),
         (Averaged(), {"data.shuffle": False}, ("data.shuffle",)),
     ],
 )

@@ -313,7 +313,7 @@ def test_every_number_is_written_once(pool: Pool, values: dict[str, Any]) -> Non
 
 def settled(world: World, store: Any) -> list[float]:
     with context.start(world, configured({}).config, store=store) as runtime:
-        mesh = Axes(Mesh({"pp": 1, "dp": 1, "tp": world.size}, world.rank), runtime).devices["tp"]
+        mesh = Axes(Mesh({"pp": 1, "dp": 1, "tp": world.size}, world.rank), runtime).device_mesh["tp"]
         parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
         parameter.grad = DTensor.from_local(torch.full((2,), 1.0 + world.rank), mesh, [Partial()])
         redistribute_gradient(parameter)

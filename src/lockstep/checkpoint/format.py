@@ -1,7 +1,7 @@
-"""One rank's file in the safetensors format: its layout before it is written, its header when it is read.
+"""One rank's file in the safetensors format: its layout for writing, and its header for reading.
 
-The safetensors library could write the same file, but neither from a buffer that is already laid out nor bypassing the
-page cache. No torch here.
+The safetensors library could write the same file, but not from a buffer that already is the data section, and not with
+O_DIRECT. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
-# The tensors of a file by key: dtype, shape, and where its bytes start, counted from the beginning of the file.
+# The tensors of a file by key: dtype, shape, and the position of the first byte in the file.
 Header = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece of the tensor `name` before it is written: all that the manifest will say about it, except the file."""
+    """A piece of the tensor `name` before it is written. It has everything for the manifest, except the file."""
 
     name: str  # also its key in the file
     dtype: str
     full_shape: tuple[int, ...]  # of the tensor
-    offset: tuple[int, ...]  # where in the tensor the piece begins
+    offset: tuple[int, ...]  # of the piece in the tensor
     shape: tuple[int, ...]  # of the piece
 
     @property
@@ -49,10 +49,10 @@ class PieceToWrite:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where each piece lies in a file: a header, and a data section without gaps."""
+    """The layout of a file: a header, and a data section with all pieces, without gaps."""
 
     pieces: tuple[PieceToWrite, ...]
-    starts: tuple[int, ...]  # where each piece begins in the data section
+    starts: tuple[int, ...]  # the start of each piece in the data section
     size: int  # of the data section
     header: bytes
 
@@ -66,7 +66,7 @@ def file_name(rank: int) -> str:
 
 
 def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
-    """Lay out `pieces`, the widest elements first: this aligns every tensor without gaps, which the format forbids."""
+    """Lay out `pieces`, largest dtypes first. This aligns every tensor without gaps, which the format forbids."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = [0] * len(pieces)
     position = 0
@@ -74,7 +74,7 @@ def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
     for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
         piece = pieces[index]
         if piece.name in header:
-            raise ValueError(f"a rank writes one piece of each tensor, and two of {piece.name}")
+            raise ValueError(f"a rank may write only one piece of a tensor, but there are two of {piece.name}")
 
         starts[index] = position
         position += piece.bytes
@@ -84,14 +84,14 @@ def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
             "data_offsets": [starts[index], position],
         }
 
-    # Pad the header so that the data section begins at a page: direct writes need that.
+    # Pad the header so that the data section begins at a page, as direct writes require.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     return FileLayout(tuple(pieces), tuple(starts), position, len(text).to_bytes(8, "little") + text)
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
-    """Return the manifest and what is wrong with it or with this rank's share of its files."""
+    """Return the manifest, and the problems with it or with this rank's share of its files."""
     try:
         manifest = read_manifest(checkpoint)
     except Damaged as damaged:
@@ -100,14 +100,14 @@ def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> tuple[
 
 
 def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
-    """Return what is wrong with `files`: a size, a digest, or a piece that the manifest expects and a file lacks."""
-    # What the manifest expects in each file: pieces with their dtypes.
+    """Return the problems with `files`: a wrong size, a wrong digest, or a missing piece."""
+    # The pieces that the manifest expects in each file, with their dtypes.
     expected: dict[str, list[tuple[Piece, str]]] = {}
     for entry in manifest.tensors.values():
         for piece in entry.pieces:
             expected.setdefault(piece.file, []).append((piece, entry.dtype))
 
-    # One problem per file is enough: a wrong digest explains a wrong header.
+    # Report one problem per file: a wrong digest explains a wrong header.
     problems = []
     for file in files:
         try:
@@ -121,14 +121,14 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
 
 
 def read_header(checkpoint: Checkpoint, name: str) -> Header:
-    """Read the header of one file and check every entry. Raise Damaged if anything about it is wrong."""
+    """Read the header of one file and check every entry. Raise Damaged if an entry is invalid."""
     try:
         with open_file(checkpoint, name) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
 
-            # The file is eight bytes with the length of the header, the header as JSON, the data. The safetensors
-            # library accepts a header of up to 100 MB.
+            # A file consists of eight bytes with the length of the header, the header as JSON, and the data. The
+            # safetensors library accepts a header of up to 100 MB.
             length = int.from_bytes(stream.read(8), "little")
             require(length <= min(100_000_000, size - 8), "the header is longer than the file")
             entries = parse_json(stream.read(length))
@@ -147,7 +147,7 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tupl
     offsets = check_counts(fields["data_offsets"], f"an offset of {what}")
     require(dtype in SIZES and len(offsets) == 2, f"{what} has an unknown dtype, or not two offsets")
 
-    # Python's integers do not overflow: the bytes of a huge shape are simply not those between the offsets.
+    # Python's integers do not overflow, so this also refuses a huge shape.
     start, end = offsets
     require(
         start + math.prod(shape) * SIZES[dtype] == end <= file_size - data_start,
@@ -157,7 +157,7 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tupl
 
 
 def locate(checkpoint: Checkpoint, header: Header, piece: Piece, dtype: str) -> int:
-    """Return where `piece` starts in its file. Raise Damaged if the file has no such piece."""
+    """Return the position of `piece` in its file. Raise Damaged if the file does not contain it."""
     if piece.key not in header or header[piece.key][:2] != (dtype, piece.shape):
         raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
     return header[piece.key][2]

@@ -1,6 +1,6 @@
 """The command `lockstep ckpt`: the function of each action returns the text to print and the exit code.
 
-Only `export` imports torch, and only when it is called: looking at checkpoints must be quick.
+Only `export` imports torch, when it is called, so that all other actions start fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.errors import UserError, plural, printable
 
-# How many tensors `show` lists, and how many checkpoints `ls`.
+# How many tensors `show` lists, and how many checkpoints `ls` lists.
 MAX_SHOWN = 200
 MAX_LISTED = 1000
 
@@ -34,9 +34,9 @@ MAX_LISTED = 1000
 _PREFIX = "model."
 
 
-def ls(place: Path) -> tuple[str, int]:
-    """List the checkpoints of a run by their manifests and the sizes of their files. `verify` reads the bytes."""
-    checkpoints = committed(_store(place))
+def ls(path: Path) -> tuple[str, int]:
+    """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
+    checkpoints = committed(_store(path))
     rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
@@ -45,9 +45,9 @@ def ls(place: Path) -> tuple[str, int]:
     return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
-def show(place: Path) -> tuple[str, int]:
-    """Describe the newest checkpoint of a run, or the one given, in detail."""
-    checkpoint = choose(place)
+def show(path: Path) -> tuple[str, int]:
+    """Describe a checkpoint, or the newest checkpoint of a run, in detail."""
+    checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
     except Damaged as damaged:
@@ -63,7 +63,7 @@ def show(place: Path) -> tuple[str, int]:
         ("values", ", ".join(sorted(manifest.values)) or "none"),
     ]
 
-    # A model may have thousands of tensors, which would scroll everything else away.
+    # Limit the rows: a model may have thousands of tensors.
     rows = [
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
@@ -75,11 +75,11 @@ def show(place: Path) -> tuple[str, int]:
     return "\n".join(lines), 0
 
 
-def verify(place: Path) -> tuple[str, int]:
-    """Read every byte of one checkpoint, or of all of a run; code 1 if any differs from what was written."""
-    # One row for each checkpoint, and below it one for each of its bad files.
+def verify(path: Path) -> tuple[str, int]:
+    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is damaged."""
+    # One row for each checkpoint, followed by one row for each of its damaged files.
     rows = []
-    for checkpoint in [Checkpoint.at(place)] if _is_checkpoint(place) else committed(_store(place)):
+    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_store(path)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, "damaged" if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -87,16 +87,16 @@ def verify(place: Path) -> tuple[str, int]:
     return _table(rows) if rows else "no checkpoints", int(any(state == "damaged" for _, state in rows))
 
 
-def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints: a damaged one must not push out a good one."""
-    # A bad count is refused before anything is read.
+def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
+    """Delete all but the newest `keep` valid checkpoints. Damaged checkpoints do not count and are not deleted."""
+    # Raises an error for a bad count before anything is read.
     retention = Retention(last=keep)
 
-    # This reads every byte: only valid checkpoints count.
-    store = _store(place)
+    # Read every byte, since only valid checkpoints count.
+    store = _store(path)
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
     damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
-    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {place}" for step in sorted(damaged)]
+    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {path}" for step in sorted(damaged)]
 
     for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
         if not dry_run:
@@ -105,12 +105,12 @@ def prune(place: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
-    checkpoint = choose(place, step)
+def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
+    checkpoint = choose(path, step)
     target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
 
-    # A run may keep frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that no run wrote
-    # may hold any values.
+    # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
+    # written by a run may hold any values.
     missing: Any = read_manifest(checkpoint).values
     for key in ("state", "model", "left_out"):
         missing = missing.get(key) if isinstance(missing, dict) else None
@@ -122,9 +122,9 @@ def export(place: Path, out: Path | None, step: int | None) -> tuple[str, int]:
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
-    """Verify every byte and write the tensors `model.*` to `out` or to `out`/model.safetensors.
+    """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
-    Tied weights are written once; the metadata map their other names to the one that is written.
+    Tied weights are written once; the metadata maps their other names to that name.
     """
     from lockstep.observe.run_folder import write_weights  # needs torch
 
@@ -133,10 +133,10 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
         raise UserError(
             f"the checkpoint {checkpoint.path} has no weights to export",
             f"no tensor whose name begins with {_PREFIX!r}",
-            "look at what is there: lockstep ckpt show CKPT",
+            "list its tensors: lockstep ckpt show CKPT",
         )
 
-    # An older file is replaced as a whole or not at all.
+    # An older file is replaced completely or not at all.
     target = out if out.suffix == ".safetensors" else out / "model.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, tensors, aliases)
@@ -158,7 +158,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
 
-            # A tensor that is tied to one outside the model is written itself.
+            # If a tensor is tied to a tensor outside the model, it is written itself.
             if original != full_name and original.startswith(_PREFIX):
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
@@ -172,34 +172,34 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
     return tensors, aliases
 
 
-def choose(place: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint `place`, or if it is a run, its checkpoint of `step` or its newest."""
-    if _is_checkpoint(place) and step is None:
-        return Checkpoint.at(place)
+def choose(path: Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, or its newest."""
+    if _is_checkpoint(path) and step is None:
+        return Checkpoint.at(path)
 
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(place))}
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(path))}
     if not checkpoints:
-        raise UserError(f"{place} has no committed checkpoint", "", "choose another run folder")
+        raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
     chosen = max(checkpoints) if step is None else step
     if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))
-        raise UserError(f"{place} has no checkpoint of step {step}", f"those of steps {steps}", "use one of them")
+        raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
     return checkpoints[chosen]
 
 
-def _store(place: Path) -> Store:
-    # The run's folder, or the folder of its checkpoints.
-    for root in (place / "checkpoints", place):
+def _store(path: Path) -> Store:
+    # `path` is the run's folder, or the folder of its checkpoints.
+    for root in (path / "checkpoints", path):
         if root.name == "checkpoints" and root.is_dir():
             return FileStore(root)
-    why = "has no folder checkpoints" if place.is_dir() else "does not exist"
-    raise UserError(f"{place} {why}", "", "give the folder of a run, such as runs/char_lm-...")
+    why = "has no folder checkpoints" if path.is_dir() else "does not exist"
+    raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
 
-def _is_checkpoint(place: Path) -> bool:
-    # A folder without its manifest is a damaged checkpoint.
-    return (place / MANIFEST).exists() or place.parent.name == "checkpoints"
+def _is_checkpoint(path: Path) -> bool:
+    # A folder without a manifest is a damaged checkpoint.
+    return (path / MANIFEST).exists() or path.parent.name == "checkpoints"
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ def _metrics(manifest: Manifest) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    # A name in a manifest may hold anything: no cell may begin a line of its own.
+    # A name in a manifest may contain any characters. Escape line breaks, so that no cell begins a new line.
     rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{width}}}" for width in widths)

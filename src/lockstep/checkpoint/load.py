@@ -1,6 +1,6 @@
 """Find the newest valid checkpoint and read its tensors. All ranks agree on it before any of them changes a weight.
 
-Nothing is trusted: every byte is compared with its digest before a tensor is used.
+All files are verified against their digests before a tensor is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lockstep.checkpoint.state_tree import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, Store, committed
 from lockstep.errors import UserError
 
-# How many damaged checkpoints in a row are looked at.
-MOST_DAMAGED = 50
+# How many damaged checkpoints in a row are examined before giving up.
+MAX_DAMAGED = 50
 
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
@@ -29,9 +29,9 @@ Gather = Callable[[Any], list[Any]]
 def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
-    Collective: each rank verifies every byte of its share of the files, and all ranks get the same answer.
+    Collective: each rank verifies every byte of its share of the files, and all ranks get the same result.
     """
-    # Rank 0 decides which ones to look at. Also a barrier: rank 0 has claimed the store before it gets here.
+    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the store before.
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
 
@@ -44,9 +44,9 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
     views = gather([visible, sees_more, store.owner()])
     for other_rank, view in enumerate(views):
         if view != views[0]:
-            raise _not_shared(f"rank {other_rank} does not see there what rank 0 sees")
+            raise _not_shared(f"rank {other_rank} finds other files there than rank 0")
 
-    # Begin with the newest.
+    # The newest checkpoint comes first.
     damaged: list[Damaged] = []
     for name in names:
         checkpoint = Checkpoint(store, name)
@@ -54,23 +54,23 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
         digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
-        answers = gather([[[problem.file, problem.why] for problem in problems], digest])
-        bad = sorted({(file, why) for rank_problems, _ in answers for file, why in rank_problems})
+        results = gather([[[problem.file, problem.why] for problem in problems], digest])
+        bad = sorted({(file, why) for rank_problems, _ in results for file, why in rank_problems})
 
         if manifest is not None and not bad:
-            if len({rank_digest for _, rank_digest in answers}) > 1:
+            if len({rank_digest for _, rank_digest in results}) > 1:
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, damaged)
 
-        # `Damaged` names one file; its reason names the others.
+        # `Damaged` has one file, so its reason names the others.
         first = bad[0][0]
         reasons = "; ".join(f"{file}: {why}" for file, why in bad)
         damaged.append(Damaged(checkpoint, first, reasons.removeprefix(f"{first}: ")))
 
-        # Bad disks spoil a few. To look at thousands, and to set them aside, would take longer than anybody waits.
-        if len(damaged) >= MOST_DAMAGED and len(names) > MOST_DAMAGED:
+        # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
+        if len(damaged) >= MAX_DAMAGED and len(names) > MAX_DAMAGED:
             raise UserError(
-                f"the newest {MOST_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
+                f"the newest {MAX_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
                 str(damaged[0]),
                 "remove them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
             )
@@ -101,9 +101,9 @@ def _not_shared(found: str) -> UserError:
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint to the CPU: full ones, or any slice, however they were sharded when saved.
+    """Reads full tensors or slices of them from a checkpoint to the CPU, however they were sharded when saved.
 
-    It reads only the bytes that are needed and does not check digests again: `find` did that.
+    It reads only the bytes that are needed, and does not check digests, which `find` has done.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):
@@ -119,7 +119,7 @@ class CheckpointReader:
         return self._entry(name).shape
 
     def original(self, name: str) -> str:
-        """Return the name under which the bytes are stored; tied weights are stored under the first of their names."""
+        """Return the name under which a tensor is stored. Tied weights are stored under the first of their names."""
         return self.manifest.aliases.get(name, name)
 
     def read(self, name: str) -> torch.Tensor:
@@ -132,14 +132,14 @@ class CheckpointReader:
         ends = [start + length for start, length in zip(offset, shape, strict=True)]
         bounds = zip(offset, ends, entry.shape, strict=True)
         if not all(0 <= start <= end <= limit for start, end, limit in bounds):
-            raise ValueError(f"{name} has the shape {entry.shape}; no slice {tuple(shape)} begins at {tuple(offset)}")
+            raise ValueError(f"{name} has shape {entry.shape}; a slice {tuple(shape)} at {tuple(offset)} does not fit")
 
-        # Usually this is exactly what some rank wrote: it needs no second copy.
+        # Usually the slice is exactly a piece that some rank wrote, and needs no second copy.
         for piece in entry.pieces:
             if (piece.offset, piece.shape) == (tuple(offset), tuple(shape)):
                 return self._rows(piece, entry.dtype, 0, shape[0] if shape else 1).view(piece.shape)
 
-        # Check all files before allocating: a forged manifest must not make us allocate what no file holds.
+        # Check all files before allocating, so that a forged manifest cannot cause a huge allocation.
         for piece in entry.pieces:
             self._locate(piece, entry.dtype)
 
@@ -149,18 +149,18 @@ class CheckpointReader:
             low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
             high = [min(a, b + n) for a, b, n in zip(ends, piece.offset, piece.shape, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                # Only the rows of the overlap are read, but each of them in full.
+                # Read only the rows of the overlap, but each row in full.
                 rows = self._rows(piece, entry.dtype, low[0] - piece.offset[0], high[0] - piece.offset[0])
                 rows_offset = (low[0], *piece.offset[1:])
                 result[_between(low, high, offset)] = rows[_between(low, high, rows_offset)]
         return result
 
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:
-        """Read the rows from `first` up to `last` of a piece; they lie together in the file."""
+        """Read the rows first .. last - 1 of a piece, which are contiguous in the file."""
         start = self._locate(piece, dtype)
         row_bytes = math.prod(piece.shape[1:]) * SIZES[dtype]
 
-        # Read into the tensor's own memory. A store may return less than it is asked for.
+        # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         rest = data.numpy().data
         with open_file(self.checkpoint, piece.file) as file:
@@ -168,7 +168,7 @@ class CheckpointReader:
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
 
-        # The header was checked, so the file was cut off after that.
+        # The header was valid, so the file was truncated after it was checked.
         if rest:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
         return data.view(DTYPES[dtype]).view(last - first, *piece.shape[1:])
@@ -184,5 +184,5 @@ class CheckpointReader:
 
 
 def _between(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of what lies between two corners, for a tensor that begins at `origin`."""
+    """Return the index of the region between two corners, for a tensor that begins at `origin`."""
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))

@@ -6,10 +6,10 @@
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
     abandon_if_failed               when the control word says that a rank failed to write its file
-    rewind                          when a step was spoiled and the policy is rewind
+    rewind                          when a step was not applied and the policy is rewind
     settle, newest_path, close      at the end
 
-Local: `poll`, `save_is_due_by_clock`, `due`, `newest_path`, `close`. All ranks call the others at the same step.
+`poll`, `save_is_due_by_clock`, `due`, `newest_path` and `close` are local. All other methods are collective.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-# Keys in a checkpoint for the state of the loop, which `Run` makes; also fields of `Resumed`.
+# The keys of the loop's state in a checkpoint, which `Run` fills in; also fields of `Resumed`.
 LOOP_STATE = ("evaluation_due", "interval", "seconds")
 
 # Settings that may change on resume without being reported.
@@ -61,14 +61,16 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Resumed:
+    """The result of a resume or a rewind."""
+
     step: int
     path: Path  # of the checkpoint
-    world_size: int  # how many ranks wrote it
+    world_size: int  # how many ranks wrote the checkpoint
     changed_settings: list[Change]
-    changes: list[str]  # as text: these settings and everything else that differs
-    evaluation_due: bool  # the run was preempted before it could evaluate
+    changes: list[str]  # descriptions of these settings and of everything else that differs
+    evaluation_due: bool  # whether the run was preempted before it could evaluate
     interval: dict[str, Any]  # sums since the last log line, from `Recorder.interval_state`
-    seconds: float  # how long the run took until then
+    seconds: float  # the time that the run had taken when the checkpoint was saved
 
 
 class CheckpointManager:
@@ -93,7 +95,7 @@ class CheckpointManager:
         self.log_event = log_event
         self.store = store or FileStore(folder.path / "checkpoints")
 
-        # All ranks write; the token keeps their files apart from those of an earlier attempt.
+        # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
         self.saver = Saver(
             self.store,
@@ -104,7 +106,7 @@ class CheckpointManager:
             settings.asynchronous,
         )
 
-        # A save was started, and the ranks have not yet agreed on how it ended (`settle`).
+        # Whether a save was started on whose outcome the ranks have not yet agreed (`settle`).
         self._unsettled = False
 
         # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
@@ -117,7 +119,7 @@ class CheckpointManager:
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Resume from this run's newest valid checkpoint, else from `--resume PATH`; None if there is neither."""
+        """Resume from this run's newest valid checkpoint, or else from `--resume PATH`. None: there is neither."""
         if self.runtime.is_main:
             self.store.claim(self.folder.token)
 
@@ -125,7 +127,7 @@ class CheckpointManager:
         reader = self._find(self.store) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
-            # The origin is one checkpoint or a run, whose newest valid checkpoint counts.
+            # The origin is either a checkpoint, or a run, whose newest valid checkpoint is used.
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
                 reader = self._find(checkpoint.store, checkpoint.name)
@@ -141,20 +143,20 @@ class CheckpointManager:
         return None if reader is None else self._load(reader)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint and from now on skip the samples that spoiled the step.
+        """Go back to the last checkpoint, and from now on skip the samples of the step that was not applied.
 
         `span`: their positions in the order of the data, as (start, stop).
         """
-        # The last save may be the one to go back to.
+        # The save that is still pending may be the last checkpoint.
         self.settle()
 
         # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
         self._rewinds += 1
-        most = self.config.nonfinite.max_in_a_row
-        if self._rewinds > most:
+        limit = self.config.nonfinite.max_in_a_row
+        if self._rewinds > limit:
             raise UserError(
-                f"step {result.step} was not applied, and the run has rewound {most} times without a new checkpoint "
-                f"(nonfinite.max_in_a_row={most})",
+                f"step {result.step} was not applied, and the run has rewound {limit} times without a new checkpoint "
+                f"(nonfinite.max_in_a_row={limit})",
                 result.skip_reason or "",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
@@ -167,13 +169,13 @@ class CheckpointManager:
                 "make room on the disk, or choose the policy skip or stop",
             )
 
-        # The checkpoint does not know which samples were skipped after it was written.
+        # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
         source: Any = self.state.source
         assert span is not None
-        spans = [*source.passed_over, span]
+        skipped = [*source.passed_over, span]
         resumed = self._load(reader)
-        for spoiled in spans:
-            source.pass_over(spoiled)
+        for skipped_span in skipped:
+            source.pass_over(skipped_span)
 
         self.log_event(
             "rewind",
@@ -185,7 +187,7 @@ class CheckpointManager:
         return resumed
 
     def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if this run wrote them."""
+        """Find the newest valid checkpoint. Newer damaged checkpoints are set aside if they belong to this run."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
         reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
@@ -197,7 +199,7 @@ class CheckpointManager:
             name = damage.checkpoint.name
             text = f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from {reader.checkpoint.name}"
             if self.runtime.is_main and store == self.store:
-                text += f". The damaged one is kept as {set_aside(store, name, 'damaged')}"
+                text += f". The damaged checkpoint is kept as {set_aside(store, name, 'damaged')}"
             self.log_event("warning", reason=text)
         return reader
 
@@ -206,18 +208,18 @@ class CheckpointManager:
         missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
         if missing:
             raise UserError(
-                f"the checkpoint cannot be resumed: it lacks {', '.join(sorted(missing))} of a run's state",
+                f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
                 "",
                 "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
             )
 
-        # The task's state may depend on some settings (`Task.lasting`). Refuse before anything is changed.
+        # The task's saved state may depend on some settings (`Task.lasting`). Check them before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
         lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
         for key, before, now in changed_settings:
             if key in lasting:
                 raise UserError(
-                    f"{key}={now} does not fit the checkpoint: the state that the task saved belongs to {key}={before}",
+                    f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
                     "",
                     f"type {key}={before}, or start a new run from the exported weights",
                 )
@@ -225,15 +227,15 @@ class CheckpointManager:
         other_changes = self.state.restore(reader, values["state"], changed_settings)
         step = self.state.stepper.counters.step
 
-        # The run goes back to this step: its later checkpoints belong to another history. All ranks wait here, because
-        # none may save before rank 0 has set them aside. The store of another run must not change.
+        # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
+        # here, because none may save before that. The store of another run must not change.
         in_own_store = reader.checkpoint.store == self.store
         self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else [])
 
         self._saved_step = step if in_own_store else None
         self._saved_at = time.monotonic()
 
-        # As in `save`, so that the run draws the same numbers as if it had not stopped.
+        # As in `save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", step))
         return Resumed(
             step=step,
@@ -247,11 +249,11 @@ class CheckpointManager:
     # ---- before the first step ----
 
     def check_space(self) -> None:
-        """Refuse a disk without room for the weights; warn if two checkpoints do not fit.
+        """Raise an error if the disk has no room for the weights, and warn if two checkpoints do not fit.
 
-        This runs before training costs any time: the size of the optimizers' state is still a guess.
+        This runs before the first step, so the size of the optimizers' state is an estimate.
         """
-        # What a killed attempt staged must not count as used.
+        # Delete the staged files of killed attempts first.
         if self.runtime.is_main:
             clean(self.store, self.folder.token)
 
@@ -259,26 +261,26 @@ class CheckpointManager:
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
 
-        # Rank 0's numbers count on every rank, so that either all ranks raise or none does.
+        # All ranks use rank 0's numbers, so that either all of them raise or none does.
         sizes = self.state.bytes_at_start()
-        free, certain, guess = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
-        if free < certain:
+        free, known, estimate = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
+        if free < known:
             raise UserError(
                 f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
-                f"{size_text(certain)} needed for the weights alone",
-                f"free {size_text(certain + guess - free)}, or type run_dir=FOLDER on another disk",
+                f"{size_text(known)} needed for the weights alone",
+                f"free {size_text(known + estimate - free)}, or type run_dir=FOLDER on another disk",
             )
 
-        needed = 2 * (certain + guess)
+        needed = 2 * (known + estimate)
         if free < needed:
             self.log_event(
                 "warning",
-                reason=f"the disk has {size_text(free)} free; replacing one checkpoint by the next takes room "
+                reason=f"the disk has {size_text(free)} free, but replacing a checkpoint by the next one needs room "
                 f"for two, about {size_text(needed)}",
             )
 
     def ensure_rewind(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind, make sure that there is a checkpoint to go back to: call `save` if there is none."""
+        """If a policy is rewind and there is no checkpoint to go back to, call `save`."""
         policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
         if policy is None:
@@ -286,17 +288,17 @@ class CheckpointManager:
 
         if not hasattr(self.state.source, "pass_over"):
             raise UserError(
-                f"{policy}=rewind cannot be used with a stream, which cannot leave out samples",
+                f"{policy}=rewind cannot be used with a stream, which cannot skip samples",
                 "",
                 f"type {policy}=skip, or {policy}=stop",
             )
 
-        # The run goes back to this checkpoint if a step is spoiled before the next save.
+        # The run goes back to this checkpoint if a step before the next save is not applied.
         if self._saved_step is None:
             save()
             if not self.settle():
                 raise UserError(
-                    f"{policy}=rewind needs a checkpoint of the start, and it could not be written",
+                    f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                     "",
                     f"make room on the disk, or type {policy}=skip",
                 )
@@ -309,19 +311,19 @@ class CheckpointManager:
 
     def save_is_due_by_clock(self) -> bool:
         """Whether rank 0's clock requests a checkpoint; the control word carries the request."""
-        # Clocks differ between machines, so only one counts.
+        # Clocks differ between machines, so only rank 0's is used.
         minutes = self.config.checkpoint.minutes
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
-    def due(self, step: int, asked: bool) -> bool:
-        """Whether to save after `step`: by its number or because a rank `asked`, unless this step is saved already."""
+    def due(self, step: int, requested: bool) -> bool:
+        """Whether to save after `step`: a rank `requested` it, or `checkpoint.every` is reached; but not twice."""
         every = self.config.checkpoint.every
-        return (asked or (every is not None and step % every == 0)) and step != self._saved_step
+        return (requested or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop_state: dict[str, Any]) -> None:
-        """Copy the state and let it be written while training continues.
+        """Copy the state, and write it in the background while training continues.
 
-        `loop_state`, which `Run` makes: `metrics`, by which the best checkpoint is chosen, and the keys `LOOP_STATE`.
+        `loop_state` has the keys `LOOP_STATE`, and `metrics`, by which the best checkpoint is chosen.
         """
         self.settle()
         heartbeat = self.runtime.heartbeat
@@ -334,12 +336,12 @@ class CheckpointManager:
         if not self.state.same_on_all_ranks:
             plain_state = merge_plain_state(self.runtime.collectives.gather_json(plain_state))
 
-        # The first save compares the parts between the ranks; a digest of their state would slow down every save.
+        # Only the first save compares the parts between ranks, because the digests take time.
         if not self._compared:
             self._warn_of_differences()
             self._compared = True
 
-        # Keys on the disk: do not rename.
+        # These keys are part of the file format: do not rename them.
         values = {
             "state": plain_state,
             "config": _as_typed(self.config),
@@ -350,7 +352,7 @@ class CheckpointManager:
         }
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
-        # The optimizers' state may still be copying when the next update runs.
+        # The next update must wait until the optimizers' state has been copied.
         self.state.stepper.update.before_update = self.saver.wait_for_copy
 
         self._unsettled = True
@@ -358,19 +360,19 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._rewinds = 0
 
-        # Python's and numpy's generators: a run that resumes from this checkpoint seeds them in the same way (`_load`).
+        # Seed Python's and numpy's generators, as `_load` does: a resumed run then draws the same numbers.
         seed_host(derive(self.config.seed, "checkpoint", step))
         heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
-        """Log what was written. Return whether the last save failed on this rank, for the control word."""
+        """Log committed saves. Return whether the last save failed on this rank, for the control word."""
         self._log(self.saver.wait(0))
         return self.saver.failed is not None
 
     def settle(self) -> bool:
-        """Wait until the last save is committed, or abandoned on all ranks; return whether it is committed.
+        """Wait until the last save is committed, or abandoned on all ranks. Return whether it is committed.
 
-        If the ranks know already, or nothing was saved, this returns True and costs nothing.
+        If there is no pending save, this returns True at once.
         """
         if not self._unsettled:
             return True
@@ -379,11 +381,11 @@ class CheckpointManager:
         phase_before = heartbeat.phase
         heartbeat.beat("commit")
 
-        # Ask all ranks about their files: rank 0 would otherwise wait for the file of a rank that failed.
+        # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
         self.saver.wait_for_own_file()
         abandoned = self.abandon_if_failed()
 
-        # If all files are there, ask about the commit, which may still fail on rank 0.
+        # If all files are written, wait for the commit, which may still fail on rank 0.
         if not abandoned:
             self._log(self.saver.wait())
             abandoned = self.abandon_if_failed()
@@ -393,29 +395,29 @@ class CheckpointManager:
         return not abandoned
 
     def abandon_if_failed(self) -> bool:
-        """Abandon the last save on all ranks if it failed on one of them. Return whether it did.
+        """Abandon the last save on all ranks if it failed on any of them. Return whether it was abandoned.
 
-        Training continues: a full disk costs a checkpoint, and not the run.
+        Training continues: a full disk costs a checkpoint, but not the run.
         """
         # The control word arrives one step late, so `settle` may have handled this failure already.
         failed = self.saver.failed
-        own_answer = [failed.error, failed.caused_elsewhere] if failed else [None, False]
-        answers = self.runtime.collectives.gather_json(own_answer)
-        failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(answers) if why]
+        own_failure = [failed.error, failed.caused_elsewhere] if failed else [None, False]
+        reports = self.runtime.collectives.gather_json(own_failure)
+        failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:
             return False
 
-        # Each cause is named once, by the rank where it arose.
+        # Name each cause once, with the rank on which it occurred.
         causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
         reason = "; ".join(causes) or failures[0][1]
         self.saver.abandon(reason)
 
         # The failure is logged here, once, with the reasons of all ranks.
         newest = self.newest_path()
-        left = f"the last good one is {newest.name}" if newest else "there is no checkpoint yet"
+        last = f"the last good one is {newest.name}" if newest else "there is no checkpoint yet"
         self.log_event(
             "warning",
-            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; {left}",
+            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; {last}",
         )
 
         self._unsettled = False
@@ -423,7 +425,7 @@ class CheckpointManager:
         return True
 
     def close(self, timeout: float = 0.0) -> None:
-        """End the saver. A save that is being written gets `timeout` seconds: it may be all that is left of the run."""
+        """Close the saver. A save that is being written gets `timeout` seconds to finish."""
         self.saver.wait(timeout)
         self.saver.close()
 
@@ -434,20 +436,20 @@ class CheckpointManager:
         world = self.runtime.world
         sizes = plain_sizes(tensors)
 
-        # Ranks that all hold the same tensors need not ask each other.
+        # If all ranks hold the same tensors, no exchange is needed.
         same = self.state.same_on_all_ranks
         all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
         return slices_to_write(tensors, world.rank, all_sizes)
 
     def _warn_of_differences(self) -> None:
-        """Warn if the state of a part differs between ranks: only rank 0's is saved."""
+        """Warn if the state of a part differs between ranks, because only rank 0's is saved."""
         digests = self.runtime.collectives.gather_json(self.state.digest_replicated())
         for name in digests[0]:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def _log(self, saves: list[PendingSave]) -> None:
-        """Log the committed saves. `abandon_if_failed` logs those that failed, when all ranks know."""
+        """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
             if save.checkpoint and save.error:
                 text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {save.error}"
@@ -464,12 +466,13 @@ class CheckpointManager:
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
-    # An older version may have saved a key under its former name.
+    """Return the settings that differ between a checkpoint and this run. `saved`: the settings as text, by key."""
+    # An older version may have saved a key under a former name.
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
     now = _as_typed(config)
     changes = []
     for key in {**saved, **now}:
-        # A key that the older version did not know had its default.
+        # A key that the older version did not have counts as its default.
         before = saved.get(key, typed(KEYS[key].default) if key in KEYS else None)
         if key not in NOT_COMPARED and before != now.get(key):
             changes.append(Change(key, saved.get(key, "not set"), now.get(key, "not set")))

@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: which tensor is where, every plain value, and the size and digest of each file.
+"""The manifest of a checkpoint: the position of each tensor, all plain values, and the size and digest of each file.
 
-Nothing that is read here is trusted: every field is checked before it is used, and a manifest that is wrong in any way
-raises `Damaged` and no other exception. No torch here.
+A manifest is not trusted: every field is checked before it is used, and any error in it raises `Damaged` and no other
+exception. This module does not import torch.
 
 Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
-that could be mistaken for this (its only key begins with "$") gets one more "$", and loses it again when it is read.
+that could be mistaken for this (its only key begins with "$") gets one more "$", which is removed when it is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.checkpoint.storage import Checkpoint, step_in
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST
 
-# The version of the manifest. A checkpoint with another number is not read.
+# The version of the manifest's format. Other versions are not read.
 FORMAT = 1
 
 # Bytes of one element, by the dtype's name in safetensors.
@@ -36,21 +36,21 @@ SIZES = {
     **{"I64": 8, "U64": 8, "F64": 8},
 }
 
-# No tensor or file has more bytes: a larger number is a lie and would overflow further down.
+# The most bytes of a tensor or file. A larger number is invalid, and would overflow later.
 _LARGEST = 2**60
 
-# Nor has a manifest: what is read whole must fit into memory.
+# The most bytes of a manifest, which is read into memory.
 _LARGEST_MANIFEST = 2**28
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-# How messages name the types that a field may have.
+# The names of field types in messages.
 _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 
 @dataclass(eq=False)
 class Damaged(Exception):
-    """A checkpoint must not be loaded: `why` says what is wrong with its file `file`."""
+    """A checkpoint is damaged and must not be loaded. `why` describes the problem with its file `file`."""
 
     checkpoint: Checkpoint
     file: str
@@ -92,7 +92,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint says about itself. Its field names are those of the file."""
+    """The contents of `manifest.json`. The fields have the same names as in the file."""
 
     step: int
     time: float  # seconds since 1970
@@ -117,13 +117,13 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the contents of `manifest.json`, which include a digest of the rest."""
+    """Return the contents of `manifest.json`, including a digest of them."""
     content = {**asdict(manifest), "values": to_json(manifest.values)}
     return _canonical({"format": FORMAT, "digest": _digest(content), "content": content})
 
 
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Return the manifest in `data`, the contents of `manifest.json`. Raise Damaged if anything about it is wrong."""
+    """Parse `data`, the contents of `manifest.json`. Raise Damaged if they are invalid in any way."""
     try:
         outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
 
@@ -136,7 +136,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
         require(
             outer["digest"] == _digest(outer["content"]),
-            "the contents do not have the digest that was written with them",
+            "the contents do not match their digest",
         )
         return _manifest(outer["content"])
     except (ValueError, RecursionError) as error:
@@ -148,7 +148,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
 @contextmanager
 def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading. An OSError, now or while it is read, becomes Damaged."""
+    """Open a file for reading. An OSError, while opening or reading, becomes Damaged."""
     try:
         with checkpoint.open(file) as stream:
             yield stream
@@ -166,25 +166,25 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
     manifest = decode(data, checkpoint)
 
-    # A copy under the name of a later step would be taken for the newest, and the real ones for older. Under a name
-    # that is no step's, a copy claims nothing.
-    claimed = step_in(checkpoint.name)
-    if claimed is not None and claimed != manifest.step:
-        raise Damaged(checkpoint, MANIFEST, f"that of step {manifest.step:,}: the folder was renamed, or is a copy")
+    # A copy under the name of a later step would be taken for the newest checkpoint. A copy under a name that is not
+    # the name of a step does no harm.
+    named_step = step_in(checkpoint.name)
+    if named_step is not None and named_step != manifest.step:
+        raise Damaged(checkpoint, MANIFEST, f"belongs to step {manifest.step:,}: the folder was renamed, or is a copy")
     return manifest
 
 
 def check_size(checkpoint: Checkpoint, file: File) -> None:
-    """Raise Damaged if a file is missing, too long or too short. Its contents are not read."""
+    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
     with open_file(checkpoint, file.name) as stream:
         size = stream.seek(0, 2)
     if size != file.size:
-        raise Damaged(checkpoint, file.name, f"{size:,} bytes, and {file.size:,} were written")
+        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
 
 
 def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a file to its end and raise Damaged if its size or digest is not what was written."""
-    # A wrong size is found without reading and says more than a wrong digest.
+    """Read a whole file and raise Damaged if its size or digest is wrong."""
+    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
     check_size(checkpoint, file)
 
     with open_file(checkpoint, file.name) as stream:
@@ -197,7 +197,7 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
 
 
 def to_json(value: Any, where: str = "values") -> Any:
-    """Return a copy that JSON can hold. Raise a UserError that names the place of anything it cannot hold."""
+    """Return a copy of `value` for JSON. Raise a UserError that names any item which JSON cannot represent."""
     match value:
         case None | bool() | str():
             return value
@@ -213,7 +213,7 @@ def to_json(value: Any, where: str = "values") -> Any:
                 if not isinstance(key, str):
                     raise _not_json(f"the key {key!r} of {where}", key)
 
-            # A dict that looks like one of ours is marked with one more "$".
+            # A dict that looks like our encoding of a float gets one more "$".
             inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
             return {f"${key}": item for key, item in inner.items()} if _is_marked(inner) else inner
     raise _not_json(where, value)
@@ -240,7 +240,7 @@ def from_json(value: Any) -> Any:
 
             require(
                 key == "$float" and isinstance(item, str) and item in _FLOATS,
-                f"{key} = {str(item)[:40]!r} stands for no number",
+                f"{key} = {str(item)[:40]!r} is not the encoding of a number",
             )
             return _FLOATS[item]
         case dict():
@@ -254,7 +254,7 @@ def _is_marked(value: dict[str, Any]) -> bool:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse strict JSON: no NaN, and no key twice. Raise ValueError or RecursionError if it is anything else."""
+    """Parse strict JSON, without NaN and duplicate keys. Raise ValueError or RecursionError if it is invalid."""
     return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
@@ -277,27 +277,27 @@ def _digest(content: Any) -> str:
     return xxhash.xxh3_128(_canonical(content)).hexdigest()
 
 
-# ---- every field, checked ----
+# ---- checks of all fields ----
 
 
-def require(ok: bool, otherwise: str) -> None:
-    """Raise ValueError with the text `otherwise` if a field is not as it must be."""
-    if not ok:
-        raise ValueError(otherwise)
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
-    """Return the object `value` if it has exactly these keys and values of these types; `object` is any type."""
+    """Return the JSON object `value` if it has exactly these keys, with values of these types (`object`: any type)."""
     fields = _check(value, dict, what)
-    odd = sorted(fields.keys() ^ kinds.keys())
-    require(not odd, f"{what} has missing or unknown keys: {', '.join(odd)[:100]}")
+    wrong_keys = sorted(fields.keys() ^ kinds.keys())
+    require(not wrong_keys, f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
     for key, kind in kinds.items():
         _check(fields[key], kind, f"{what}: {key}")
     return fields
 
 
 def check_counts(value: list[Any], what: str) -> tuple[int, ...]:
-    """Return a shape or an offset, if it is one that torch could have."""
+    """Return a shape or an offset, if it is valid for torch."""
     require(len(value) <= 64, f"{what} has too many dimensions")
     return tuple(_check(item, int, what) for item in value)
 
@@ -313,24 +313,24 @@ def _manifest(content: Any) -> Manifest:
     fields = check_fields(
         content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
     )
-    # In seconds: 1e11 is in the year 5138.
+    # In seconds since 1970: 1e11 is in the year 5138.
     time = fields["time"]
-    require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a time")
+    require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a number of seconds since 1970")
 
     files = tuple(_file(item) for item in fields["files"])
     names = {file.name for file in files}
     require(len(names) == len(files), "a file is listed twice")
 
-    # Each tensor of a file is one piece; otherwise a small file could stand for many large tensors.
+    # Each tensor of a file is used by one piece only. Otherwise a small file could expand to many large tensors.
     tensors = {name: _tensor(f"tensor {name!r}", item, names) for name, item in fields["tensors"].items()}
     used = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
     require(len(set(used)) == len(used), "two pieces are the same tensor of the same file")
 
-    # An alias leads to a tensor, not to another alias.
+    # The target of an alias is a tensor, not another alias.
     for name, target in fields["aliases"].items():
         require(
             isinstance(target, str) and target in tensors and name not in tensors,
-            f"the alias {name!r} leads nowhere",
+            f"the alias {name!r} has no valid target",
         )
 
     values = _check(from_json(fields["values"]), dict, "values")
@@ -340,7 +340,7 @@ def _manifest(content: Any) -> Manifest:
 def _file(item: Any) -> File:
     file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
 
-    # A name such as "../x" would lead out of the checkpoint: no separator, and no dot at the beginning.
+    # A name such as "../x" would point outside the checkpoint: allow no separator, and no dot at the beginning.
     plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != MANIFEST
     require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
     return file
@@ -351,7 +351,7 @@ def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     dtype = fields["dtype"]
     require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
-    # A dimension of 0 must not hide the size of the others, which torch multiplies as well.
+    # Count a dimension of 0 as 1: torch multiplies the other sizes too, and they may overflow.
     shape = check_counts(fields["shape"], f"the shape of {what}")
     require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _LARGEST, f"{what} would be too large")
 
@@ -365,30 +365,31 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
     offset = check_counts(fields["offset"], f"the offset of {what}")
     shape = check_counts(fields["shape"], f"the shape of {what}")
 
-    # Only listed files have a digest.
+    # A file that is not listed has no digest.
     require(fields["file"] in files, f"{what} is in {fields['file'][:60]!r}, which is not listed")
 
     require(len(offset) == len(shape) == len(full_shape), f"{what} has another number of dimensions")
     bounds = zip(offset, shape, full_shape, strict=True)
-    require(all(start + length <= limit for start, length, limit in bounds), f"{what} reaches beyond it")
+    require(all(start + length <= limit for start, length, limit in bounds), f"{what} exceeds the tensor's shape")
     return Piece(fields["file"], fields["key"], offset, shape)
 
 
 def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
-    """Check that every element is in exactly one piece: the volumes add up, and no two pieces overlap."""
-    # An empty piece overlaps nothing.
-    solid = [piece for piece in pieces if math.prod(piece.shape)]
+    """Check that every element is in exactly one piece: the sizes add up, and no two pieces overlap."""
+    # Empty pieces overlap nothing.
+    nonempty = [piece for piece in pieces if math.prod(piece.shape)]
     require(
-        sum(math.prod(piece.shape) for piece in solid) == math.prod(shape),
-        f"the pieces of {what} do not make up the whole of it",
+        sum(math.prod(piece.shape) for piece in nonempty) == math.prod(shape),
+        f"the pieces of {what} do not add up to the full tensor",
     )
-    if len(solid) < 2:
+    if len(nonempty) < 2:
         return
 
-    # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
-    dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in solid}))
+    # Sweep along the dimension with the most pieces. Each piece is compared only with earlier ones that end after its
+    # start.
+    dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in nonempty}))
     active: list[Piece] = []
-    for piece in sorted(solid, key=lambda piece: piece.offset[dim]):
+    for piece in sorted(nonempty, key=lambda piece: piece.offset[dim]):
         active = [earlier for earlier in active if earlier.offset[dim] + earlier.shape[dim] > piece.offset[dim]]
         require(not any(_overlap(piece, earlier) for earlier in active), f"two pieces of {what} overlap")
         active.append(piece)

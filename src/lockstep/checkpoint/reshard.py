@@ -1,7 +1,7 @@
-"""Which tensors and which shards each rank writes and reads: any world can load the checkpoint of any other.
+"""Choose which tensors and shards each rank writes and reads. Any world can load a checkpoint of any other.
 
-A DTensor is sharded: every rank writes its shard and reads the slice that is its shard now. A plain tensor is
-replicated: one of the ranks that hold it writes it, and all that need it read it.
+A DTensor is sharded: every rank writes its shard, and reads the slice of the full tensor that is its shard now. A plain
+tensor is replicated: one of the ranks that hold it writes it, and all ranks that need it read it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
-    """Drop the shards that another rank saves as well: those of the parameters `duplicates` and of their state."""
-    # Plain tensors stay: `slices_to_write` has each written only once.
+    """Drop the shards of the parameters `duplicates`, and of their optimizer state: another rank saves them."""
+    # Plain tensors stay: `slices_to_write` chooses one writer for each.
     return {
         key: tensor
         for key, tensor in tensors.items()
@@ -41,9 +41,9 @@ def parameter_of(key: str) -> str:
 
 
 def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
-    """Return what this rank writes: its shards and its share of the replicated tensors, balanced by bytes.
+    """Return the slices that this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
-    `sizes` has the `plain_sizes` of each rank.
+    `sizes` holds the `plain_sizes` of each rank.
     """
     # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
     shards = {name: shard_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -53,20 +53,24 @@ def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str,
         if shard.first_copy and shard.local.numel()
     ]
 
-    # Every rank computes who writes which replicated tensor and takes its share.
+    # Every rank computes the writers of all replicated tensors, and keeps its own ones.
     return slices + [Slice.full(name, tensors[name]) for name, writer in _writers(sizes).items() if writer == rank]
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Return which rank writes each replicated tensor; the answer is the same on every rank."""
-    bytes_of = {name: size for held in sizes for name, size in held.items()}
-    names = sorted(bytes_of)
+    """Return the rank that writes each replicated tensor. The result is the same on every rank."""
+    size_of = {name: size for rank_sizes in sizes for name, size in rank_sizes.items()}
+    names = sorted(size_of)
 
-    # The state of a part (the task, for example) may differ between ranks: only rank 0's is saved.
-    holders = [
-        [0] if name.startswith("part.") else [rank for rank, held in enumerate(sizes) if name in held] for name in names
-    ]
-    writers = balance([bytes_of[name] for name in names], holders)
+    holders = []
+    for name in names:
+        # The state of a part (the task, for example) may differ between ranks: only rank 0's is saved.
+        if name.startswith("part."):
+            holders.append([0])
+        else:
+            holders.append([rank for rank, rank_sizes in enumerate(sizes) if name in rank_sizes])
+
+    writers = balance([size_of[name] for name in names], holders)
     return dict(zip(names, writers, strict=True))
 
 
@@ -74,8 +78,8 @@ def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the plain state of all ranks, which differs only where the ranks hold different parameters."""
     merged = dict(by_rank[0])
 
-    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest one's counts:
-    # it comes last here and overwrites the others.
+    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest rank's is used: it
+    # comes last here and overwrites the others.
     merged["model"] = {key: {} for key in merged["model"]}
     for plain_state in reversed(by_rank):
         for key, entries in merged["model"].items():
@@ -89,8 +93,8 @@ def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
-    """Read this rank's shard of `target` (any shape), or all of it if it is replicated, into its memory."""
+def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
+    """Read the tensor `name` into `target` (any shape): this rank's shard of it, or all of it if it is replicated."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             shard = shard_of(target)
@@ -100,21 +104,21 @@ def fill(target: Tensor, name: str, reader: CheckpointReader) -> None:
 
 
 def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
-    """Read a tensor of an optimizer's state, sharded like its parameter if it has its shape.
+    """Read a tensor of an optimizer's state.
 
-    If the parameter is sharded by rows only, state with the same number of rows is sharded with them. Any other state
-    is replicated: every rank reads all of it.
+    State with the shape of its parameter is sharded like the parameter. If the parameter is sharded by rows, state with
+    the same number of rows is sharded by rows too. Any other state is replicated: every rank reads all of it.
     """
     shape = reader.shape(name)
     if not isinstance(parameter, DTensor) or not shape:
         return reader.read(name)
 
-    # A moment, for example.
+    # The same shape: a moment, for example.
     shard = shard_of(parameter)
     if shape == tuple(parameter.shape):
         return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 
-    # The statistics of each row, for example, are sharded with the rows.
+    # The same number of rows: statistics per row, for example.
     if shape[0] == parameter.shape[0] and is_sharded_by_rows(parameter):
         offset = (shard.offset[0], *[0] * (len(shape) - 1))
         size = (len(shard.local), *shape[1:])

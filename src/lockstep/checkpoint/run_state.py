@@ -1,11 +1,11 @@
 """The full state of a run, as a checkpoint holds it: tensors under the model's names, and plain state.
 
-Nothing in it depends on a rank or a number of ranks: any world can resume from what any other saved.
+Nothing in it depends on the number of ranks: any world can resume from a checkpoint of any other.
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     the optimizer state of parameter NAME
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of a part: anything else that has state, see `RunState`
+    part.NAME                     tensors in the state of a part: any other object with state, see `RunState`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import fill, parameter_of, read_state_like, without_duplicates
+from lockstep.checkpoint.reshard import parameter_of, read_into, read_state_like, without_duplicates
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
@@ -29,15 +29,15 @@ from lockstep.task import BatchSource, Task
 
 Values = dict[str, Any]
 
-# Settings that decide which samples come next. Those that end in a dot are prefixes.
-DECIDE_ORDER = ("seed", "data.", "global_batch", "tail", "task.")
+# Settings that determine the order of the samples. Those that end in a dot are prefixes.
+ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
 class Stateful(Protocol):
     """A part of the run that has state.
 
-    It may also have `read(name, reader)`, to read only its shard, `changes_since` of `NamesChanges`, and `lasting` and
-    `frozen_advice` of a `Task`.
+    Optional members: `read(name, reader)`, to read only its own shard; `changes_since` of `ReportsChanges`; `lasting`
+    and `frozen_advice` of a `Task`.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -46,17 +46,17 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class NamesChanges(Protocol):
-    """A part that can say what the user's code has changed since its state was saved."""
+class ReportsChanges(Protocol):
+    """A part that can list what the user's code has changed since its state was saved."""
 
     def changes_since(self, state: dict[str, Any]) -> list[str]: ...
 
 
 class SavedStepper(Stateful, Protocol):
-    """The engine's `Stepper`, as far as checkpoints need it."""
+    """The members of the engine's `Stepper` that checkpoints need."""
 
-    counters: Any  # `step` counts the steps
-    update: Any  # calls `before_update` before the next change
+    counters: Any  # `counters.step` is the number of steps so far
+    update: Any  # calls `update.before_update` before the next update of the parameters
 
 
 class Change(NamedTuple):
@@ -70,19 +70,19 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before} -> {self.now}"
 
 
-class Captured(NamedTuple):
-    """What `RunState.capture` returns. The tensors are the live ones, sharded as they are."""
+class CapturedState(NamedTuple):
+    """The result of `RunState.capture`. The tensors are not copied or gathered."""
 
     tensors: dict[str, Tensor]
-    aliases: dict[str, str]  # of tied tensors: other name -> name in `tensors`
+    aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     plain_state: Values
 
 
 class RunState:
     """Captures the state of a run and restores it.
 
-    State and tensors have the names of parameters, not of ranks or positions: `reshard` decides which rank writes
-    which tensor and reads for each rank what it holds now.
+    State and tensors are named after parameters, not after ranks or positions. `reshard` decides which rank writes
+    which tensor, and reads for each rank the tensors and shards that it holds now.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """Keep references to what a run consists of; nothing is copied.
+        """Store references to the objects of a run; nothing is copied.
 
-        `parts`: the task, what the user's loop registered, and others. The data source is one more part.
+        `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: parameters whose shard a lower rank also holds; that rank saves it.
+        `duplicates`: parameters whose shard a lower rank also holds and saves.
         """
         self.model = model
         self.optimizers = optimizers
@@ -111,7 +111,7 @@ class RunState:
         self.source = source
         self.parts = parts
 
-        # Whether all ranks capture the same plain state and plain tensors; shards may still differ.
+        # Whether all ranks capture the same plain state and the same plain tensors. DTensors may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
@@ -125,12 +125,12 @@ class RunState:
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
-        # The groups as the user's code made them: a resumed run compares, to find what the user changed.
+        # The parameter groups as the user's code created them. A resumed run compares them with the saved ones.
         self._initial_groups = [_group_options(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedState:
         """Return the state of the run.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
@@ -138,20 +138,20 @@ class RunState:
         captured = self.capture_tensors()
         return captured._replace(plain_state=captured.plain_state | {"stepper": self.stepper.state_dict()})
 
-    def capture_tensors(self) -> Captured:
-        """Like `capture`, but without the stepper's state, which may still be coming from the device. Collective."""
-        # `pack` puts the tensors that it meets in here.
+    def capture_tensors(self) -> CapturedState:
+        """Like `capture`, but without the stepper's state, for which the host would wait. Collective like `capture`."""
+        # `pack` adds the tensors that it finds to this dict.
         tensors: dict[str, Tensor] = {}
 
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
         aliases = _tied_names(state)
         for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
-            # Save the float32 master instead: the parameter is its rounded copy.
+            # Save the float32 master instead of a parameter, which is only its rounded copy.
             master = self._tensor_to_save(name, state[name])
             if master is not None:
                 tensors[f"model.{name}"] = master.detach()
 
-        # Keys on the disk: do not rename.
+        # These keys are part of the file format: do not rename them.
         parts = {"data": self.source, **self.parts}
         plain_state: Values = {
             "model": {
@@ -166,13 +166,13 @@ class RunState:
             "next_samples": next_samples(self.source),
         }
         aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return Captured(without_duplicates(tensors, self._duplicates), aliases, plain_state)
+        return CapturedState(without_duplicates(tensors, self._duplicates), aliases, plain_state)
 
     def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
         optimizer = self.optimizers.all[number]
         names = self._names_by_id()
 
-        # State is saved under the names of parameters: the order of the groups may change between two runs.
+        # State is saved by parameter name, since the order of the groups may change between two runs.
         for key in optimizer.state:
             if id(key) not in names:
                 raise UserError(
@@ -181,7 +181,7 @@ class RunState:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # The options as the user's code made them, and as they are now: some optimizers change them.
+        # Save the options as the user's code set them, and as they are now, since some optimizers change them.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
         return {
@@ -193,9 +193,9 @@ class RunState:
         }
 
     def changed_only_by_update(self) -> set[str]:
-        """Return the names of tensors that only an update changes: the optimizers' state.
+        """Return the names of tensors that only an update of the parameters changes: the optimizers' state.
 
-        A forward may change a model's buffers, and the user's code its parameters.
+        In contrast, a forward may change the model's buffers, and the user's code its parameters.
         """
         names = self._names_by_id()
         states = [
@@ -206,27 +206,27 @@ class RunState:
         return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and parts and a guess at those of the optimizers, which are allocated later."""
+        """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
         tensors = {
             name: tensor
             for name, tensor in self.model.state_dict().items()
             if not is_extra(name) and name not in self._digest_only
         }
 
-        # Only what `pack` adds to `tensors` counts here.
+        # Only the tensors that `pack` adds are used here, not its result.
         for name, part in self.parts.items():
             pack(part.state_dict(), f"part.{name}", tensors)
-        certain = sum(tensor.nbytes for tensor in tensors.values())
+        known = sum(tensor.nbytes for tensor in tensors.values())
 
-        # Masters are saved in place of parameters: float32 instead of bfloat16.
+        # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
         if self.optimizers.masters:
-            certain += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
+            known += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
 
         groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
-        guess = sum(
+        estimate = sum(
             int(state_copies(optimizer, group) * p.nbytes) for optimizer, group in groups for p in group["params"]
         )
-        return certain, guess
+        return known, estimate
 
     def digest_replicated(self) -> dict[str, str]:
         """Return a digest of each part whose state is replicated on every rank."""
@@ -237,16 +237,17 @@ class RunState:
     def restore(
         self, reader: CheckpointReader, plain_state: Values, changed_settings: Sequence[Change] = ()
     ) -> list[str]:
-        """Restore on each rank what it holds. Raise a UserError if this is not the run that was saved.
+        """Restore the tensors and shards that this rank holds. Raise a UserError if another run was saved.
 
-        Return as text the changes since then that are not in `changed_settings`.
+        Return descriptions of changes since the save that are not in `changed_settings`.
         """
         self._restore_model(reader, plain_state["model"])
 
         # Optimizers are matched by position, so the task must create them in the same order.
         saved_optimizers = plain_state["optimizers"]
         if len(saved_optimizers) != len(self.optimizers.all):
-            raise _other_model(f"{plural(len(saved_optimizers), 'optimizer')}, here {len(self.optimizers.all)}")
+            saved_count = plural(len(saved_optimizers), "optimizer")
+            raise _different_model(f"the checkpoint has {saved_count}, the task {len(self.optimizers.all)}")
         changed = []
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
@@ -255,30 +256,31 @@ class RunState:
         states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
 
-        # At its old position, the data source must have the next samples that the saved run would have taken.
+        # The data source must continue with the samples that the saved run would have taken next.
         _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
         return changed + self._restore_parts(states)
 
     def _restore_parts(self, states: Values) -> list[str]:
-        """Restore all parts but the data source. Return as text which of them gained or lost state."""
+        """Restore all parts except the data source. Return descriptions of the parts that gained or lost state."""
         changed = []
         for name, part in self.parts.items():
             saved = states.pop(name, None)
             current = part.state_dict()
 
             if saved:
-                if isinstance(part, NamesChanges):
+                if isinstance(part, ReportsChanges):
                     changed += part.changes_since(saved)
                 part.load_state_dict(saved)
                 if not current:
-                    changed.append(f"{name}: has state in the checkpoint, and keeps none here")
+                    changed.append(f"{name}: has state in the checkpoint, but none in this run")
             elif current:
-                changed.append(f"{name}: has no state in the checkpoint, starts afresh")
-        return changed + [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
+                changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
+        unused = [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
+        return changed + unused
 
     def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
         """Read the tensors in the state of one part, which may have a `read` method (see `Stateful`)."""
-        # The state of a part that is not in use here is only reported: there is no need to read it.
+        # The state of a part that this run does not have is only reported, not read.
         if name != "data" and name not in self.parts:
             return state
 
@@ -293,12 +295,12 @@ class RunState:
         _check_same_ties(state, saved, reader)
 
         for name in [name for name in saved if name not in self._remote]:
-            fill(state[name], f"model.{name}", reader)
+            read_into(state[name], f"model.{name}", reader)
 
-            # The checkpoint has the master, which rounds to the parameter.
+            # The checkpoint holds the master; `read_into` above has rounded it for the parameter.
             master = self._tensor_to_save(name, state[name])
             if master is not None and master is not state[name]:
-                fill(master, f"model.{name}", reader)
+                read_into(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():
@@ -309,29 +311,35 @@ class RunState:
         self, state: dict[str, Tensor], saved: list[str], reader: CheckpointReader, digests: dict[str, str]
     ) -> None:
         """Check names, shapes and the digests of frozen parameters before anything is changed."""
-        # Frozen parameters that are in no checkpoint must have the same bits now.
+        # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         names = {name for name in state if not is_extra(name)}
         for name in [name for name in digests if name in names and name not in self._remote]:
             if digest(full_tensor(self.model.get_parameter(name))) != digests[name]:
                 advice = [part.frozen_advice for part in self.parts.values() if hasattr(part, "frozen_advice")]
                 raise UserError(
-                    f"the frozen parameter {name!r} is not what it was when the checkpoint was written",
-                    "other values; the checkpoint holds only its digest (checkpoint.frozen=false)",
+                    f"the frozen parameter {name!r} has other values than when the checkpoint was written",
+                    "the checkpoint holds only its digest (checkpoint.frozen=false)",
                     next(iter(advice), Task.frozen_advice),
                 )
 
         differences = {
-            "missing": sorted(names - set(saved) - digests.keys()),
-            "that this model does not have": sorted(set(saved) - names),
+            "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
+            "missing in this model": sorted(set(saved) - names),
         }
-        found = "; ".join(f"{len(odd)} {what}, first {odd[0]!r}" for what, odd in differences.items() if odd)
-        if found:
-            raise _other_model(found)
+        descriptions = [
+            f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
+            for where, missing in differences.items()
+            if missing
+        ]
+        if descriptions:
+            raise _different_model("; ".join(descriptions))
 
         for name in saved:
             shape = reader.shape(f"model.{name}")
             if tuple(state[name].shape) != shape:
-                raise _other_model(f"{name!r} has shape {shape}, here {tuple(state[name].shape)}")
+                raise _different_model(
+                    f"{name!r} has shape {shape} in the checkpoint and {tuple(state[name].shape)} in this model"
+                )
 
     def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
         optimizer = self.optimizers.all[number]
@@ -351,11 +359,11 @@ class RunState:
             for chosen, group in zip(options, optimizer.param_groups, strict=True)
         ]
 
-        # The optimizer's load_state_dict, with its hooks, gets everything: a subclass may compute more from it.
+        # Call the optimizer's own load_state_dict, with its hooks, since a subclass may compute more from the state.
         by_number = {position: states[name] for position, name in enumerate(held) if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
-        # torch cast the state to the dtype of the parameters; put it back as it was saved.
+        # load_state_dict has cast the state to the dtype of the parameters. Put back the values as they were saved.
         for name, state in states.items():
             p, group = held[name]
             optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
@@ -365,58 +373,59 @@ class RunState:
         kind = type(self.optimizers.all[number]).__name__
         if saved["kind"] != kind:
             raise UserError(
-                f"the checkpoint holds the state of {saved['kind']}, and the optimizer is now {kind}",
+                f"the checkpoint holds the state of {saved['kind']}, but the optimizer is now {kind}",
                 "",
-                "use the optimizer that the run began with, or start a new run from the exported weights",
+                "use the optimizer with which the run began, or start a new run from the exported weights",
             )
 
-        # All parameters that it has on any rank; this rank may update only some of them.
+        # Compare the optimizer's parameters on all ranks; this rank may update only some of them.
         names = self._names_by_id()
         current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
-        odd = current ^ {name for group in saved["params"] for name in group}
-        if odd:
-            raise _other_model(f"optimizer {number} does not hold the same parameters, such as {min(odd)!r}")
+        differing = current ^ {name for group in saved["params"] for name in group}
+        if differing:
+            raise _different_model(f"optimizer {number} does not hold the same parameters, such as {min(differing)!r}")
 
     def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
-        # The compensation, which is what rounding cut off, is useless to a run that does not add it back.
+        # The compensation (the rounding errors of bfloat16 parameters) is dropped if this run does not add it back.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
             saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
 
-        # State is sharded like its parameter, whose name is contained in that of the tensor.
+        # State is sharded like its parameter, whose name is part of the tensor's name.
         parameters = dict(self.model.named_parameters())
         return unpack(
             saved, lambda name: read_state_like(name, parameters.get(parameter_of(name)), reader), self._device
         )
 
     def _options_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
-        """Return what the user changed in the parameter groups, and the options to use for each group.
+        """Return the user's changes of the parameter groups, and the options to use for each group.
 
-        An option that the user changed in code stays changed. The others are as the run left them, since some
-        optimizers keep counters there.
+        An option that the user's code has changed keeps its new value. All other options get their values from the end
+        of the saved run, since some optimizers keep counters there.
         """
-        to_use = _group_options(self.optimizers.all[number])
+        options = _group_options(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)
-        run_left = unpack(saved["settings"], reader.read, self._device)
+        final = unpack(saved["settings"], reader.read, self._device)
 
-        # Groups have no names: if their number differs, they cannot be matched.
-        if len(initial) != len(to_use):
-            return [f"optimizer {number} has {len(to_use)} parameter groups, {len(initial)} when it was saved"], to_use
+        # Groups have no names, so they cannot be matched if their number differs.
+        if len(initial) != len(options):
+            change = f"optimizer {number} has {len(options)} parameter groups, {len(initial)} when it was saved"
+            return [change], options
 
-        # What the user's code set now and when the run began.
+        # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []
-        for group, (set_now, set_then) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
-            for key in to_use[group]:
-                if key in set_then and repr(set_then[key]) == repr(set_now[key]):
-                    to_use[group][key] = run_left[group][key]
-                elif key != "fused":  # follows the device and changes no result
-                    changed.append(f"optimizer {number}, group {group}: {key} {set_then.get(key)} -> {set_now[key]}")
-        return changed, to_use
+        for group, (now, before) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
+            for key in options[group]:
+                if key in before and repr(before[key]) == repr(now[key]):
+                    options[group][key] = final[group][key]
+                elif key != "fused":  # depends on the device and does not change results
+                    changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now[key]}")
+        return changed, options
 
     # ---- parameters ----
 
     def _tensor_to_save(self, name: str, value: Tensor) -> Tensor | None:
-        """Return what is saved for a parameter: its master, if it has one. None: another rank holds the master."""
+        """Return the tensor to save for a parameter: its master, if it has one. None: another rank holds the master."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
@@ -424,19 +433,19 @@ class RunState:
         return masters.master_of(parameter)
 
     def _names_by_id(self) -> dict[int, str]:
-        """Return the names of what the optimizers hold, by id: the parameters or their float32 masters."""
+        """Return the names of the optimizers' tensors, by id: the parameters or their float32 masters."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         masters = self.optimizers.masters
         return names | masters.named() if masters else names
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name of a state dict is a module's `get_extra_state`, which may return anything."""
+    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def next_samples(source: BatchSource) -> str | None:
-    """Return a digest of the next samples, if the source knows them without reading them."""
+    """Return a digest of the next samples, or None if the source cannot list them without reading them."""
     upcoming: Callable[[], Any] | None = getattr(source, "upcoming", None)
     return digest(upcoming()) if upcoming else None
 
@@ -444,9 +453,9 @@ def next_samples(source: BatchSource) -> str | None:
 def full_state(
     model: nn.Module, keep: bool, fetch: Callable[[str, Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Gather the model's full tensors and the aliases of tied ones. Collective: every rank must call it.
+    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
 
-    Ranks without `keep` get no tensors. `fetch` (a driver's) gathers one tensor, given its name.
+    Ranks without `keep` get no tensors. `fetch` is `Driver.fetch`, which gathers one tensor.
     """
     # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
     state = model.state_dict()
@@ -464,60 +473,61 @@ def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name with the same identity} for every name that is not itself the first."""
+    """Return {name: first name with the same identity}, without the first names themselves."""
     first_names: dict[Any, str] = {}
     first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
     return {name: first for name, first in first_of.items() if first != name}
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for two names of one tensor."""
+    """Return a key that is equal for two tensors that share all their memory."""
     tensor = local(tensor)
 
-    # A shard without rows has no address, but it has a storage.
+    # An empty shard has no data pointer, but it has a storage object.
     if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _group_options(optimizer: torch.optim.Optimizer) -> list[Values]:
-    """Return a copy of the options of each parameter group; the schedule sets the learning rate."""
+    """Return a copy of the options of each parameter group, without the learning rate, which the schedule sets."""
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any:
     """Move a value of an optimizer's state to the device of its parameter, without a cast."""
-    # As torch does: the step counts stay on the host, unless the optimizer's kernels read them.
+    # As in torch, step counts stay on the host unless the optimizer's kernels read them.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
-    tied_here = _aliases({name: _identity(state[name]) for name in saved})
-    tied_there = _aliases({name: reader.original(f"model.{name}") for name in saved})
+    tied_now = _aliases({name: _identity(state[name]) for name in saved})
+    tied_before = _aliases({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
-        if tied_here.get(name) != tied_there.get(name):
-            places = ("here", "in the checkpoint") if name in tied_here else ("in the checkpoint", "here")
-            raise _other_model(f"{name!r} is tied to another parameter {places[0]}, and is not {places[1]}")
+        if tied_now.get(name) != tied_before.get(name):
+            here, there = "in this model", "in the checkpoint"
+            tied, untied = (here, there) if name in tied_now else (there, here)
+            raise _different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")
 
 
 def _check_next_samples(saved: str | None, current: str | None, changed_settings: Sequence[Change]) -> None:
-    # A source that cannot tell what comes next is not checked.
+    # A source that cannot list its next samples is not checked.
     if saved is None or current is None or saved == current:
         return
 
-    causes = [str(setting) for setting in changed_settings if setting.key.startswith(DECIDE_ORDER)]
-    undo = f"take back what has changed ({', '.join(causes)})" if causes else "restore the dataset as it was"
+    causes = [str(setting) for setting in changed_settings if setting.key.startswith(ORDER_SETTINGS)]
+    undo = f"undo the changes ({', '.join(causes)})" if causes else "restore the dataset as it was"
     raise UserError(
         "the order of the samples has changed since the checkpoint was written",
-        "the next samples are not those that the run would have taken",
+        "the next samples are not the ones that the saved run would have taken",
         f"{undo}; or start a new run from the exported weights",
     )
 
 
-def _other_model(found: str) -> UserError:
+def _different_model(found: str) -> UserError:
     return UserError(
-        "the model is not the one that the checkpoint was saved from",
+        "the model differs from the model in the checkpoint",
         found,
         "restore the task and its options as they were, or start a new run (leave --resume out)",
     )

@@ -1,13 +1,13 @@
-"""Saving while training continues: take a snapshot now, write it in a thread, and ask later how it went.
+"""Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
     staged -> own file durable -> committed     by rank 0, when the files of all ranks are durable
        |             |
        +-------------+----------> failed        on this rank: `failed` has the error
        +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
 
-`save` copies what the next forward may change and starts the thread; before the next update, `wait_for_copy` waits for
-the copy of the optimizers' state. `wait` returns finished saves: committed, failed or abandoned. A failed save
-never raises, and the next save starts afresh.
+`save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
+`wait_for_copy` waits until the optimizers' state has been copied. `wait` returns finished saves: committed, failed or
+abandoned. A failed save never raises, and does not affect the next one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.manifest import from_json, to_json
-from lockstep.checkpoint.snapshot import Copying, Slice, Snapshot
+from lockstep.checkpoint.snapshot import BackgroundCopy, Slice, Snapshot
 from lockstep.checkpoint.storage import Retention, Store
 from lockstep.checkpoint.writer import PendingSave, SaveContext
 
 
 class Saver:
-    """One rank's side of every save of a run.
+    """Runs the saves of one rank.
 
-    All ranks call `save` for the same steps. There is one buffer, so a save waits until the one before it has ended.
+    All ranks call `save` for the same steps. There is one buffer, so a save waits until the previous one has ended.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Saver:
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
 
-        # The last save, and its thread while that runs.
+        # The last save, and its thread while it runs.
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # From `save` to `wait_for_copy`: the copying that goes on while training continues.
-        self._copying: Copying | None = None
+        # The copy that runs while training continues, from `save` to `wait_for_copy`.
+        self._copying: BackgroundCopy | None = None
 
         self._unreported: list[PendingSave] = []  # saves that have ended and that `wait` has not returned yet
         self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
     def prepare(self, slices: Sequence[Slice]) -> int:
-        """Allocate the buffer early, so that the first save of `slices` is as quick as the others. Return its bytes."""
+        """Allocate the buffer early, so that the first save of `slices` is as fast as later ones. Return its bytes."""
         self._join()
         return self._snapshot.fit(slices).file_size
 
@@ -70,18 +70,18 @@ class Saver:
     ) -> None:
         """Copy the state and start writing it.
 
-        `slices`: what this rank writes. Only rank 0's `aliases` and `values` are used.
-        `changed_only_by_update`: names of slices that are copied while training continues; they must not change before
-        `wait_for_copy`.
+        `slices`: the slices that this rank writes. Only rank 0's `aliases` and `values` are used.
+        `changed_only_by_update`: the names of slices that may be copied while training continues; they must not change
+        before `wait_for_copy`.
         """
         began = time.perf_counter()
         self._join()
 
-        # A copy, since training will change the values. What JSON cannot hold is refused now.
+        # A copy, since training will change the values. Values that JSON cannot hold raise an error now.
         plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
 
-        # From here on, `failed` is about this save.
+        # From here on, `failed` refers to this save.
         self._saves += 1
         self._pending = pending = PendingSave(self._context, step, self._saves, layout.file_size)
 
@@ -94,7 +94,7 @@ class Saver:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
             run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
-                # A daemon thread does not keep a process alive that wants to end.
+                # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
                 self._thread.start()
             else:
@@ -107,7 +107,7 @@ class Saver:
             self._unreported.append(pending)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state is copied, before an update changes it. Without a save this costs nothing."""
+        """Wait until the state is copied, before an update changes it. Without a save this returns at once."""
         if self._copying is not None and self._pending is not None:
             began = time.perf_counter()
             self._copying.wait()
@@ -117,23 +117,23 @@ class Saver:
     @property
     def failed(self) -> PendingSave | None:
         """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
-        # Read `error` before `checkpoint`: the thread may commit in between. An error while tidying up after a commit
-        # is not a failed save.
+        # Read `error` before `checkpoint`, because the thread may commit in between. If tidying up after a commit
+        # raises an error, the save has not failed.
         save = self._pending
         return save if save and save.error and not (save.checkpoint or save.abandoned.is_set()) else None
 
     def wait_for_own_file(self) -> None:
-        """Wait until this rank's own file is durable or has failed; rank 0 may still be waiting for the others."""
+        """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
         if self._pending is not None:
             self._pending.file_ended.wait()
 
     def abandon(self, why: str) -> None:
-        """End the save without a commit, because it failed on some rank, and delete what this rank staged."""
+        """End the save without a commit, because it failed on some rank, and delete this rank's staged files."""
         if self._pending is not None:
             self._pending.abandon(why)
             self._join()
 
-            # The thread may have finished before it saw the flag, so delete here too.
+            # The thread may have finished before it saw the flag, so delete the files here too.
             self._pending.delete_staged()
 
     def wait(self, timeout: float | None = None) -> list[PendingSave]:

@@ -1,10 +1,10 @@
-"""Copies the state to host memory. This is the only part of a save that training waits for.
+"""Copy the state to host memory. This is the only part of a save for which training waits.
 
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
-(`Copying`).
+(`BackgroundCopy`).
 
-The copy is one buffer, which already is the data section of the file and only has to be written. Tensors on the CPU
-must be copied as well: training changes them while they are written.
+All copies lie in one buffer, which is the data section of the file and only has to be written. Tensors on the CPU must
+be copied too, because training changes them while they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.checkpoint.format import FileLayout, PieceToWrite, arrange
 from lockstep.checkpoint.state_tree import DTYPES, dtype_name
 from lockstep.checkpoint.storage import PAGE
 
-# (view of the buffer, tensor to be copied there); their shapes are equal.
+# (view of the buffer, tensor to copy there), with equal shapes.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -30,7 +30,7 @@ class Slice:
     name: str
     tensor: torch.Tensor  # the slice itself; it may be on a GPU and need not be contiguous
     full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # where in the full tensor the slice begins
+    offset: tuple[int, ...]  # of the slice in the full tensor
 
     @classmethod
     def full(cls, name: str, tensor: torch.Tensor) -> Slice:
@@ -45,9 +45,9 @@ class Slice:
 
 
 class Snapshot:
-    """Keeps the buffer from save to save: fresh memory would cost more than the copy.
+    """A buffer that is reused from save to save, because allocating takes longer than the copy.
 
-    First `fit`, then `take`. When `Copying.run` returns, `data` is the data section of the file.
+    Call `fit`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
     """
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class Snapshot:
         self._views: list[torch.Tensor] = []
 
     def fit(self, slices: Sequence[Slice]) -> FileLayout:
-        """Make room for `slices`. This costs nothing if they are laid out like the last ones."""
+        """Make room for `slices`. If they have the same layout as the last ones, there is nothing to do."""
         pieces = tuple(source.describe() for source in slices)
         if pieces != self.layout.pieces:
             self.layout = arrange(pieces)
             self._views = []
 
-        # Only pinned memory can be copied to while the GPU computes.
+        # A GPU can only copy to pinned memory while it computes.
         pinned = any(source.tensor.is_cuda for source in slices)
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
             self._views = []
 
-            # Free the old buffer before asking for more.
+            # Free the old buffer before allocating the new one.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(self.layout.size, pinned)
 
@@ -80,31 +80,31 @@ class Snapshot:
             ]
         return self.layout
 
-    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> Copying:
-        """Copy `slices`, for which `fit` made room, except those named in `later`.
+    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> BackgroundCopy:
+        """Copy `slices`, for which `fit` has made room, except those named in `later`.
 
-        The `Copying` that is returned copies these. They must not change before its `wait` returns.
+        The returned `BackgroundCopy` copies the latter. They must not change before its `wait` returns.
         """
         pairs = list(zip(self._views, slices, strict=True))
         _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
-        return Copying([(view, source.tensor) for view, source in pairs if source.name in later])
+        return BackgroundCopy([(view, source.tensor) for view, source in pairs if source.name in later])
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data
 
 
-class Copying:
-    """Copies the rest of a snapshot while the next step computes: only an update changes these tensors.
+class BackgroundCopy:
+    """Copies the rest of a snapshot during the next forward and backward, which do not change these tensors.
 
-    Tensors on a GPU are copied in a separate stream, for which not even the host waits. The thread that will write
-    the file copies those on the CPU.
+    Tensors on a GPU are copied in a separate stream, for which the host does not wait. Tensors on the CPU are copied by
+    the thread that writes the file.
     """
 
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If a version has changed by the time of `wait`, a tensor was changed while it was copied: the copy is torn.
-        # `wait` sets `_torn` if it comes first; otherwise `run` compares the versions itself.
+        # If a version counter has changed before `wait`, a tensor was changed while it was copied: the copy is torn.
+        # `wait` sets `_torn` if it is called before `run` ends; otherwise `run` compares the versions itself.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()
@@ -121,38 +121,38 @@ class Copying:
             for event in self._on_device:
                 event.synchronize()
         finally:
-            # After an error as well: the training thread must not wait forever.
+            # Also after an error, so that the training thread does not wait forever.
             with self._lock:
                 torn = self._versions_now() != self._versions if self._torn is None else self._torn
                 self._done.set()
 
         if torn:
             raise RuntimeError(
-                "the optimizer's state was changed between two updates, while it was being copied: let only its own "
-                "step change it, or set checkpoint.asynchronous=false"
+                "the optimizer's state was changed between two updates, while it was being copied: change it only in "
+                "the optimizer's step(), or type checkpoint.asynchronous=false"
             )
 
     def wait(self) -> None:
-        """Return when the tensors may change. Called in the training thread."""
+        """Wait until the tensors may change. Called in the training thread."""
         with self._lock:
             if self._done.is_set():
                 return
             self._torn = self._versions_now() != self._versions
 
-        # The device's own stream waits for its copies, the host does not.
+        # The device's current stream waits for the copies; the host does not.
         for event in self._on_device:
             event.wait()
 
-        # The writing thread copies what is on the CPU.
+        # The writing thread copies the tensors on the CPU.
         if any(not source.is_cuda for _, source in self._pairs):
             self._done.wait()
 
     def _versions_now(self) -> list[int]:
-        """Return how often torch saw each tensor change."""
+        """Return torch's version counter of each tensor, which counts in-place changes."""
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.Event:
-        # Wait for the work that is already queued: it may still write to the tensors.
+        # Wait for work that is already queued, since it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         pairs = [(view, source) for view, source in self._pairs if source.device == device]
@@ -164,10 +164,10 @@ class Copying:
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
 
-    # Touch the pages now, or the first save would pay for it.
+    # Touch the pages now, so that the first save need not allocate them.
     memory.fill_(0)
 
-    # Direct writes need memory that begins at a page.
+    # Direct writes need memory that is aligned to pages.
     start = -memory.data_ptr() % PAGE
     return memory[start : start + size]
 
@@ -180,6 +180,6 @@ def _copy(pairs: Pairs) -> None:
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
 
-    # Host-device synchronisation: from here on, training may change the tensors.
+    # Host-device synchronisation: after it, training may change the tensors.
     for device in {source.device for _, source in pairs if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,6 +1,6 @@
-"""Turns state (nested dicts and lists of tensors and numbers) into named tensors and plain JSON, and back. No pickle.
+"""Convert state (nested dicts and lists of tensors and numbers) into named tensors and plain JSON, and back. No pickle.
 
-Also has the table of the element types that a checkpoint can hold.
+This module also has the table of the dtypes that a checkpoint can hold.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
-# A dict with one of these keys, and no other, stands for something that JSON cannot express.
-_MARKS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
+# A dict with one of these keys, and no other, encodes a value that JSON cannot represent.
+_MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
 
 # The dtypes that a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -41,7 +41,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: Tensor, name: str) -> str:
-    """Return the file's name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
+    """Return the safetensors name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
         raise UserError(
             f"the tensor {name!r} cannot be saved in a checkpoint",
@@ -52,14 +52,14 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON form of `value`; put its tensors into `tensors`, under names that begin with `name`."""
-    # {"a": {"b": ...}, "a.b": ...} has two tensors with the same name.
+    """Return the JSON form of `value`, and add its tensors to `tensors`, under names that begin with `name`."""
+    # Names may collide: {"a": {"b": ...}, "a.b": ...} has two tensors with the same name.
     while name in tensors:
         name += "'"
 
     match value:
         case Tensor():
-            # Whether it was on the CPU matters: an optimizer's step count belongs there, next to a model on a GPU.
+            # Record whether it was on the CPU: an optimizer's step count stays there while its model is on a GPU.
             tensors[name] = value.detach()
             return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
         case np.ndarray() if value.dtype != object:
@@ -76,10 +76,10 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         case tuple():
             return {"$tuple": pack(list(value), name, tensors)}
 
-        case dict() if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+        case dict() if all(isinstance(key, str) for key in value) and not _MARKERS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
         case dict():
-            # JSON has no such keys, or one of them is a mark of ours.
+            # Some keys are not strings, or one of them is a marker.
             pairs = [
                 [pack(key, f"{name}.key{i}", tensors), pack(item, f"{name}.{i}", tensors)]
                 for i, (key, item) in enumerate(value.items())
@@ -89,13 +89,13 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     raise UserError(
         f"{name} cannot be saved: a {type(value).__name__} is neither a tensor nor a plain value",
         "",
-        "let its state_dict() return tensors, numbers, text, lists and dicts only: a checkpoint holds no pickle",
+        "let its state_dict() return only tensors, numbers, strings, lists and dicts: a checkpoint holds no pickle",
     )
 
 
 def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> Any:
-    """Undo `pack`; `read(name)` gives a tensor. Tensors that were on a device come back on `device`."""
-    # Only `pack` makes dicts with these keys: if a user's dict has one, `pack` turns it into "$items".
+    """Undo `pack`. `read(name)` returns a tensor. Tensors that were not on the CPU are moved to `device`."""
+    # A user's dict with one of these keys was encoded as "$items", so these dicts come from `pack`.
     match value:
         case {"$tensor": name}:
             return read(name)
@@ -127,15 +127,15 @@ def _feed(sha: Any, data: Any) -> None:
         case Tensor():
             sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
 
-            # Every rank holds another shard of a DTensor: compare only what they have in common.
+            # Every rank holds another shard of a DTensor, so only its dtype and shape count.
             if not isinstance(data, DTensor):
                 sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         case np.ndarray() if data.dtype != object:
-            # Its text leaves out digits, and the middle of a large one.
+            # Not its repr, which omits digits, and the middle of a large array.
             sha.update(f"{data.dtype}{data.shape}".encode())
             sha.update(data.tobytes())
         case Mapping():
-            # Ranks may have filled it in different orders.
+            # Sorted, since ranks may have filled it in different orders.
             for key in sorted(data, key=str):
                 sha.update(str(key).encode())
                 _feed(sha, data[key])
@@ -143,10 +143,10 @@ def _feed(sha: Any, data: Any) -> None:
             for value in data:
                 _feed(sha, value)
         case set() | frozenset():
-            # Processes order texts in a set differently.
+            # Sorted, since the order of strings in a set differs between processes.
             _feed(sha, sorted(data, key=repr))
         case _ if type(data).__repr__ is object.__repr__:
-            # Such a text holds an address.
+            # The default repr contains an address, so use the class and the attributes.
             sha.update(type(data).__qualname__.encode())
             _feed(sha, getattr(data, "__dict__", {}))
         case _:

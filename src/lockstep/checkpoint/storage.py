@@ -1,8 +1,8 @@
-"""Where checkpoints live: the `Store` protocol, the rules that all stores share, and two implementations.
+"""The storage of checkpoints: the `Store` protocol, the rules that all stores share, and two implementations.
 
 `FileStore` keeps checkpoints in a folder of a file system, `MemoryStore` in this process. The rest of the package uses
-both through `Store` only. A store holds folders of files and knows nothing about their contents. No torch here:
-`lockstep ckpt ls` must start fast.
+both through `Store` only. A store holds folders of files, whatever their contents. This module does not import torch,
+so that `lockstep ckpt ls` starts fast.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any, Literal, Protocol
 from lockstep.errors import UserError
 from lockstep.launch.records import open_regular, read_bytes, replacing
 
-# Bytes written at a time.
+# The number of bytes that are written at a time.
 CHUNK = 16 << 20
 
-# Direct writes begin and end at multiples of this, in memory and in the file.
+# Direct writes (O_DIRECT) begin and end at multiples of this, in memory and in the file.
 PAGE = 4096
 
 # Two small files at the top level: the newest checkpoint's name, and the token of the only attempt allowed to commit.
@@ -43,14 +43,14 @@ _NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 class Store(Protocol):
     """A place for checkpoints. Each is staged in its own folder (`write`) and committed by one `rename`.
 
-    A key is "FOLDER/FILE", or "FILE" at the top. A folder exists as long as it has files. Methods raise
-    FileNotFoundError for what is missing, and OSError for anything else that goes wrong; errno.ENOSPC means "full".
-    All ranks of a run reach the same store at the same time. Two stores of the same files are equal.
+    A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. Methods raise
+    FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means "full".
+    All ranks of a run use the same store at the same time. Two stores of the same files are equal.
     """
 
     @property
     def address(self) -> str:
-        """How messages name this store."""
+        """The name of this store in messages."""
 
     def folders(self) -> list[str]:
         """Return the names of all folders, in any order."""
@@ -59,21 +59,21 @@ class Store(Protocol):
         """Open a file as a readable binary stream that can seek."""
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file. It is durable when this returns; until then others may see it incomplete."""
+        """Write a new file. It is durable when this returns; until then readers may see an incomplete file."""
 
     def replace(self, key: str, data: bytes) -> None:
-        """Give a small file new contents. Readers see the old contents or the new, never a mixture."""
+        """Replace the contents of a small file. Readers see the old contents or the new, never a mixture."""
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist."""
 
     def delete(self, key: str) -> None:
-        """Delete a file, or a folder with all its files. Deleting what is missing does nothing."""
+        """Delete a file, or a folder with all its files. If it does not exist, do nothing."""
 
     def claim(self, token: str) -> None:
-        """Let only the attempt with this token commit.
+        """Make the attempt with this token the only one that may commit.
 
-        The owner is checked just before the rename; a stop between the two is not covered.
+        The owner is checked just before the rename. A process that is stopped between the two could still commit.
         """
 
     def owner(self) -> str | None:
@@ -99,7 +99,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """Where it is, for messages; a path that can be opened only if the store is a `FileStore`."""
+        """The location, for messages. Only with a `FileStore` is it a path that can be opened."""
         return Path(self.store.address, self.name)
 
     # Only a committed checkpoint has a step.
@@ -119,30 +119,30 @@ def folder_name(step: int) -> str:
 
 
 def step_in(name: str) -> int | None:
-    """Return the step whose folder has this name; None if it is the name of no step."""
-    # A step has only one name, with eight digits or more: "step-000000007" is not that of step 7.
+    """Return the step whose folder has this name; None if no step has it."""
+    # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
     match = _NAME_OF_STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def committed(store: Store) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. `load.find` knows whether their bytes are right."""
+    """Return the committed checkpoints, newest first. Their contents are not verified; `load.find` does that."""
     checkpoints = [Checkpoint(store, name) for name in store.folders() if step_in(name) is not None]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def clean(store: Store, token: str) -> None:
-    """Remove what attempts with other tokens left half written or half deleted."""
+    """Delete the staged files that other attempts left half written or half deleted."""
     for name in store.folders():
         staged = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
         if staged and staged[1] != token:
-            # Another attempt may still write into it. Then the next start cleans up.
+            # If another attempt still writes into the folder, the next start will delete it.
             with suppress(OSError):
                 store.delete(name)
 
 
 def update_latest(store: Store) -> None:
-    # For people and the launcher: `load.find` looks at the checkpoints themselves.
+    # Only people and the launcher read this file; `load.find` lists the checkpoints themselves.
     newest = committed(store)[:1]
     if newest:
         store.replace(LATEST, newest[0].name.encode() + b"\n")
@@ -151,7 +151,7 @@ def update_latest(store: Store) -> None:
 
 
 def set_aside(store: Store, name: str, why: str) -> str:
-    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`: it is out of the way, but not lost.
+    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`, so that it is ignored, but not lost.
 
     Return its new name.
     """
@@ -168,8 +168,8 @@ def _free_name(name: str, why: str, taken: Container[str]) -> str:
 
 
 def set_aside_after(store: Store, step: int) -> list[str]:
-    """Set aside all checkpoints after `step`: the run goes back to it on purpose. Return their new names."""
-    # The folder is listed once, however many there are.
+    """Set aside all checkpoints after `step`, to which the run goes back. Return their new names."""
+    # List the folder only once, however many checkpoints there are.
     taken = set(store.folders())
     names = {}
     for later in committed(store):
@@ -183,9 +183,9 @@ def set_aside_after(store: Store, step: int) -> list[str]:
 
 def remove(store: Store, name: str, token: str) -> None:
     """Delete a committed checkpoint. It is renamed first, so that no reader finds half of it."""
-    doomed = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
-    store.rename(name, doomed)
-    store.delete(doomed)
+    temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
+    store.rename(name, temporary)
+    store.delete(temporary)
 
 
 # ---- retention ----
@@ -193,12 +193,12 @@ def remove(store: Store, name: str, token: str) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Says which checkpoints are kept. The others are deleted after the next commit."""
+    """The rule by which checkpoints are kept. All others are deleted after the next commit."""
 
-    last: int = 3  # how many of the newest
-    every: int | None = None  # also those whose step is a multiple of this
-    best: str | None = None  # also the one with the best value of this metric
-    mode: Literal["min", "max"] = "min"  # which value of the metric is best
+    last: int = 3  # how many of the newest checkpoints to keep
+    every: int | None = None  # also keep checkpoints whose step is a multiple of this
+    best: str | None = None  # also keep the checkpoint with the best value of this metric
+    mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
 
     def __post_init__(self) -> None:
         # `lockstep ckpt prune` takes any number; the configuration checks its own.
@@ -215,7 +215,7 @@ class Retention:
 
 
 def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
-    """Return the steps to delete, oldest first; `checkpoints` are (step, metrics). The newest is never among them."""
+    """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
     steps = sorted(step for step, _ in checkpoints)
     keep = set(steps[-retention.last :])
 
@@ -226,14 +226,14 @@ def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
         sign = 1 if retention.mode == "max" else -1
         scores = [(sign * m[retention.best], step) for step, m in checkpoints if _is_score(m.get(retention.best))]
 
-        # If scores are equal, the newest step is kept.
+        # Of equal scores, keep the newest step.
         keep |= {step for _, step in sorted(scores)[-1:]}
 
     return [step for step in steps if step not in keep]
 
 
 def _is_score(metric: Any) -> bool:
-    """NaN is never best, and neither is anything that is not a number."""
+    """Whether a metric can be compared: a number, but not NaN."""
     return isinstance(metric, int | float) and not isinstance(metric, bool) and not math.isnan(metric)
 
 
@@ -241,7 +241,7 @@ def _is_score(metric: Any) -> bool:
 
 
 class FileStore:
-    """Keeps checkpoints in a folder. They survive a power cut: contents reach the disk before names do."""
+    """Keeps checkpoints in a folder. They survive a power cut: contents are written to the disk before names."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
@@ -254,7 +254,7 @@ class FileStore:
         return hash(self.root.resolve())
 
     def folders(self) -> list[str]:
-        # One look at the folder: asking the system about each entry would take a second for 200,000 of them.
+        # One scandir, because a stat call for each of 200,000 entries would take a second.
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as entries:
@@ -273,8 +273,8 @@ class FileStore:
         with replacing(path, str(os.getpid())) as draft:
             _write_file(draft, [memoryview(data)])
 
-        # A file in a staged folder is only a message between ranks and need not survive a power cut. As soon as it is
-        # there, the folder may be committed under another name, so it could not be synced anyway.
+        # A file in a staged folder is only a message between ranks and need not survive a power cut. Nor can its folder
+        # be synced: as soon as the file exists, rank 0 may rename the folder.
         if path.parent == self.root:
             _sync_folder(self.root)
 
@@ -285,20 +285,20 @@ class FileStore:
     def delete(self, key: str) -> None:
         path = self.root / key
         if path.is_dir():
-            # Delete as much as possible and only then report the rest.
+            # Delete as much as possible before raising an error.
             shutil.rmtree(path, ignore_errors=True)
             if path.exists():
                 raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
         else:
             path.unlink(missing_ok=True)
 
-            # The folder goes with its last file; while it has others, `rmdir` fails.
+            # Delete the folder with its last file. While it has other files, `rmdir` fails.
             if path.parent != self.root:
                 with suppress(OSError):
                     path.parent.rmdir()
 
     def claim(self, token: str) -> None:
-        # Delete drafts of `replace` whose writer was killed: a new owner knows that no writer needs them any more.
+        # Delete temporary files of `replace` whose writer was killed. After a claim, no other writer needs them.
         for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
             draft.unlink(missing_ok=True)
         self.replace(OWNER, token.encode())
@@ -310,19 +310,19 @@ class FileStore:
         return None
 
     def free_bytes(self) -> int:
-        # The folder may not exist yet; its parent is on the same disk.
+        # The folder may not exist yet. Its nearest existing parent is on the same disk.
         folders = (self.root, *self.root.absolute().parents)
         return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
 def split(data: memoryview) -> list[memoryview]:
     """Split `data` for `Store.write`: every chunk but the last is a whole number of pages, if `data` is long enough."""
-    # At least two: between chunks an abandoned save ends, and tests can let the disk fill up.
+    # At least two chunks, since an abandoned save can end, and a test can make the disk full, only between chunks.
     half = (len(data) + 1) // 2
     size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
 
-    # An incomplete page is a separate chunk: it would keep the pages before it from being written directly.
+    # An incomplete page becomes a separate chunk, since a chunk with one cannot be written directly.
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
         chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
@@ -330,7 +330,7 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 def _create(path: Path) -> io.FileIO:
-    """Open a new file and make its folder. Another rank may remove the folder while it is still empty: then retry."""
+    """Create a file and its folder. Retry if another rank removes the folder while it is still empty."""
     for _ in range(10):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -339,7 +339,7 @@ def _create(path: Path) -> io.FileIO:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: an fsync of a file does not cover its name."""
+    """Make the names in `folder` durable, because an fsync of a file does not cover its name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -350,8 +350,8 @@ def _sync_folder(folder: Path) -> None:
 def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
     """Write a new file. Its contents are durable when this returns, its name is not.
 
-    Large aligned chunks go from memory to the disk directly. A second copy in the page cache would take a core away
-    from training for as long as it lasts, and fsync would wait for it.
+    Large aligned chunks are written with O_DIRECT. Copying them to the page cache first would keep a core busy, which
+    training needs, and fsync would still have to wait for the disk.
     """
     direct = hasattr(os, "O_DIRECT")
     position = 0
@@ -360,7 +360,7 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
             # Small chunks are faster through the page cache.
             suitable = len(chunk) >= 1 << 20 and not len(chunk) % PAGE and not position % PAGE
             if not (direct and suitable and _write_directly(file.fileno(), chunk, position)):
-                # A disk that refused one direct write is not asked again.
+                # After a file system has refused one direct write, do not try again.
                 direct = direct and not suitable
                 _write_all(file.fileno(), chunk, position)
             position += len(chunk)
@@ -368,7 +368,7 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
 
 
 def _write_all(handle: int, data: memoryview, position: int) -> None:
-    # The system may write less than it is asked to.
+    # pwrite may write less than requested.
     while data:
         count = os.pwrite(handle, data, position)
         data = data[count:]
@@ -377,13 +377,13 @@ def _write_all(handle: int, data: memoryview, position: int) -> None:
 
 def _write_directly(handle: int, data: memoryview, position: int) -> bool:
     """Write past the page cache. Return False if this file system or this memory does not allow it."""
-    # The flag belongs to the open file: it is set for this chunk only.
+    # The flag applies to the open file, so it is set for this chunk only.
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
         _write_all(handle, data, position)
     except OSError as error:
-        # These errors mean that direct writes are not supported here. Others, such as a full disk, would come again.
+        # These errors mean that direct writes are not supported. Others, such as a full disk, are real failures.
         if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
             raise
         return False
@@ -402,7 +402,7 @@ class MemoryStore:
         self.address = f"memory:{name}"
         self.capacity = capacity  # in bytes; tests fill it up
 
-        # The contents of each file by its key. A folder is no more than a prefix of keys.
+        # The contents of each file by its key. A folder is only a prefix of keys.
         self._files: dict[str, bytes] = {}
         self._owner: str | None = None
         self._lock = threading.Lock()
@@ -418,7 +418,7 @@ class MemoryStore:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from None
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        # `join` makes the copy that is needed: the saver reuses the memory behind the chunks.
+        # `join` copies the chunks, whose memory the saver will reuse.
         self.replace(key, b"".join(chunks))
 
     def replace(self, key: str, data: bytes) -> None:
@@ -428,7 +428,7 @@ class MemoryStore:
             self._files[key] = bytes(data)
 
     def rename(self, folder: str, to: str) -> None:
-        # Under the lock, a reader sees all files under the old name or all under the new.
+        # With the lock, a reader sees all files either under the old name or under the new one.
         with self._lock:
             moved = [key for key in self._files if key.startswith(f"{folder}/")]
             if not moved:

@@ -1,4 +1,4 @@
-"""One save from the snapshot to the commit. Each rank writes and confirms its file; rank 0 commits when all have.
+"""One save, from the snapshot to the commit. Each rank writes and confirms its file; then rank 0 commits.
 
     every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its file, durable
     every rank   step-N.tmp-TOKEN-1/part-RANK.json          its confirmation: size, digest, pieces; or an error
@@ -6,13 +6,13 @@
     rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
     rank 0       checks that it still owns the store
     rank 0       step-N.tmp-TOKEN-1 -> step-N               the commit
-    rank 0       updates `latest` and deletes what `Retention` does not keep
+    rank 0       updates `latest` and deletes the checkpoints that `Retention` does not keep
 
-A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the
-manifest before the rename, and the rename before `latest` moves and before anything old is deleted. One exception: if
+A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
+before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. One exception: if
 step N is saved again and the process dies between the two renames, no step-N exists; the old checkpoint is
-step-N.undone. Ranks communicate through the store only, so that a rank which hangs does not block the writing threads
-of the others. No torch here.
+step-N.undone. Ranks communicate only through the store, so that a rank which hangs does not block the writing threads
+of the others. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ from lockstep.checkpoint.storage import (
 
 @dataclass(frozen=True)
 class SaveContext:
-    """Says who writes, where, and by which rules. All saves of a run share it."""
+    """The settings that all saves of a run share."""
 
     store: Store
     rank: int
-    world_size: int  # how many ranks write
-    token: str  # of this attempt of the run
+    world_size: int
+    token: str  # identifies this attempt of the run
     retention: Retention
     timeout_s: float  # how long rank 0 waits for the other ranks' files
 
 
 class SaveFailed(Exception):
-    """This save must not be committed, for a reason other than an OSError. Its text is the reason."""
+    """A save must not be committed, for a reason other than an OSError. The message is the reason."""
 
 
 class PendingSave:
-    """One save on one rank, and once it has ended, the report of how it went.
+    """One save on one rank, and its result once it has ended.
 
-    `run` may be called in a thread; the rest belongs to the thread that trains. A save is committed (by rank 0), fails,
-    or is abandoned; in the last two cases its staged files are deleted.
+    `run` may be called in a thread; all other methods are called in the training thread. A save is committed (by rank
+    0), fails, or is abandoned. If it is not committed, its staged files are deleted.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
@@ -86,8 +86,8 @@ class PendingSave:
         self.step = step
         self.bytes = file_size  # of this rank's file
 
-        # The files are staged in this folder. The token keeps late writers of an earlier attempt out of it, the number
-        # those of an earlier save of the same step.
+        # The files are staged in this folder. The token keeps writers of an earlier attempt out of it, and the number
+        # keeps out writers of an earlier save of the same step.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
@@ -96,12 +96,12 @@ class PendingSave:
         self.caused_elsewhere = False  # whether another rank's error caused this one
 
         self.total_bytes = 0  # of all files, on rank 0 after the commit
-        self.stall_s = 0.0  # how long training waited
-        self.write_s = 0.0  # from there to the commit
+        self.stall_s = 0.0  # how long training waited for the save
+        self.write_s = 0.0  # from then to the commit
         self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._began = 0.0  # when `run` was called
 
-        # Set by `abandon`, in the thread that trains.
+        # Set by `abandon`, in the training thread.
         self.abandoned = threading.Event()
         self._why_abandoned = ""
 
@@ -113,7 +113,7 @@ class PendingSave:
         aliases: dict[str, str],
         values: dict[str, Any],
     ) -> None:
-        """Write, confirm and (rank 0) commit. This never raises: `error` says what went wrong.
+        """Write, confirm and (on rank 0) commit. It never raises: `error` holds the reason of a failure.
 
         `data` is the data section of this rank's file; `finish_copy` waits until `data` is complete, or raises. Only
         rank 0's `aliases` and `values` are used.
@@ -129,21 +129,22 @@ class PendingSave:
                 self._commit(aliases, values)
             self._check_abandoned()
         except BaseException as error:
-            # An exception that leaves a thread is lost.
+            # An exception would be lost with the thread.
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Free the disk, let rank 0 know, and record the reason."""
+        """Delete the staged files, report the failure to rank 0, and record the reason."""
         reason = f"{type(error).__name__}: {error}"
         try:
             self.delete_staged()
             if isinstance(error, FileNotFoundError | FileExistsError) and self.checkpoint is None:
-                # (`mkdir` says "exists" if a folder vanishes just then.) If nothing can be listed, `error` says more.
+                # If the staged folder is gone, another rank or attempt deleted it. (`mkdir` may raise FileExistsError
+                # if a folder is deleted at that moment.) If listing fails, `error` remains the reason.
                 with suppress(OSError):
                     self.caused_elsewhere |= self.folder not in self.context.store.folders()
             reason = self._reason(error)
 
-            # Rank 0 should not wait in vain for this rank's file. If this fails as well, the first error counts.
+            # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
             if self.context.rank != 0 and not self.abandoned.is_set():
                 with suppress(OSError):
                     self._confirm({"error": reason})
@@ -153,7 +154,7 @@ class PendingSave:
             self.file_ended.set()
 
     def refuse(self, missing: int) -> None:
-        """Fail before anything is written, because there is no room."""
+        """Fail before anything is written, because `missing` bytes of room are missing."""
         self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
@@ -161,11 +162,11 @@ class PendingSave:
         self.abandoned.set()
 
     def delete_staged(self) -> None:
-        """Delete what this rank staged; rank 0 deletes everything. This does nothing once the save is committed."""
+        """Delete this rank's staged files; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
         keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
-        # The next start cleans up what cannot be deleted now.
+        # The next start deletes files that cannot be deleted now.
         for key in keys:
             with suppress(OSError):
                 self.context.store.delete(key)
@@ -176,12 +177,12 @@ class PendingSave:
         digest = xxhash.xxh3_128()
         self.context.store.write(self._key(file_name(self.context.rank)), self._chunks(layout, data, digest))
 
-        # Rank 0 makes the manifest from this confirmation, which it sees only when the file is durable.
+        # Rank 0 builds the manifest from this confirmation, which is written after the file is durable.
         pieces = [asdict(piece) for piece in layout.pieces]
         self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
-        """Yield the file chunk by chunk and digest each one. An abandoned save ends between two chunks."""
+        """Yield the file chunk by chunk, and update the digest. An abandoned save ends between two chunks."""
         chunks = [memoryview(layout.header), *split(data)]
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
@@ -209,7 +210,7 @@ class PendingSave:
         confirmations = self._confirmations()
         manifest = encode(self._manifest(confirmations, aliases, values))
 
-        # Commit only what can be loaded.
+        # Check that the manifest can be loaded.
         decode(manifest, Checkpoint(store, self.folder))
 
         # The manifest comes last: when it is durable, the folder has its final contents.
@@ -218,12 +219,12 @@ class PendingSave:
         store.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
-        # If this process was stopped for a while, its run may already continue elsewhere.
+        # If this process was suspended for a while, its run may already continue elsewhere.
         owner = store.owner()
         if owner not in (None, self.context.token):
             raise SaveFailed(f"another attempt has taken over this run (its token is {owner})")
 
-        # An earlier checkpoint of the same step belongs to another history, or is damaged.
+        # There may be an earlier checkpoint of the same step, which is damaged, or from before the run went back.
         name = folder_name(self.step)
         if name in store.folders():
             set_aside(store, name, "undone")
@@ -233,27 +234,27 @@ class PendingSave:
         self.checkpoint = Checkpoint(store, name)
         self.total_bytes = len(manifest) + sum(confirmation["size"] for confirmation in confirmations)
 
-        # Whatever goes wrong from here on, the checkpoint is safe. Deleting old ones is not part of `write_s`.
+        # From here on, the checkpoint is safe whatever fails. `write_s` does not include deleting old checkpoints.
         faults.fire("latest", self.step)
         update_latest(store)
         self.write_s = time.perf_counter() - self._began
         apply_retention(store, self.context.retention, self.context.token)
-        _spoil(self.checkpoint, file_name(0), faults.fire("committed", self.step))
+        _inject_damage(self.checkpoint, file_name(0), faults.fire("committed", self.step))
 
     def _confirmations(self) -> list[dict[str, Any]]:
-        """Wait for the confirmations of all ranks and return them by rank. Raise SaveFailed if one reports an error.
+        """Wait for the confirmations of all ranks, and return them by rank.
 
-        Rank 0 does not wait forever: a rank may have died.
+        Raise SaveFailed if a rank reports an error, or after a timeout: a rank may have died.
         """
         ranks = set(range(self.context.world_size))
         confirmations: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.context.timeout_s
 
-        # In seconds. Ranks save at the same moment: the others are probably almost done.
+        # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
         pause = 0.01
 
         while True:
-            # `replace` is atomic: a confirmation that is there is complete.
+            # A confirmation that exists is complete, since `replace` is atomic.
             for rank in ranks - confirmations.keys():
                 with suppress(FileNotFoundError), self.context.store.open(self._key(_confirmation(rank))) as file:
                     confirmations[rank] = json.loads(file.read())
@@ -278,16 +279,16 @@ class PendingSave:
             self.caused_elsewhere = True
             raise SaveFailed(f"rank {rank}: {confirmation['error']}")
 
-        # A shared file system may be slow to show what another machine wrote, or lose it.
+        # On a shared file system, a file that another machine wrote may appear late, or be lost.
         with self.context.store.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
         if size != confirmation["size"]:
-            raise SaveFailed(f"rank {rank} wrote {confirmation['size']:,} bytes, and {size:,} are there")
+            raise SaveFailed(f"rank {rank} wrote {confirmation['size']:,} bytes, but its file has {size:,}")
 
     def _manifest(
         self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
     ) -> Manifest:
-        # For each tensor its kind, (dtype, shape), and the pieces of all ranks.
+        # For each tensor: its (dtype, shape), and the pieces of all ranks.
         tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
         files = []
         for rank, confirmation in enumerate(confirmations):
@@ -322,10 +323,10 @@ class PendingSave:
             case SaveFailed() | Damaged():
                 return str(error)
             case FileNotFoundError() | FileExistsError() if self.caused_elsewhere:
-                # Rank 0 deletes the folder of a save that failed, and a new attempt deletes those of all others.
+                # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 return "rank 0 abandoned the save, or another attempt has taken over: the staged folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-                # The disk is full, or the user's quota is used up.
+                # The disk is full, or the user's quota is exhausted.
                 return f"{self._no_room()} while writing {size_text(self.bytes)}"
             case _:
                 return f"{type(error).__name__}: {error}"
@@ -337,14 +338,14 @@ class PendingSave:
 def apply_retention(store: Store, retention: Retention, token: str) -> None:
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(store)}
 
-    # Manifests are read only if a metric decides.
-    known = [(step, _metrics(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
-    for step in to_delete(known, retention):
+    # Manifests are read only if the best metric is kept.
+    metrics = [(step, _metrics(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
+    for step in to_delete(metrics, retention):
         remove(store, checkpoints[step].name, token)
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    # A damaged checkpoint has no metrics: its age decides whether it is deleted.
+    # A damaged checkpoint has no metrics, so only its age decides whether it is deleted.
     with suppress(Damaged):
         return read_manifest(checkpoint).metrics
     return {}
@@ -354,8 +355,8 @@ def _confirmation(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _spoil(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Do to a committed file what a bad disk would do, if a test injected the fault "truncate" or "corrupt"."""
+def _inject_damage(checkpoint: Checkpoint, file: str, how: str | None) -> None:
+    """Damage a committed file as a bad disk would, if a test injected the fault "truncate" or "corrupt"."""
     if how not in ("truncate", "corrupt"):
         return
 

@@ -24,12 +24,12 @@ from lockstep.errors import plural
 from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
-from lockstep.parallel.blocks import class_name, class_to_name, find_blocks
+from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
-from lockstep.parallel.remat import recomputed
+from lockstep.parallel.remat import blocks_to_recompute
 from lockstep.parallel.tensor.driver import is_sharded_along_tp
 from lockstep.plan.plan import Plan
 from lockstep.precision import Precision
@@ -72,7 +72,9 @@ def describe_run(
         # How the model is sharded. Plain replicas are the usual case and get no line.
         "strategy": _strategy(model, config, mesh, runtime.world),
         "remat": _remat(model, config) if config.remat != "none" else None,
-        "mesh": None if mesh.plain else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
+        "mesh": None
+        if mesh.is_data_parallel_only
+        else f"{mesh}; {plural(mesh.data_size, 'group')} of ranks with samples of their own",
         "dropout": _dropout(model, config, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
@@ -175,7 +177,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
 def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> str | None:
     """`fsdp: 4 blocks of Layer, sharded over 2 ranks`, or None for plain replicas."""
     strategy = config.strategy_record
-    if not strategy.shards_optimizer and strategy.axis is None and mesh.plain:
+    if not strategy.shards_optimizer and strategy.axis is None and mesh.is_data_parallel_only:
         return None
     if world.alone:
         return f"{strategy.name}: one process, so nothing is sharded"
@@ -223,7 +225,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
     blocks = find_blocks(model, config.blocks)
     if blocks:
         return f"{_count_blocks(blocks)}, {over}"
-    name = class_to_name(model)
+    name = suggest_block_class(model)
     suggestion = f" (name some, such as blocks=[{name}])" if name else ""
     return f"no blocks, {over}: the full model is gathered at once, which saves little{suggestion}"
 
@@ -231,7 +233,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
 def _remat(model: nn.Module, config: RunConfig) -> str:
     """`full: 4 blocks of Layer`"""
     blocks = find_blocks(model, config.blocks)
-    recomputed_blocks = recomputed(blocks, config.remat)
+    recomputed_blocks = blocks_to_recompute(blocks, config.remat)
     # remat=every-2 recomputes only some of the blocks.
     of_all = f" (of {len(blocks)})" if len(recomputed_blocks) < len(blocks) else ""
     return f"{config.remat}: {_count_blocks(recomputed_blocks)}{of_all}"

@@ -15,7 +15,7 @@ from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.meta.init import model_made_as_asked
+from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import MicroBatch, Task
 
 
@@ -29,7 +29,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     """
     data = cache(task.data)  # called once, though automatic pipeline stages need samples before the source is opened
     scheduler = _own_method(task, "scheduler") or (lambda _: None)
-    with model_made_as_asked(builder.config):
+    with init_as_configured(builder.config):
         model = task.model()
     setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
     before_batch = _own_method(task, "before_batch")

@@ -27,8 +27,8 @@ from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_l
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import BaseDriver
-from lockstep.parallel.inner_gradients import start_watching, stop_watching, unwatched
-from lockstep.parallel.meta.init import check_made_as_asked, fill, model_made_as_asked
+from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
+from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
@@ -53,7 +53,7 @@ class OwnRun:
     @contextmanager
     def init_module(self) -> Iterator[None]:
         """Build models inside this context as the setting `init` says: `with run.init_module(): model = Net()`."""
-        with model_made_as_asked(self._builder.config):
+        with init_as_configured(self._builder.config):
             yield
 
     def setup(self, model: nn.Module, *others: Any) -> Any:
@@ -86,9 +86,9 @@ class OwnRun:
                 )
 
             for part in models:
-                check_made_as_asked(part, self._builder.config, trained=False)
+                check_init(part, self._builder.config, trained=False)
                 if any(p.is_meta for p in part.parameters()):
-                    fill(part, (), lambda _: None, self._builder.runtime)
+                    fill_model(part, (), lambda _: None, self._builder.runtime)
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 
@@ -318,7 +318,7 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with unwatched(), full_precision(self._run.stepper.context.precision):
+        with pause_watching(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
 

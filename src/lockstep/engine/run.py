@@ -285,7 +285,7 @@ class Run:
         self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
 
-        if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, asked=True):
+        if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, requested=True):
             self.save_checkpoint()
         self.checkpoints.settle()
         self.recorder.poll(wait=True)

@@ -27,9 +27,9 @@ from lockstep.parallel.exact.driver import (
 )
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
-from lockstep.parallel.layers import adopt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
+from lockstep.parallel.layers import adapt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
 from lockstep.parallel.mesh import Axes, plan_mesh
-from lockstep.parallel.meta.init import check_made_as_asked, fill
+from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import cast_parameters_, choose_precision
@@ -44,51 +44,52 @@ def apply(
     log_event: EventLogger = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
-    """Move `model` to its device and return the driver that executes it.
+    """Apply the configured parallelism to `model`, in place, and return the driver that executes it.
 
-    `task` may say how to shard the model. `log_event` receives decisions that are made later, while the model runs.
-    `data` returns samples, for a pipeline that must run the model to find its stages.
+    `task` may define how the model is sharded or staged. `log_event` receives decisions that are made later, while the
+    model runs. `data` returns samples, for a pipeline that must run the model to find its stages.
     """
     mesh = plan_mesh(config, runtime.world)
-    axes = None if mesh.plain else Axes(mesh, runtime)
+    axes = None if mesh.is_data_parallel_only else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
 
     compiled = config.compile
     if compiled == "auto":
         compiled = runtime.device.type == "cuda" and not config.exact
 
-    # Refuse what cannot work before anything is moved.
-    check_made_as_asked(model, config)
+    # Refuse unsupported settings before any tensor is moved.
+    check_init(model, config)
     check_offload(config.fsdp, runtime)
     if config.strategy_record.shards_parameters and not runtime.world.alone:
         check_scalars(model, config)
 
-    # Sharding replaces parameters, and with them their hooks.
+    # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
     hooks = take_hooks(model)
 
-    # A model on the meta device is filled block by block while it is sharded; a stage moves only what it keeps.
+    # A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
+    # pipeline moves its own stages to the device.
     if config.init == "meta" and runtime.world.alone:
-        fill(model, (), lambda _: None, runtime)
+        fill_model(model, (), lambda _: None, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
         cast_parameters_(model, config.precision)
         if not pipelined:
             model.to(runtime.device)
 
-    # Changes to single layers come before wrappers around the model's calls.
+    # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
     else:
-        adopt_sync_batchnorm(model, runtime, pipelined)
+        adapt_sync_batchnorm(model, runtime, pipelined)
     if choose_precision(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
     recompute_blocks(model, config)
     if config.exact:
         group_input_gradients(model, config)
 
-    # From the inside out: a capture contains the compiled kernels.
+    # Compile before capturing: a CUDA graph records the compiled kernels.
     if compiled and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         warm_up_compile(model, config, runtime)
@@ -116,13 +117,13 @@ def _make_driver(
     compiled: bool,
     data: Callable[[], Any] | None,
 ) -> BaseDriver:
-    # config/conflicts.py refuses what exact mode does not support: other meshes.
+    # config/conflicts.py has already refused exact mode with tp or pp.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver
         return single(model, runtime)
 
     if axes and axes.mesh.sizes["pp"] > 1:
-        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch's pipelines take a moment to import
+        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch.distributed.pipelining is slow to import
 
         return PipelineDriver(model, task, config, axes, runtime, compiled, data)
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values, which models of transformers keep for generating text. Training has no use for them."""
+"""KV caches (`past_key_values`), which Hugging Face models create for generating text. Training does not need them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.errors import UserError
 ASKS = "use_cache"  # the argument of a forward that asks for a cache; None: as the model's config says
 
 
-def keep_no_cache(model: nn.Module, always: bool) -> None:
-    """Let the forwards of a Hugging Face model make no cache unless they are asked for one.
+def disable_kv_cache(model: nn.Module, always: bool) -> None:
+    """Make the forwards of a Hugging Face model run with `use_cache=False`, unless a call asks for a cache.
 
-    No rank of a pipeline has the keys and values of all layers, and a block that is recomputed would fill its cache
-    twice. No loss needs them. The config stays as it is: it is the user's, and saved with the model.
+    A rank of a pipeline does not have the keys and values of all layers, and a recomputed block would fill its cache
+    twice. No loss needs them. The config stays as it is: it belongs to the user, and is saved with the model.
 
     always: in forwards without gradients as well
     """
@@ -43,12 +43,12 @@ def _forward(
     return original(*args, **kwargs) if original else type(module).forward(module, *args, **kwargs)
 
 
-def refuse_cache(block: nn.Module, arguments: Iterable[Any], remat: str) -> None:
-    """Raise if a block that is recomputed gets a cache all the same: because the loss asks for one, or passes one."""
+def refuse_kv_cache(block: nn.Module, arguments: Iterable[Any], remat: str) -> None:
+    """Raise if a recomputed block gets a KV cache, because the loss passes one or calls with use_cache=True."""
     for argument in arguments:
         if _is_transformers(argument, "Cache"):
             raise UserError(
-                f"remat={remat} would fill the cache of keys and values of {type(block).__name__} twice",
+                f"remat={remat} would fill the KV cache of {type(block).__name__} twice",
                 f"it gets a {type(argument).__name__}, since the loss calls the model with use_cache=True or with "
                 "past_key_values",
                 "leave both out of the call, or type remat=none",

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-TENSOR = "a tensor"  # stands for a tensor in a spec
+TENSOR = "a tensor"  # the spec of a tensor
 CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 
 
 class OpaqueValue(Exception):
-    """A value that may hold tensors out of sight; the text names its type."""
+    """A value that may contain tensors which `flatten` cannot see. The message names its type."""
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
@@ -30,7 +30,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
     tensors: list[Tensor] = []
     spec = _flatten(value, tensors)
 
-    # Not every constant can be hashed, nor every context of a registered node.
+    # Some constants, and some contexts of registered pytree nodes, are not hashable.
     try:
         hash(spec)
     except TypeError as error:
@@ -42,7 +42,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
 def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
 
-    # A subclass (DTensor, a quantised tensor) has its own layout, which copying its elements would lose.
+    # Copying the elements of a tensor subclass (DTensor, a quantised tensor) would lose its layout.
     if isinstance(value, Tensor):
         if kind not in (Tensor, nn.Parameter):
             raise OpaqueValue(f"a {kind.__name__}")
@@ -50,25 +50,25 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
         tensors.append(value)
         return TENSOR
 
-    # With its type, since 1, 1.0 and True are equal.
+    # The type is part of the spec, since 1, 1.0 and True are equal.
     if value is None or isinstance(value, CONSTANTS):
         return "constant", kind, value
 
-    # torch's own context of a dict is a list of keys, which cannot be hashed.
+    # torch's pytree context of a dict is a list of keys, which is not hashable.
     if kind in (dict, OrderedDict):
         return "node", kind, tuple(value), _flatten_all(value.values(), tensors)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple", kind, _flatten_all(value, tensors)
 
-    # A Hugging Face ModelOutput is both a dataclass and a mapping; torch knows it as a registered node.
+    # A Hugging Face ModelOutput is both a dataclass and a mapping; it is registered as a pytree node, handled below.
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         names = tuple(field.name for field in dataclasses.fields(value))
         return "dataclass", kind, names, _flatten_all([getattr(value, name) for name in names], tensors)
 
-    # Lists, tuples and registered types. Not their subclasses, which may keep tensors in other attributes.
+    # Lists, tuples and registered types, but not their subclasses, which may keep tensors in other attributes.
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
-        if type(context) is list:  # the keys of a ModelOutput, which cannot be hashed
+        if type(context) is list:  # the keys of a ModelOutput; a list is not hashable
             return "keyed node", kind, tuple(context), _flatten_all(children, tensors)
         return "node", kind, context, _flatten_all(children, tensors)
 
@@ -86,22 +86,22 @@ def unflatten(tensors: Iterable[Tensor], spec: Any) -> Any:
     if spec == TENSOR:
         return next(remaining)
 
-    # The last element of a spec holds the children; names, keys or a context may come before.
-    what, kind, *inside = spec
-    if what == "constant":
-        return inside[0]
+    # A spec is (tag, type, fields...). The last field holds the children; names, keys or a context may come before it.
+    tag, kind, *fields = spec
+    if tag == "constant":
+        return fields[0]
 
-    children = [unflatten(remaining, child) for child in inside[-1]]
-    if what == "node":
-        return SUPPORTED_NODES[kind].unflatten_fn(children, inside[0])
-    if what == "keyed node":
-        return SUPPORTED_NODES[kind].unflatten_fn(children, list(inside[0]))
-    if what == "namedtuple":
+    children = [unflatten(remaining, child) for child in fields[-1]]
+    if tag == "node":
+        return SUPPORTED_NODES[kind].unflatten_fn(children, fields[0])
+    if tag == "keyed node":
+        return SUPPORTED_NODES[kind].unflatten_fn(children, list(fields[0]))
+    if tag == "namedtuple":
         return kind(*children)
 
-    # A dataclass gets its fields back as they were, without its __init__, which might compute others.
+    # Set a dataclass's fields directly: its __init__ might compute other values.
     instance = object.__new__(kind)
-    for name, child in zip(inside[0], children, strict=True):
+    for name, child in zip(fields[0], children, strict=True):
         object.__setattr__(instance, name, child)
 
     return instance

@@ -1,12 +1,12 @@
-"""The one owner of `nn.Module._compiled_call_impl`, which torch calls in place of a module's hooks and forward.
+"""The only code that sets `nn.Module._compiled_call_impl`, which torch calls in place of a module's hooks and forward.
 
 Several features wrap the call of a module: torch.compile, the warm-up of a compiled call, CUDA graphs, and the
 interception of blocks in a pipeline that is split automatically. Each of them is a link of one chain per module:
 
-    intercept ( graph ( warmup ( compiled call, or the plain one ) ) )
+    intercept ( graph ( warmup ( compiled call, or `_call_impl` ) ) )
 
-The order does not depend on which link is installed first. A copy of a module has no chain: torch leaves the attribute
-out when it copies or pickles a module.
+The order does not depend on which link is installed first. A copy of a module has no chain: torch drops the attribute
+when it copies or pickles a module.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import nn
 
 Call = Callable[..., Any]
 
-# From the inside out. A warm-up must run the compiled code itself, a capture must not contain the warm-up.
+# From the innermost to the outermost link: a warm-up runs the compiled code, and a graph must not record the warm-up.
 ORDER = ("warmup", "graph", "intercept")
 
 
 class Link(Protocol):
     """A wrapper around a module's call."""
 
-    inner: Call  # what this link wraps; the chain sets it
+    inner: Call  # the next link inside, or the module's own call; the chain sets it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
 
 
 class CallChain:
-    """The links around one module's call. The module's attribute holds the chain as long as it has links."""
+    """The links around one module's call. The chain is the module's `_compiled_call_impl` as long as it has links."""
 
     def __init__(self, module: nn.Module):
         self._module = module
-        # A user may have compiled the module before it came to us.
+        # The user may have compiled the module already.
         self._compiled: Call | None = module._compiled_call_impl
         self._links: dict[str, Link] = {}
         self._outermost: Call = module._call_impl
@@ -46,7 +46,7 @@ class CallChain:
     @classmethod
     def of(cls, module: nn.Module) -> CallChain:
         """Return the chain that is installed on `module`, or a new one without links."""
-        # The attribute itself says whether there is a chain: no second record could disagree with it.
+        # The attribute is the only record of the chain, so that it cannot disagree with another one.
         current = module._compiled_call_impl
         return current if isinstance(current, CallChain) else cls(module)
 
@@ -54,13 +54,13 @@ class CallChain:
         return self._outermost(*args, **kwargs)
 
     def install(self, name: str, link: Link) -> None:
-        """Put `link` into the position that ORDER gives to `name`; it replaces a link of the same name."""
+        """Insert `link` at the position of `name` in ORDER. It replaces a link of the same name."""
         assert name in ORDER, name
         self._links[name] = link
         self._connect()
 
     def remove(self, name: str) -> None:
-        """Remove the link `name`, if there is one. Without its last link the module is as it was before."""
+        """Remove the link `name`, if there is one. After the last removal the module is as before the first install."""
         self._links.pop(name, None)
         self._connect()
 
@@ -69,18 +69,18 @@ class CallChain:
 
     def compile(self) -> None:
         """Compile the module inside all links."""
-        self._module.compile()  # which writes the attribute
+        self._module.compile()  # overwrites `_compiled_call_impl`; `_connect` puts the chain back
         self._compiled = self._module._compiled_call_impl
         self._connect()
 
     def uncompile(self) -> None:
-        """Let the innermost link wrap the plain call."""
+        """Drop the compiled call: the innermost link wraps the module's eager call again."""
         self._compiled = None
         self._connect()
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Run calls of the module without its links and without compiled code, inside a `with` block."""
+        """Inside the `with` block, run calls of the module without its links and without compiled code."""
         self._module._compiled_call_impl = None
         try:
             yield
@@ -88,23 +88,24 @@ class CallChain:
             self._connect()
 
     def _connect(self) -> None:
-        """Tell every link what it wraps, from the inside out, and write the module's attribute."""
+        """Set the `inner` of every link, from the innermost out, and the module's `_compiled_call_impl`."""
         self._outermost = self._compiled or self._module._call_impl
         for name in ORDER:
-            if link := self._links.get(name):
+            link = self._links.get(name)
+            if link:
                 link.inner = self._outermost
                 self._outermost = link
 
-        # Without links the module is as torch left it, and nothing refers to the chain any more.
+        # Without links, the module gets back the attribute that torch set.
         self._module._compiled_call_impl = self if self._links else self._compiled
 
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
-    """Run calls of `model` without preparation for their shapes.
+    """Inside the `with` block, run `model` without torch.compile, CUDA graphs and cuDNN attention.
 
-    For a new shape torch.compile would compile, a CUDA graph would be captured and cuDNN would plan its attention;
-    each takes far longer than the call itself. Hooks still run, so sharded parameters are gathered as usual.
+    For each new shape, these compile, capture or plan, which takes far longer than the call itself. Hooks still run, so
+    sharded parameters are gathered as usual.
     """
     kernels = torch.backends.cuda
     cudnn_was_on = kernels.cudnn_sdp_enabled()
@@ -114,7 +115,7 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
     kernels.enable_cudnn_sdp(cudnn_was_on and not has_alternative)
     try:
-        # The stance reaches submodules that are compiled by themselves.
+        # The stance also covers submodules that are compiled separately.
         with CallChain.of(model).bypassed(), torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -1,7 +1,7 @@
-"""Call a model without side effects: snapshot and restore what a call changes, and run trial forwards and backwards.
+"""Call a model without side effects: snapshot and restore its state, and run trial forwards and backwards.
 
-Used before something irreversible is built on a call: a CUDA graph, a split into pipeline stages, or compiled code that
-all ranks wait for.
+This is used before a CUDA graph is captured, before a model is split into pipeline stages, and to compile on all ranks
+before the first collective.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 
-# Attributes that torch itself keeps on every module.
+# Attributes that torch itself sets on every module.
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # Values of these types are compared by value, all others by identity.
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
-Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether a gradient arrives
+Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether the backward passes it a gradient
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -38,14 +38,14 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
     """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
     def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
-        """`generator` is that of the model's device. The host's (torch, numpy, random) are always included."""
+        """`generator` is the model device's. The host's generators (torch, numpy, random) are always included."""
         self._generators = [(g, g.get_state()) for g in (torch.default_generator, generator)]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
 
-        # The buffers of each module, and which of them are not persistent: a forward may register new ones.
-        self._owned = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
-        unique = {id(b): b for _, buffers, _ in self._owned for b in buffers.values() if b is not None}
+        # The registered buffers of each module, and the names of the non-persistent ones: a forward may register more.
+        self._registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+        unique = {id(b): b for _, buffers, _ in self._registered for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
         self._attributes = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
@@ -61,7 +61,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         np.random.set_state(self._numpy_random)
 
         # Refill the same dicts, since other code may hold them.
-        for module, buffers, non_persistent in self._owned:
+        for module, buffers, non_persistent in self._registered:
             module._buffers.clear()
             module._buffers.update(buffers)
             module._non_persistent_buffers_set.clear()
@@ -80,23 +80,23 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
 
     def used_host_random(self) -> bool:
         """Whether a random number was drawn on the host since the snapshot: a replay would not draw it again."""
-        # On a CPU both are the same generator, and drawing from it is fine: the snapshot restores it.
+        # On a CPU the host and the device share a generator, and drawing from it is fine: `restore` resets it.
         (host, host_state), (device, _) = self._generators
         torch_drawn = host is not device and not torch.equal(host.get_state(), host_state)
         numpy_drawn = not all(map(np.array_equal, np.random.get_state(), self._numpy_random))
         return torch_drawn or numpy_drawn or random.getstate() != self._python_random
 
     def replaced_buffers(self) -> list[str]:
-        """Return the names of buffers that are now different tensors, new or gone."""
+        """Return the names of buffers that were added, removed, or replaced by another tensor."""
         return [
             name
-            for module, buffers, _ in self._owned
+            for module, buffers, _ in self._registered
             for name in {**buffers, **module._buffers}
             if module._buffers.get(name) is not buffers.get(name)
         ]
 
     def changed_attributes(self) -> list[str]:
-        """Return `Class.name` of attributes that are new, are different objects, or hold different objects."""
+        """Return `Class.name` of attributes that were added or replaced, or whose list or dict has other members."""
         return [
             f"{type(module).__name__}.{name}"
             for module, before in self._attributes
@@ -106,15 +106,17 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
 
 
 def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each value with a shallow copy of it if it is a list or dict, else with None."""
-    return {name: (v, copy.copy(v) if type(v) in (list, dict) else None) for name, v in attributes.items()}
+    """Return each value together with a shallow copy, if it is a list or dict, or else with None."""
+    return {
+        name: (value, copy.copy(value) if type(value) in (list, dict) else None) for name, value in attributes.items()
+    }
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     for name in own_attributes(module).keys() - before.keys():
         del vars(module)[name]
 
-    # Values that were replaced or changed in place become the same objects again, with the same contents.
+    # Put back the original objects, and refill lists and dicts that were changed in place.
     for name, (value, contents) in before.items():
         vars(module)[name] = value
         if type(value) is list:
@@ -125,14 +127,14 @@ def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -
 
 
 def _unchanged(now: Any, before: Any, contents: Any) -> bool:
-    # Another object is fine only if it is an equal plain value, such as a recomputed float.
+    # A different object counts as unchanged only if it is an equal plain value, such as a recomputed float.
     if now is not before:
         return type(now) is type(before) and type(now) in PLAIN_TYPES and now == before
     return contents is None or _member_ids(now) == _member_ids(contents)
 
 
 def _member_ids(container: Any) -> list[int]:
-    # Keys as well: a dict may map the same values to other keys.
+    # Include the keys: a dict may map other keys to the same values.
     members = [*container, *container.values()] if isinstance(container, dict) else container
     return [id(member) for member in members]
 
@@ -145,11 +147,11 @@ class TrialCall:
 
     def __init__(
         self,
-        call: Callable[..., Any],  # usually the inner call of a link
-        parameters: list[nn.Parameter],  # the trainable ones of the model
-        tensors: Sequence[Tensor],  # with `spec`, the flattened (args, kwargs)
+        call: Callable[..., Any],  # usually the `inner` call of a link (call_chain.py)
+        parameters: list[nn.Parameter],  # the model's trainable parameters
+        tensors: Sequence[Tensor],  # tensors and spec: the flattened (args, kwargs)
         spec: Hashable,
-        device_type: str,  # of the model, for autocast
+        device_type: str,  # the model's device type, for autocast
     ):
         self.call = call
         self.spec = spec
@@ -160,26 +162,26 @@ class TrialCall:
         self.inputs = [t.detach().clone().requires_grad_(self.grad and t.requires_grad) for t in tensors]
         self.parameters = parameters if self.grad else []
 
-        # Gradients are computed for these: the inputs that require one, then all parameters.
+        # The tensors that get a gradient: the inputs that require one, then all parameters.
         self.sources: list[Tensor] = [t for t in self.inputs if t.requires_grad] + self.parameters
 
-        # A gradient (or None) for each of `sources`, by the pattern of the backward that computed it.
+        # The gradient of each source, or None, by the pattern of the backward that computed it.
         self.gradients: dict[Pattern, list[Tensor | None]] = {}
 
     def forward(self) -> None:
-        """Run the call and set its results: `outputs` and `output_spec`, and whether it `keeps_arguments`."""
+        """Run the call. Sets `outputs`, `output_spec` and `keeps_arguments`."""
         args, kwargs = unflatten(self.inputs, self.spec)
 
-        # Autocast caches converted weights; a trial must not read copies made outside, nor leave its own there.
+        # Autocast caches converted weights. A trial must neither use copies from outside nor leave its own behind.
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(self.grad):
             self.outputs, self.output_spec = flatten(self.call(*args, **kwargs))
         torch.clear_autocast_cache()
 
-        self.keeps_arguments = self._has_kept(args, kwargs)
+        self.keeps_arguments = self._holds_inputs(args, kwargs)
 
-    def _has_kept(self, args: Any, kwargs: Any) -> bool:
-        """Whether the arguments still hold the same objects. A key-value cache, say, would not."""
+    def _holds_inputs(self, args: Any, kwargs: Any) -> bool:
+        """Whether the arguments still hold the same tensors as before the call. A KV cache, for example, does not."""
         try:
             tensors, spec = flatten((args, kwargs))
         except OpaqueValue:
@@ -189,39 +191,39 @@ class TrialCall:
 
     @property
     def differentiable(self) -> list[Tensor]:
-        """The outputs that a backward can start from."""
+        """The outputs that require a gradient."""
         return [output for output in self.outputs if output.requires_grad]
 
     def backward(self, grad_outputs: Sequence[Tensor | None], retain_graph: bool = False) -> None:
-        """Compute `gradients`. `grad_outputs` has one entry per differentiable output, None where no gradient comes."""
+        """Compute `gradients`. `grad_outputs` has one entry per differentiable output, None for no gradient."""
         pattern = tuple(gradient is not None for gradient in grad_outputs)
-        outputs = [output for output, arrives in zip(self.differentiable, pattern, strict=True) if arrives]
-        starts = [gradient for gradient in grad_outputs if gradient is not None]
+        outputs = [output for output, has_gradient in zip(self.differentiable, pattern, strict=True) if has_gradient]
+        present = [gradient for gradient in grad_outputs if gradient is not None]
 
-        if not starts:
+        if not present:
             self.gradients[pattern] = [None] * len(self.sources)
             return
 
         with torch.autocast(self.device_type, enabled=False):  # as in autograd's own threads
-            # Not backward(): nothing must be left on the parameters.
-            gradients = torch.autograd.grad(outputs, self.sources, starts, retain_graph, allow_unused=True)
+            # Not backward(), which would leave gradients on the parameters.
+            gradients = torch.autograd.grad(outputs, self.sources, present, retain_graph, allow_unused=True)
             self.gradients[pattern] = list(gradients)
 
     def sources_reached(self) -> list[set[int]]:
-        """Return for each differentiable output the indices of the `sources` that its gradient reaches.
+        """Return, for each differentiable output, the indices of the `sources` that it depends on.
 
-        Valid between forward and backward.
+        Call it between forward and backward.
         """
         reached = []
         for output in self.differentiable:
             leaves = {id(leaf) for leaf in leaves_reached([output.grad_fn])}
-            reached.append({number for number, source in enumerate(self.sources) if id(source) in leaves})
+            reached.append({index for index, source in enumerate(self.sources) if id(source) in leaves})
 
         return reached
 
     @property
     def has_compiled_backward(self) -> bool:
-        """Whether a part of the backward is compiled; such a part runs once only. Valid before the backward."""
+        """Whether a part of the backward is compiled, and can therefore run only once. Call it before the backward."""
         nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
         return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
 
@@ -230,8 +232,8 @@ class TrialCall:
 
 
 def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
-    """Return all nodes that a backward from the nodes `starts` visits, these included."""
-    # An explicit stack: graphs of deep or recurrent models exceed Python's recursion limit.
+    """Return all autograd nodes that a backward from the nodes `starts` visits, including `starts`."""
+    # With an explicit stack, because graphs of deep or recurrent models exceed Python's recursion limit.
     pending = list(starts)
     seen = set(pending)
     while pending:
@@ -243,5 +245,5 @@ def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
 
 
 def leaves_reached(starts: Iterable[Any]) -> list[Tensor]:
-    """Return the leaf tensors that a backward from the nodes `starts` gives a gradient to."""
+    """Return the leaf tensors that get a gradient from a backward that starts at the nodes `starts`."""
     return [node.variable for node in autograd_nodes(starts) if type(node).__name__ == "AccumulateGrad"]

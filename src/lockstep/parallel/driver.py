@@ -1,8 +1,8 @@
-"""The Driver: one way to execute a model, behind one interface. The step does not know which driver it has.
+"""The Driver: the interface through which a step executes a model, whatever the strategy.
 
 `Driver` is the interface. `BaseDriver` runs one micro-batch after another, and its subclasses sum over ranks: in one
 process (`SingleDriver`) there is nothing to sum, `UnusedParametersDriver` in ddp/driver.py is a small example for
-replicas, and `ShardedDriver` is the base of those whose ranks hold shards. A pipeline overrides `forward_backward`.
+replicas, and `ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import RunningStatistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watched
+from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watch_loss
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -32,52 +32,53 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class RankRole:
-    """Where a driver keeps the model, and which share of the data this rank trains on. It is fixed for a run."""
+    """How a driver places the model on the ranks, and which data this rank trains on. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
-    collective_forwards: bool = False  # a forward waits for the other ranks: all must run the same number
+    collective_forwards: bool = False  # a forward contains collectives: all ranks must run the same number of them
     interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
-    data_rank: int = 0  # ranks with the same number train on the same samples
-    data_size: int = 1  # how many different data_ranks there are
-    reports_loss: bool = True  # whether this rank's loss and weight count; one rank per data_rank reports them
-    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks that hold a tensor, where not all do
-    # Tensors whose identical shard a lower rank also holds (so this rank need not save them).
+    data_rank: int = 0  # ranks with the same data_rank train on the same samples
+    data_size: int = 1  # the number of different data_ranks
+    reports_loss: bool = True  # whether this rank's loss and weight count: true on one rank per data_rank
+    # The ranks that hold a tensor, by its name; tensors that every rank holds are left out.
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Tensors whose identical shard a lower rank also holds, so that this rank need not save them.
     duplicates: frozenset[str] = frozenset()
     facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """The gradients of one step, reduced over micro-batches and ranks; times `to_sum` they are sums."""
+    """The gradients of one step, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
 
-    parameters: list[nn.Parameter]  # those of this rank that have a gradient
-    names: list[str]  # of the gradients that `norms` describes; in a pipeline those of all stages
+    parameters: list[nn.Parameter]  # this rank's parameters that have a gradient
+    names: list[str]  # the parameter of each norm; in a pipeline `norms` covers the parameters of all stages
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    to_sum: float  # N where DDP leaves means over N ranks, else 1
+    to_sum: float  # the number of ranks where DDP leaves means over ranks, else 1
 
     def only(self, ids: Collection[int]) -> Reduced:
-        """Drop the gradients of all parameters but those with these ids. Not in a pipeline."""
-        kept = [number for number, p in enumerate(self.parameters) if id(p) in ids]
+        """Keep the gradients of the parameters with these ids, and drop all others. Not for a pipeline."""
+        indices = [index for index, p in enumerate(self.parameters) if id(p) in ids]
         for p in self.parameters:
             if id(p) not in ids:
                 p.grad = None
 
         return replace(
             self,
-            parameters=[self.parameters[number] for number in kept],
-            names=[self.names[number] for number in kept],
-            norms=self.norms[kept],
+            parameters=[self.parameters[index] for index in indices],
+            names=[self.names[index] for index in indices],
+            norms=self.norms[indices],
         )
 
 
 class Control(Protocol):
-    """One step as a driver sees it: everything that is not about executing the model.
+    """The part of a step that a driver calls back: accounting, seeds and the control word.
 
-    `StepControl` (`engine/control.py`) implements it, and says what each method does.
+    `StepControl` (`engine/control.py`) implements it and documents each method.
     """
 
     batches: StepBatches
@@ -106,43 +107,46 @@ class Driver(Protocol):
     """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
 
     role: RankRole
-    model: nn.Module  # the user's, unwrapped: it owns the names
-    module: nn.Module  # what the task calls
-    extra_state: Mapping[str, Any]  # what a checkpoint must also hold: objects with state_dict and load_state_dict
+    model: nn.Module  # the user's model, unwrapped: parameter names are relative to it
+    module: nn.Module  # the module that the task calls
+    extra_state: Mapping[str, Any]  # further objects with state_dict and load_state_dict, for the checkpoint
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        """Return the loss of one batch without gradients; None on ranks that do not know it."""
+        """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor; `tensors` are sharded as the parameters are."""
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the model's full tensor of that name. Collective: every rank must call it."""
+        """Return the full tensor of the model's parameter or buffer `name`. Collective: every rank must call it."""
 
     def sync_buffers(self) -> None:
-        """Make buffers equal on all ranks, before evaluating or saving: combined statistics, or else rank 0's."""
+        """Make buffers equal on all ranks, before evaluating or saving.
+
+        BatchNorm's running statistics are combined over the ranks; all other buffers are copied from rank 0.
+        """
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
-        """Enclose many small forwards without gradients. Yields a warning for the user, or None.
+        """Return a context for many small forwards without gradients. It yields a warning for the user, or None.
 
-        Every rank that takes part in the forwards must enter it, and an error on one of them ends it on all.
+        Every rank that runs these forwards must enter it. An error on one rank ends it on all of them.
         """
 
 
 class BaseDriver(Driver):
-    """Runs micro-batches in turn and leaves the sums over ranks to subclasses (`_reduce`).
+    """Runs one micro-batch after another. Subclasses sum over ranks (`_reduce`).
 
     A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
 
     role = RankRole()
     extra_state: Mapping[str, Any] = {}
-    broadcasts_buffers = False  # before every step
+    broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
     to_sum = 1.0
-    _word: Tensor  # the reduced control word of the newest step
+    _word: Tensor  # the reduced control word of the latest step
 
     def __init__(
         self,
@@ -151,29 +155,27 @@ class BaseDriver(Driver):
         replicas: Collectives | None = None,
         held: Collection[str] | None = None,
     ):
-        """Take over the model.
+        """Store the model.
 
-        replicas: the ranks that train on different samples with the same layers; None: all ranks
-        held: the names of the tensors that this rank holds; None: it holds all
+        replicas: the ranks that train the same layers on different samples; None: all ranks
+        held: the names of the tensors that this rank holds; None: it holds all of them
         """
         self.model = model
         self.module: nn.Module = model
         self.runtime = runtime
-        self.statistics = RunningStatistics(
-            model, replicas or runtime.collectives, held
-        )  # `sync_buffers` combines them
+        self.statistics = RunningStatistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        loss_fn = watched(loss_fn, self.before_inner_gradient)
+        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
         for micro in batches.micro_batches:
             self.before_forward(micro, control)
             with control.autocast():
                 loss = loss_fn(self.module, micro.data)
 
-            self.backward(loss, control)  # outside autocast
+            self.backward(loss, control)  # outside autocast, as torch recommends
 
         return self.reduced()
 
@@ -194,7 +196,7 @@ class BaseDriver(Driver):
         """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
         grad_output = control.record(loss)
 
-        # After `record`: the word carries the weights of all micro-batches.
+        # After `record`, because the control word carries the weights of all micro-batches.
         word = control.before_reduce() if control.last else None
         self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
         if control.last:
@@ -202,11 +204,11 @@ class BaseDriver(Driver):
         control.backwards_done += 1
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
-        """Prepare for a gradient that the user's loss computes itself, or refuse it."""
+        """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
         refuse_backward(inner, self.leaf_names())
 
     def leaf_names(self) -> dict[int, str]:
-        """Return the names of the trainable parameters, by the id of the tensor that a graph ends in."""
+        """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
         return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
     def reduced(self) -> Reduced:
@@ -216,7 +218,7 @@ class BaseDriver(Driver):
         if not parameters and self.role.runs_whole_model:
             raise no_gradient()
 
-        # Nearly always every parameter has a gradient, and building the list of names would be wasted time.
+        # Usually every parameter has a gradient, and there is no need to build another list of names.
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
@@ -227,10 +229,11 @@ class BaseDriver(Driver):
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         with autocast():
-            return loss_fn(self.model, data)  # unwrapped: ranks may run different numbers of forwards
+            # Not `self.module`: a wrapper's forward is collective, and ranks may evaluate different numbers of batches.
+            return loss_fn(self.model, data)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        # In half precision, squares would overflow or lose their bits.
+        # Squares overflow in float16 and lose precision in bfloat16.
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
@@ -243,7 +246,7 @@ class BaseDriver(Driver):
         self.statistics.forget()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        """Call the hooks that the user set on parameters, by name. They get full gradients."""
+        """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name in hooks:
                 hooks[name].register(parameter)
@@ -254,11 +257,11 @@ class BaseDriver(Driver):
     # ---- for subclasses ----
 
     def _broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers."""
+        """Copy rank 0's buffers to all ranks."""
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        """Backpropagate `total * grad_output`, both (). Given the control word, also reduce it and the gradients."""
+        """Backpropagate `total * grad_output` (both scalars). With a control word, also reduce it and the gradients."""
         torch.autograd.backward(total, grad_output)
         if word is not None:
             self._reduce(word)
@@ -275,7 +278,7 @@ class BaseDriver(Driver):
         return sums[LENGTH:]
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.norms(grads))  # of gradients as reduced: the same bits on every rank
+        return torch.stack(self.norms(grads))  # the gradients are already reduced: the same bits on every rank
 
 
 class SingleDriver(BaseDriver):
@@ -286,7 +289,7 @@ class SingleDriver(BaseDriver):
 
 
 def no_gradient() -> UserError:
-    """Return the error for a step that would train nothing."""
+    """Return the error for a loss through which no parameter gets a gradient."""
     return UserError(
         "no parameter of the model gets a gradient: the loss does not depend on any of them",
         "",
@@ -296,45 +299,45 @@ def no_gradient() -> UserError:
 
 
 class RanksDiffer(Exception):
-    """Ranks that should run the same forwards do not."""
+    """The ranks run different forwards inside `many_forwards`."""
 
 
 class ShardedDriver(BaseDriver):
-    """The base of drivers whose ranks hold shards of the parameters. The model is sharded before `__init__` gets it.
+    """The base class of drivers with sharded parameters. A subclass shards the model before it calls `__init__`.
 
-    Forward and backward are those of a single process; gradients are summed and never divided, and norms are sums over
-    ranks.
+    Forward and backward run as in a single process. Gradients are summed over ranks and never divided, and the squared
+    norms of the shards are summed over ranks.
     """
 
     role = RankRole(replicated=False, collective_forwards=True)
     _hooks: Mapping[str, ParameterHooks] = {}
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        self._hooks = hooks  # called with the sums of a step
+        self._hooks = hooks  # called with the gradient sums of a step
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # A forward waits for the other ranks. So before each one, all ranks tell the others what they do next.
-        with self.model.register_forward_pre_hook(lambda *_: self._agree("another forward"), prepend=True):
+        # A forward is collective. So before each one, the ranks compare what they are about to do.
+        with self.model.register_forward_pre_hook(lambda *_: self._check_same_action("another forward"), prepend=True):
             try:
                 yield None
             except RanksDiffer:
-                # All ranks raise this together, so nobody is left to tell.
+                # All ranks raise this together, so no rank waits for this one.
                 raise
             except Exception as error:
-                # Tell the others before they wait for another forward.
-                self._agree(f"{type(error).__name__}: {error}")
-                raise  # all ranks failed in the same way
+                # The other ranks may be about to run another forward; then this raises RanksDiffer on all ranks.
+                self._check_same_action(f"{type(error).__name__}: {error}")
+                raise  # the same error on all ranks
 
-            self._agree("the end")
+            self._check_same_action("the end")
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
         names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True) if isinstance(p, DTensor)}
         if sharded := asked_for(inner, names):
             raise UserError(
-                f"the loss asks for the gradient of {sharded!r}, which is sharded: no rank holds it in full",
-                inner.place,
+                f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
+                inner.call_site,
                 "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
@@ -349,10 +352,10 @@ class ShardedDriver(BaseDriver):
         self._squared_norms = self._sum_with_word(word, squared)
 
     def _reduce_gradients(self) -> None:
-        """Complete the sums of the gradients over all ranks, where the backward does not."""
+        """Complete the gradient sums over all ranks, for subclasses whose backward does not."""
 
     def _call_hooks(self) -> None:
-        """Let the user's hooks change the sums of the step, which each rank holds a shard of."""
+        """Call the user's hooks with the gradient sums of the step. Each rank holds a shard of them."""
         if self._hooks:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if name in self._hooks:
@@ -361,7 +364,8 @@ class ShardedDriver(BaseDriver):
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._squared_norms.sqrt()
 
-    def _agree(self, action: str) -> None:
+    def _check_same_action(self, action: str) -> None:
+        """Raise RanksDiffer on all ranks unless all of them passed the same `action`. Collective."""
         actions = self.runtime.collectives.gather_json(action)
         if len(set(actions)) > 1:
             raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
@@ -374,13 +378,13 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         raise UserError(
             f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train",
             "",
-            "unfreeze what should be trained before Lockstep gets the model",
+            "set requires_grad=True on the parameters to train before you pass the model to Lockstep",
         )
 
     return [name for name, _ in pairs], [p for _, p in pairs]
 
 
 def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
-    """Start every rank with rank 0's trainable weights and buffers. Frozen weights must already be equal."""
+    """Copy rank 0's trainable parameters and buffers to all ranks. Frozen parameters must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))

@@ -1,9 +1,8 @@
 """Gradients that the user's code computes inside a loss: a gradient penalty, or `backward()` by mistake.
 
-While a loss runs, every call of `torch.autograd.grad` and `backward` is seen here first, with its place in the user's
-code, and the driver says whether it can go on. Both functions of torch, and `Tensor.backward`, end in the private
-`torch.autograd._engine_run_backward`. It is replaced for the time of the loss: the public names would miss a
-`from torch.autograd import grad`.
+While a loss runs, every call of `torch.autograd.grad` and `backward` is intercepted here, and the driver may refuse it.
+Both functions, and `Tensor.backward`, end in the private `torch.autograd._engine_run_backward`, which is replaced while
+the loss runs. Replacing the public functions would miss a `from torch.autograd import grad`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch.autograd.graph import GradientEdge
 from lockstep.errors import UserError
 from lockstep.task import Loss
 
-_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 # The nodes between shards and full tensors in the graph of a layer that is sharded, by the names that torch gives them.
 SHARDED_LAYER_NODES = frozenset({"_FromTorchTensorBackward", "_ToTorchTensorBackward", "RedistributeBackward"})
@@ -40,12 +39,12 @@ class InnerGradient:
     them from those of the model.
     """
 
-    place: str  # its file, line and text
+    call_site: str  # file, line and source text of the call
     outputs: Sequence[Output]
     inputs: Sequence[Output]  # empty: all leaves of the graph
-    retains_graph: bool  # the loss will be backpropagated through the same graph, or through this gradient
-    differentiable: bool  # with create_graph=True: the loss depends on this gradient
-    accumulates: bool  # `backward`: it adds to `.grad`
+    retains_graph: bool  # a later backward goes through the same graph, or through this gradient
+    differentiable: bool  # create_graph=True: the loss depends on this gradient
+    accumulates: bool  # the call is a `backward`, which adds to `.grad`
 
     def reaches(self, leaves: Collection[int], nodes: Collection[str] = (), tensors: Sequence[Tensor] = ()) -> bool:
         """Return whether the graph of the outputs has one of these in it.
@@ -59,11 +58,11 @@ class InnerGradient:
         )
 
 
-Before = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
+Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be computed
 
 
-def watched(loss_fn: Callable[[Any, Any], Loss], before: Before) -> Callable[[Any, Any], Loss]:
-    """Return the loss function; `before` is called before each gradient that it computes itself."""
+def watch_loss(loss_fn: Callable[[Any, Any], Loss], before: Callback) -> Callable[[Any, Any], Loss]:
+    """Wrap a loss function so that `before` is called before each gradient that the loss computes itself."""
 
     def call(model: Any, data: Any) -> Loss:
         start_watching(before)
@@ -75,27 +74,27 @@ def watched(loss_fn: Callable[[Any, Any], Loss], before: Before) -> Callable[[An
     return call
 
 
-def start_watching(before: Before) -> None:
-    """Call `before` from now on before each gradient that is computed."""
+def start_watching(before: Callback) -> None:
+    """From now on, call `before` before each gradient that is computed."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
-        # A gradient that is computed while this one is, such as that of recomputed blocks, belongs to it.
-        with unwatched():
+        # Activation checkpointing computes further gradients inside this call. They are part of it.
+        with pause_watching():
             _, retains_graph, creates_graph, inputs = args[:4]
             accumulates = bool(kwargs.get("accumulate_grad"))
-            before(InnerGradient(_place(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
-            return _ENGINE(outputs, *args, **kwargs)
+            before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
+            return _TORCH_ENGINE(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run  # pyrefly: ignore[missing-attribute]
 
 
 def stop_watching() -> None:
-    torch.autograd._engine_run_backward = _ENGINE  # pyrefly: ignore[missing-attribute]
+    torch.autograd._engine_run_backward = _TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Let gradients be computed as always; afterwards watch again, if that was so before."""
+def pause_watching() -> Iterator[None]:
+    """Stop watching inside the `with` block, and afterwards restore the previous state."""
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     stop_watching()
     try:
@@ -105,9 +104,9 @@ def unwatched() -> Iterator[None]:
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
-    """Refuse a `backward()` that reaches the model. `names` has those of its parameters, by id.
+    """Refuse a `backward()` that reaches a parameter of the model. `names` are the parameters' names by id.
 
-    One that does not is the user's own business: an inner optimization of something else.
+    Any other `backward()` is allowed: an inner optimization of other tensors, for example.
     """
     if not inner.accumulates:
         return
@@ -115,36 +114,38 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
     reached = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
     if reached:
         raise UserError(
-            f"the loss calls backward() itself, and adds to the gradient of {reached!r} besides the step",
-            inner.place,
+            f"the loss calls backward() itself, which adds to the gradient of {reached!r}",
+            inner.call_site,
             "return the loss and leave backward() to Lockstep (in a loop of your own: step.backward(loss_sum, "
             "weight)); for a gradient inside the loss use torch.autograd.grad(...), or backward(inputs=[x])",
         )
 
 
 def asked_for(inner: InnerGradient, names: Mapping[int, str]) -> str | None:
-    """Return the first of the named tensors, which `names` has by id, that the gradient is wanted of."""
+    """Return the name of the first input of `inner` that is in `names`, which maps tensors' ids to names."""
     return next((names[id(leaf)] for leaf in map(_tensor_at, inner.inputs) if id(leaf) in names), None)
 
 
 def refuse_second_derivative(inner: InnerGradient, leaves: Collection[int]) -> None:
-    """Refuse a gradient of the model that the loss depends on, where layers are sharded. `leaves`: its parameters' ids.
+    """Refuse a gradient of the model that the loss depends on (create_graph=True), for tensor parallelism.
 
-    torch's collectives between the shards of a layer have a backward, but it is not one that can be differentiated:
-    the gradients would be wrong, without an error.
+    `leaves` has the ids of the model's parameters.
+
+    The backward of torch's tensor-parallel collectives is not differentiable: the second derivatives would be silently
+    wrong.
     """
     if inner.differentiable and inner.reaches(leaves, SHARDED_LAYER_NODES):
         raise UserError(
             "the loss depends on a gradient of the model (create_graph=True), which tensor parallelism (mesh.tp) "
             "cannot differentiate again",
-            inner.place,
+            inner.call_site,
             "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
         )
 
 
 def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
-    """Yield the tensors at the ends of a graph, into whose `.grad` a backward adds."""
-    yield from map(_tensor_at, outputs)
+    """Yield the leaf tensors of a graph, to whose `.grad` a backward adds."""
+    yield from map(_tensor_at, outputs)  # an output may be a leaf itself
     for node in _nodes(outputs):
         if hasattr(node, "variable"):
             yield node.variable
@@ -152,26 +153,30 @@ def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
 
 def _nodes(outputs: Sequence[Output]) -> Iterator[Any]:
     """Yield every node of a graph once."""
-    waiting: list[Any] = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    pending: list[Any] = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
     seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         yield node
-        waiting.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)
 
 
 def _tensor_at(end: Output) -> Any:
-    """Return the tensor itself, or the leaf that an edge leads to; None if it leads to something that was computed."""
+    """Return the tensor itself, or the leaf that an edge leads to; None if the edge leads to a computed tensor."""
     return getattr(end.node, "variable", None) if isinstance(end, GradientEdge) else end
 
 
-def _place() -> str:
-    """Return the file, the line and the text of the nearest call outside of torch and of this module."""
+def _call_site() -> str:
+    """Return file, line and source text of the innermost call outside torch and this module."""
     frame = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+    while frame.f_back and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     path, line = frame.f_code.co_filename, frame.f_lineno
     return f"{path}:{line}: {linecache.getline(path, line).strip()}".rstrip(": ")
+
+
+def _is_internal(path: str) -> bool:
+    return path == __file__ or path.startswith(_TORCH_FOLDER)

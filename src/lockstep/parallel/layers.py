@@ -1,4 +1,4 @@
-"""Replace single layers of a model, as precision=fp8 and ddp.sync_batchnorm=true ask."""
+"""Replace single layers of a model, for precision=fp8 and ddp.sync_batchnorm=true."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from lockstep.parallel.batchnorm.sync import HostSyncBatchNorm
 from lockstep.parallel.blocks import find_blocks
 from lockstep.runtime.context import Runtime
 
-FLOAT8_MULTIPLE = 16  # float8 matrix units take dimensions that are multiples of this
+FLOAT8_MULTIPLE = 16  # float8 matrix products need dimensions that are multiples of this
 
 
 def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
     """Compute the matrix products inside blocks in float8 (torchao), with one scale per tensor.
 
-    The layers outside the blocks (the first and the last ones) stay in bfloat16: they suffer most from fewer bits, and
-    are the smaller part of the work. The parameters stay the same objects, with their names and dtypes.
+    The layers outside the blocks (usually the first and the last) stay in bfloat16: they lose most from fewer bits and
+    are a small part of the work. The parameters stay the same objects, with their names and dtypes.
     """
     from torchao.float8 import convert_to_float8_training  # pyrefly: ignore[missing-import]
 
     # By id, since a module may have several names.
-    chosen = {id(module) for block in find_blocks(model, named) for module in block.modules() if _fits_float8(module)}
+    modules = [module for block in find_blocks(model, named) for module in block.modules()]
+    chosen = {id(module) for module in modules if _fits_float8(module)}
     if not chosen:
         raise UserError(
             f"precision=fp8 finds no layer to convert in {type(model).__name__}",
@@ -42,9 +43,9 @@ def _fits_float8(module: nn.Module) -> bool:
 
 
 def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
-    """Make every BatchNorm a SyncBatchNorm, in place: the modules, their parameters, hooks and names stay.
+    """Turn every BatchNorm into a SyncBatchNorm, in place: the modules, their parameters, hooks and names stay.
 
-    Its statistics are those of the micro-batches of all ranks. One process needs no replacement.
+    A SyncBatchNorm normalises over the micro-batches of all ranks together, so a single process needs none.
     """
     if runtime.world.alone:
         return
@@ -59,19 +60,19 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
 
     kind = nn.SyncBatchNorm if runtime.device.type == "cuda" else HostSyncBatchNorm
     for name, module in named:
-        # The forward of SyncBatchNorm would take the place of one that does more, such as an activation.
+        # SyncBatchNorm's forward would replace a forward that computes more, such as an activation.
         if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, HostSyncBatchNorm.forward):
             raise UserError(
                 f"ddp.sync_batchnorm=true cannot replace {name!r}: a {type(module).__name__} has its own forward",
-                "what it computes beside the normalisation would be lost",
+                "SyncBatchNorm would replace that forward, with everything else that it computes",
                 "use nn.BatchNorm and a separate module for the rest, or leave ddp.sync_batchnorm out",
             )
         module.__class__ = kind
         vars(module)["process_group"] = None  # all ranks
 
 
-def adopt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) -> None:
-    """Let the SyncBatchNorm that a model brings with it run here: torch's own needs a GPU, and waits for all ranks."""
+def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) -> None:
+    """Make the model's own SyncBatchNorm layers work on a CPU, and refuse them in a pipeline, where they would hang."""
     if runtime.world.alone:
         return
 
@@ -81,7 +82,7 @@ def adopt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) ->
         if pipelined:
             raise UserError(
                 f"{name!r} is a SyncBatchNorm, which cannot be used in a pipeline (mesh.pp)",
-                "its forward waits for all ranks, and those of other stages never call it",
+                "its forward waits for all ranks, but the ranks of other stages never call it",
                 "use nn.BatchNorm or GroupNorm; or type strategy=ddp",
             )
         if runtime.device.type != "cuda" and module.process_group is None:

@@ -1,10 +1,11 @@
 """The device mesh: the ranks as a grid with named axes.
 
-pp   pipeline stages of the model, one after another
+pp   pipeline stages: each rank runs some consecutive layers of the model
 dp   replicas of the model (or shards that are gathered for use), each with its own samples
-tp   shards of every layer: the same samples, and a collective inside each layer
+tp   shards of every layer, on the same samples, with collectives inside each layer
 
-Row-major in this order, so the ranks of a tp group are neighbours, inside one machine where it is large enough.
+Ranks are numbered row-major in this order. So the ranks of a tp group are consecutive, and lie on one machine if it has
+enough devices.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The grid, and this rank's coordinates in it. Arithmetic only: no process group is needed."""
+    """The sizes of the mesh and this rank's coordinates in it. Arithmetic only: it needs no process group."""
 
-    sizes: Mapping[str, int]  # of all three axes
+    sizes: Mapping[str, int]  # by axis, for all of AXES
     rank: int
 
     @property
@@ -36,8 +37,8 @@ class Mesh:
         return tuple(self.sizes[axis] for axis in AXES)
 
     @property
-    def plain(self) -> bool:
-        """Whether dp is the only axis: each rank has its own samples, whatever the strategy shards."""
+    def is_data_parallel_only(self) -> bool:
+        """Whether dp is the only axis, so that each rank has its own samples. The strategy may still shard along dp."""
         return self.sizes["pp"] == self.sizes["tp"] == 1
 
     def coordinate(self, axis: str) -> int:
@@ -47,12 +48,12 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """How many groups of ranks have their own samples. Ranks that differ only in pp or tp train on the same."""
+        """The number of groups of ranks with different samples. Ranks that differ only in pp or tp share samples."""
         return self.sizes["dp"]
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss and weight count: of the ranks that share samples, one in the last stage reports."""
+        """Whether this rank's loss and weight count: true on one rank of the last stage per group of samples."""
         return self.coordinate("tp") == 0 and self.coordinate("pp") == self.sizes["pp"] - 1
 
     def __str__(self) -> str:
@@ -60,11 +61,11 @@ class Mesh:
 
 
 class Axes:
-    """The mesh as torch's DeviceMesh, with process groups. Collective: every rank must make one, at the same point."""
+    """The mesh with torch's DeviceMesh and process groups. Collective: every rank must construct it together."""
 
     def __init__(self, mesh: Mesh, runtime: Runtime):
         self.mesh = mesh
-        self.devices = init_device_mesh(runtime.device.type, mesh.shape, mesh_dim_names=AXES)
+        self.device_mesh = init_device_mesh(runtime.device.type, mesh.shape, mesh_dim_names=AXES)
         self._runtime = runtime
 
     def along(self, axis: str) -> Collectives:
@@ -73,47 +74,53 @@ class Axes:
             World(self.mesh.coordinate(axis), self.mesh.sizes[axis]),
             self._runtime.device,
             self._runtime.heartbeat,
-            self.devices.get_group(axis),
+            self.device_mesh.get_group(axis),
         )
 
 
 def plan_mesh(config: RunConfig, world: World) -> Mesh:
-    """Return the mesh that the settings `mesh` and `strategy` ask for, or refuse it and name the nearest that fits."""
+    """Return the mesh for the settings `mesh` and `strategy`. A mesh that does not fit the world raises UserError."""
     sizes = {"pp": config.mesh.pp, "dp": config.mesh.dp, "tp": config.mesh.tp}
     _check_strategy(config, sizes)
 
-    # One axis without a size takes the ranks that are left: the strategy's own axis, or dp.
-    filled = next((axis for axis in (config.strategy_record.axis, "dp") if axis and sizes[axis] is None), None)
+    # One axis without a configured size takes all remaining ranks: the strategy's own axis, or else dp.
+    free_axis = next((axis for axis in (config.strategy_record.axis, "dp") if axis and sizes[axis] is None), None)
     shape = {axis: sizes[axis] or 1 for axis in AXES}
     product = math.prod(shape.values())
 
-    if filled and world.size % product == 0:
-        shape[filled] = world.size // product
+    if free_axis and world.size % product == 0:
+        shape[free_axis] = world.size // product
     elif product != world.size:
-        raise _misfit({axis: size for axis, size in sizes.items() if size}, filled, world.size)
+        configured = {axis: size for axis, size in sizes.items() if size}
+        raise _misfit(configured, free_axis, world.size)
 
     return Mesh(shape, world.rank)
 
 
-def _misfit(asked_sizes: Mapping[str, int], filled: str | None, size: int) -> UserError:
-    """Name the nearest mesh for this number of ranks, and the nearest number of ranks for this mesh."""
-    product = math.prod(asked_sizes.values())
-    ranks = product * max(1, round(size / product)) if filled else product
+def _misfit(configured: Mapping[str, int], free_axis: str | None, world_size: int) -> UserError:
+    """Return an error that names the nearest mesh for this world size, and the nearest world size for this mesh."""
+    product = math.prod(configured.values())
+    ranks = product * max(1, round(world_size / product)) if free_axis else product
     fixes = [f"--nproc {ranks}"]
 
-    # The first axis whose size can be changed so that the mesh fits.
-    for axis in [name for name in ("dp", "tp", "pp") if name in asked_sizes]:
-        rest = product // asked_sizes[axis]  # places along the other axes
-        fitting = [n for n in range(1, size + 1) if (size % (n * rest) == 0 if filled else n * rest == size)]
+    # Find the first axis whose size can be changed so that the mesh fits.
+    for axis in [name for name in ("dp", "tp", "pp") if name in configured]:
+        rest = product // configured[axis]  # the product of the other sizes
+        sizes = range(1, world_size + 1)
+        if free_axis:
+            fitting = [size for size in sizes if world_size % (size * rest) == 0]
+        else:
+            fitting = [size for size in sizes if size * rest == world_size]
+
         if fitting:
-            nearest = min(fitting, key=lambda n: abs(n - asked_sizes[axis]))
+            nearest = min(fitting, key=lambda size: abs(size - configured[axis]))
             fixes.insert(0, f"type mesh.{axis}={nearest}")
             break
 
-    asked = ", ".join(f"mesh.{axis}={asked_sizes[axis]}" for axis in AXES if axis in asked_sizes)
-    why = f"{size} is not a multiple of {product}" if filled else f"it has {product} places"
+    settings = ", ".join(f"mesh.{axis}={configured[axis]}" for axis in AXES if axis in configured)
+    why = f"{world_size} is not a multiple of {product}" if free_axis else f"it needs {plural(product, 'rank')}"
     return UserError(
-        f"the mesh {asked} does not fit {plural(size, 'rank')}: {why}",
+        f"the mesh {settings} does not fit {plural(world_size, 'rank')}: {why}",
         "",
         ", or ".join(fixes),
     )
@@ -132,7 +139,7 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
     if inner and config.fsdp.offload:
         raise UserError(
             f"fsdp.offload=true cannot be combined with mesh.{inner[0]}={sizes[inner[0]]}",
-            "parameters would lie in host memory, and a mesh exchanges them on the device",
+            "parameters would lie in host memory, but tp and pp exchange tensors on the device",
             "leave fsdp.offload out, or the mesh",
         )
 

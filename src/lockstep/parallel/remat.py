@@ -1,8 +1,8 @@
 """Rematerialisation (activation checkpointing): drop a block's activations and recompute them in the backward.
 
-full        only the input of every block is kept
-selective   the outputs of matrix products and attention are also kept: recomputing the rest is cheap
-every-K     every K-th block is recomputed, starting with the first one
+full        keep only the input of every block
+selective   also keep the outputs of matrix products and attention: recomputing the rest is cheap
+every-K     recompute every K-th block, starting with the first
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
-from lockstep.parallel.blocks import class_to_name, find_blocks
-from lockstep.parallel.caches import keep_no_cache, refuse_cache
+from lockstep.parallel.blocks import find_blocks, suggest_block_class
+from lockstep.parallel.caches import disable_kv_cache, refuse_kv_cache
 
 _COSTLY_NAMES = (
     "mm",
@@ -38,35 +38,35 @@ _COSTLY = {getattr(torch.ops.aten, name).default for name in _COSTLY_NAMES if ha
 
 
 def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
-    """Replace the forward of the chosen blocks, in place: classes and parameter names stay as they are."""
+    """Replace the forward of the blocks that `remat` selects, in place: classes and parameter names do not change."""
     if config.remat == "none":
         return
 
     blocks = find_blocks(model, config.blocks)
     if not blocks:
-        part = class_to_name(model)
+        part = suggest_block_class(model)
         raise UserError(
             f"remat={config.remat} finds no blocks in {type(model).__name__} to recompute",
-            "it has no list of modules of one class",
-            f"name the classes of its parts, such as blocks=[{part}]" if part else "type remat=none",
+            "it has no ModuleList or Sequential whose members all have the same class",
+            f"name the classes of its blocks, such as blocks=[{part}]" if part else "type remat=none",
         )
 
-    keep_no_cache(model, always=False)
-    for block in recomputed(blocks, config.remat):
+    disable_kv_cache(model, always=False)
+    for block in blocks_to_recompute(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
-        # A partial, not a closure: in a copy of the model it belongs to the copied block. The block has a `forward` of
-        # its own if something replaced it before us.
+        # A partial, not a closure: deepcopy of the model then binds the copied block. If other code has already
+        # replaced this block's `forward`, it is an attribute of the instance.
         block.forward = partial(_forward, block, vars(block).get("forward"), config.remat)
 
 
-def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
+def blocks_to_recompute(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     if not remat.startswith("every-"):
         return blocks
 
-    # config/ checked the form of the word.
+    # config/ has checked that a number follows.
     every = int(remat.removeprefix("every-"))
     if every == 1:
-        raise UserError("remat=every-1 is not an interval: it would recompute all blocks", "", "type remat=full")
+        raise UserError("remat=every-1 would recompute all blocks, as remat=full does", "", "type remat=full")
 
     if every > len(blocks):
         raise UserError(
@@ -80,19 +80,20 @@ def recomputed(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
-    # Without a backward, no activations are kept anyway.
+    # Without gradients, torch keeps no activations anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
-    if not torch.compiler.is_compiling():  # which does not look into classes
-        refuse_cache(block, (*args, *kwargs.values()), remat)
+    if not torch.compiler.is_compiling():  # dynamo cannot trace the look at `__mro__`
+        refuse_kv_cache(block, (*args, *kwargs.values()), remat)
 
-    # Only where it is needed: torch.compile takes any `context_fn`, even torch's default, for a selective checkpoint.
-    options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _keep_costly)} if remat == "selective" else {}
-    )
+    # Pass `context_fn` only if it is needed: torch.compile takes any, even torch's default, for a selective checkpoint.
+    options: dict[str, Any] = {}
+    if remat == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+
     # torch restores the generators for the recomputation, so that dropout drops the same elements again. It looks for
-    # their devices among the positional arguments only, so all arguments are passed that way.
+    # their devices among the positional arguments only, so all arguments are passed by position.
     call = partial(_call, run, len(args), tuple(kwargs))
     return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, **options)
 
@@ -105,19 +106,19 @@ def _call(run: Callable[..., Any], count: int, names: tuple[str, ...], *values: 
 def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the outputs of costly operations, except attention with dropout.
 
-    Leaving that out of the recomputation would shift the random numbers of what follows.
+    If the recomputation skipped such attention, later operations would draw other random numbers than in the forward.
     """
     if op not in _COSTLY:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    # Operations get their arguments by position or by name.
+    # `dropout_p` may be passed by position or by name.
     named_args = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
     return CheckpointPolicy.PREFER_RECOMPUTE if named_args.get("dropout_p") else CheckpointPolicy.MUST_SAVE
 
 
 def _check_no_running_statistics(block: nn.Module, remat: str) -> None:
     for name, module in block.named_modules():
-        # The second forward would update the running statistics again.
+        # The recomputation would update the running statistics a second time.
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             where = f"{type(block).__name__}.{name}" if name else type(block).__name__
             raise UserError(

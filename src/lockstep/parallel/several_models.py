@@ -1,4 +1,4 @@
-"""Several models in one run, as one module: their gradients are reduced together, and a checkpoint holds them all."""
+"""Several models of one run, as one module: their gradients are reduced together, and one checkpoint holds them all."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from torch import nn
 
 
 class SeveralModels(nn.Module):
-    """A module whose forward is told which of the models to call. Parameters are named `0.NAME`, `1.NAME` and so on."""
+    """A module whose forward gets the index of the model to call. Parameters are named `0.NAME`, `1.NAME` and so on."""
 
     def __init__(self, models: Sequence[nn.Module]):
         super().__init__()
         self.count = len(models)
-        for number, model in enumerate(models):
-            self.add_module(str(number), model)
+        for index, model in enumerate(models):
+            self.add_module(str(index), model)
 
-    def forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        return self.get_submodule(str(number))(*args, **kwargs)
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(str(index))(*args, **kwargs)
 
     def __iter__(self) -> Iterator[OneOfSeveral]:
         return self.called_by(self)
 
     def called_by(self, module: nn.Module) -> Iterator[OneOfSeveral]:
-        """Yield the models. Their calls go through `module`, which wraps this one, so that it sees all of them."""
-        for number in range(self.count):
-            yield OneOfSeveral(module, number, self.get_submodule(str(number)))
+        """Yield a proxy of each model. Its calls go through `module`, which is this module or a wrapper around it."""
+        for index in range(self.count):
+            yield OneOfSeveral(module, index, self.get_submodule(str(index)))
 
 
 class OneOfSeveral:
-    """What the user calls in place of one of the models. It looks like that model, with its parameters and names."""
+    """A proxy of one of the models, for the user's code. It has the attributes, parameters and names of that model."""
 
-    def __init__(self, module: nn.Module, number: int, model: nn.Module):
-        vars(self).update(_module=module, _number=number, _model=model)
+    def __init__(self, module: nn.Module, index: int, model: nn.Module):
+        # Not by assignment, which `__setattr__` forwards to the model.
+        vars(self).update(_module=module, _index=index, _model=model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(self._number, *args, **kwargs)
+        return self._module(self._index, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_model"], name)
@@ -46,5 +47,5 @@ class OneOfSeveral:
         setattr(self._model, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # For a moving average of its weights: a model by itself, as the copy of a single one is.
+        # A user may copy a model for a moving average of its weights: copy the model itself, not the proxy.
         return copy.deepcopy(self._model, memo)

@@ -96,7 +96,7 @@ def test_a_manifest_of_another_step_is_damaged(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert (found.damaged[0].file, found.damaged[0].why[:18]) == ("manifest.json", "that of step 10: t")
+    assert (found.damaged[0].file, found.damaged[0].why[:21]) == ("manifest.json", "belongs to step 10: t")
 
 
 def test_every_bad_file_is_named(root):
@@ -112,7 +112,7 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
     found, _ = load(root)
     assert found.checkpoint.name == "step-00000020"
     assert [str(damaged) for damaged in found.damaged] == [
-        "step-99999999/manifest.json: that of step 10: the folder was renamed, or is a copy"
+        "step-99999999/manifest.json: belongs to step 10: the folder was renamed, or is a copy"
     ]
 
     # A name that is no step's claims nothing.
@@ -347,17 +347,17 @@ def test_a_forged_safetensors_header_raises_nothing_but_damaged(pristine, tmp_pa
         (lambda c: c["files"][0].update(name="/etc/passwd"), "not a plain file name"),
         (lambda c: c["files"].append(c["files"][0]), "listed twice"),
         (lambda c: c["tensors"]["model.weight"].update(dtype="F128"), "unknown dtype"),
-        (lambda c: c["tensors"]["model.weight"]["pieces"].pop(), "do not make up the whole"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"].pop(), "do not add up to the full tensor"),
         (lambda c: c["tensors"]["model.weight"]["pieces"][0].update(offset=[4, 0]), "overlap"),
-        (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(offset=[5, 0]), "reaches beyond"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(offset=[5, 0]), "exceeds the tensor's shape"),
         (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(file="other"), "not listed"),
         (lambda c: c["tensors"]["model.weight"].update(shape=[2**40, 0, 2**40]), "too large"),
         (lambda c: c["tensors"]["model.weight"].update(shape=[0] * 65), "too many dimensions"),
-        (lambda c: c["aliases"].update(t="nobody"), "leads nowhere"),
+        (lambda c: c["aliases"].update(t="nobody"), "has no valid target"),
         (lambda c: c.pop("time"), "missing or unknown keys: time"),
         (lambda c: c.update(step=-1), "step is not a count"),
         (lambda c: c.update(step=True), "step is not a count"),
-        (lambda c: c.update(values={"a": {"$float": "2"}}), "stands for no number"),
+        (lambda c: c.update(values={"a": {"$float": "2"}}), "is not the encoding of a number"),
     ],
 )
 def test_each_lie_of_a_manifest_is_named(pristine, change, why):

@@ -51,7 +51,7 @@ def test_ls_gives_a_line_for_each_newest_first(run, capsys):
     assert [row[0] for row in rows] == ["15", "10", "5"]
     assert rows[1][5:] == ["4", "loss=0.1", "not", "verified"]
     os.truncate(run / "checkpoints" / "step-00000010" / file_name(0), 5)
-    assert f"damaged: {file_name(0)}: 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
+    assert f"damaged: {file_name(0)}: has 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
 
 
 def test_show_describes_the_newest_or_the_one_given(run, capsys):

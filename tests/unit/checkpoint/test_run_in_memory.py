@@ -94,7 +94,7 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
 ) -> None:
     """A reason may begin with "rank", and one that only repeats another rank's is left out."""
     none = [None, False]
-    failures = [["rank 2 wrote 8 bytes, and 4 are there", False], ["no space left", False], none]
+    failures = [["rank 2 wrote 8 bytes, but its file has 4", False], ["no space left", False], none]
     repeated = ["rank 1: no space left", True]
     managers: list[CheckpointManager] = []
 
@@ -111,7 +111,7 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
         monkeypatch.setattr(manager.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
         assert manager.abandon_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
-        "rank 0: rank 2 wrote 8 bytes, and 4 are there; rank 1: no space left",
+        "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
         "rank 1: no space left",
     ]

@@ -193,7 +193,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
 def test_a_slice_outside_and_an_unknown_name_are_refused(store):
     checkpoint = commit(store, 1)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    with pytest.raises(ValueError, match="no slice"):
+    with pytest.raises(ValueError, match="does not fit"):
         reader.read_slice("model.weight", (0, 0), (8, 1))
     with pytest.raises(KeyError, match=r"model\.wait"):
         reader.read("model.wait")
@@ -221,7 +221,7 @@ def test_ranks_that_write_the_same_rows_do_not_commit(store):
         saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
     reports = end(team)
     assert not reports[0].checkpoint
-    assert "do not make up the whole" in reports[0].error
+    assert "do not add up to the full tensor" in reports[0].error
     assert folders(store) == set()
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 from lockstep.parallel.call_state import StateSnapshot
 
 
@@ -45,4 +45,4 @@ class Sharing(nn.Module):
 
 def test_blocks_that_share_a_module_or_a_tensor() -> None:
     model = Sharing()
-    assert without_shared(find_blocks(model), model) == [model.blocks[3]]
+    assert blocks_without_shared_parameters(find_blocks(model), model) == [model.blocks[3]]

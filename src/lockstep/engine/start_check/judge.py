@@ -65,7 +65,7 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
     `inner` is a gradient that the loss itself computed.
     """
     if changes.gradients:
-        where = f" ({inner.place})" if inner and inner.accumulates else ""
+        where = f" ({inner.call_site})" if inner and inner.accumulates else ""
         return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")

@@ -19,7 +19,7 @@ from lockstep.data.loader import to_device
 from lockstep.engine.start_check.judge import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.parallel.driver import RanksDiffer, trainable
-from lockstep.parallel.inner_gradients import InnerGradient, watched
+from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -54,7 +54,7 @@ class Probe:
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
-                loss = watched(self.loss_fn, self._note)(run.driver.model, batch)
+                loss = watch_loss(self.loss_fn, self._note)(run.driver.model, batch)
             computed = self._gradients(loss.total) if gradients else None
             return Measurement(float(loss.total.detach()), float(loss.weight), computed)
 
@@ -87,7 +87,7 @@ class Probe:
             raise
         except Exception as error:
             if self.inner and self._sharded:
-                reason = f"it computes gradients itself ({self.inner.place}), and parameters are sharded"
+                reason = f"it computes gradients itself ({self.inner.call_site}), and parameters are sharded"
                 raise Inconclusive(reason) from error
             raise Inconclusive(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 

@@ -1,9 +1,10 @@
 """The running statistics of BatchNorm, combined over micro-batches and ranks as one process would compute them.
 
-A forward in train mode replaces a running value r by (1 - momentum) r + momentum s, with the statistic s of its
-micro-batch. So after a step, a micro-batch counts (1 - momentum) to the power of the updates that came after it, in the
-order of the global step. Each rank adds up what its own micro-batches contribute with this power. The sum over the
-ranks is what one process has: one collective when the buffers are needed, and none in a step.
+A forward in train mode replaces a running value r by (1 - momentum) r + momentum s, where s is the statistic of its
+micro-batch. So a later value contains s with the factor momentum (1 - momentum)^k, where k is the number of updates
+after it, in the order of the global step. Each rank adds up the contributions of its own micro-batches with these
+factors. Their sum over the ranks is the running value of a single process. This takes one collective when the buffers
+are needed, and none in a step.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch, StepBatches
 
-UNEVEN = 1e-6  # weights that sum up to 1 within this do so but for rounding
+UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than this are not just rounded
 
 
 class RunningStatistics:
-    """What this rank's micro-batches contribute to the running statistics of a model.
+    """The contributions of this rank's micro-batches to the running statistics of a model.
 
-    Padding, which repeats a micro-batch with weight 0, leaves no trace in them. All numbers are float64.
+    Padding, which repeats a micro-batch with weight 0, does not change them. Everything is computed in float64, so that
+    rounding stays far below the precision of the buffers.
     """
 
     def __init__(self, model: nn.Module, replicas: Collectives, held: Collection[str] | None = None):
-        """Find the layers.
+        """Find the BatchNorm layers.
 
-        replicas: the ranks that train on different samples with the same layers
-        held: the names of the tensors that this rank holds; None: it holds all
+        replicas: the ranks that train the same layers on different samples
+        held: the names of the tensors that this rank holds; None: it holds all of them
         """
         named = [
             (name, module)
@@ -46,12 +48,13 @@ class RunningStatistics:
         self.replicas = replicas
         self.log_event: EventLogger = lambda *_, **__: None
 
-        self._micro: MicroBatch | None = None  # the one whose forward may be running
-        self._trains = False  # whether a layer was in train mode when it began
-        self._steps = 0  # since the statistics were combined: the same number on all ranks
+        self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
+        self._trains = False  # whether a layer was in train mode when that micro-batch began
+        self._steps = 0  # steps since the statistics were combined; the same number on all ranks
         self._warned = False
 
-        # The buffers as they were last seen: the values (E,) of all layers, the updates (L,), and torch's versions.
+        # The buffers when they were last read. For L layers with E running means and variances in total: the values
+        # (E,), the number of updates (L,), and torch's version counters.
         self._values = self._updates = torch.empty(0)
         self._versions: list[tuple[int, int]] = []
         self._counter_versions: list[int] = []
@@ -60,21 +63,21 @@ class RunningStatistics:
     # ---- in a step ----
 
     def begin(self, micro: MicroBatch) -> None:
-        """Note that the next forward is that of `micro`."""
-        # In one process nothing need be combined.
+        """Call before the forward of `micro`."""
+        # In a single process the buffers are right by themselves, unless padding must be undone.
         if not self.layers or (self.replicas.world.alone and not micro.padding and self._micro is None):
             return
 
         self._end_micro_batch()
         if self.replicas.world.alone:
-            self._see()
+            self._read_buffers()
         elif self._changed_outside():
-            self._start_afresh()
+            self._restart()
         self._micro = micro
         self._trains = any(layer.training for layer in self.layers)
 
     def end_step(self, batches: StepBatches) -> None:
-        """Count what the other ranks ran after this one's last micro-batch. The last backward has begun."""
+        """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
         if not self.layers:
             return
         self._end_micro_batch()
@@ -82,11 +85,11 @@ class RunningStatistics:
         if self.replicas.world.alone or not self._versions:
             return
 
-        # A source that does not know the total assigns the ranks equal numbers.
+        # A source without a known total gives every rank the same number of micro-batches.
         total = batches.total or batches.count * self.replicas.world.size
-        others = (total - 1 - self._position).clamp(min=0)
-        # A layer that this rank did not run in the whole step, not even for padding, no other rank ran either.
-        self._fade(torch.where(self._ran, others, 0))
+        later = (total - 1 - self._position).clamp(min=0)
+        # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
+        self._fade(torch.where(self._ran, later, 0))
         self._position.fill_(-1)
         self._ran = torch.zeros_like(self._ran)
 
@@ -95,60 +98,62 @@ class RunningStatistics:
         if micro is None or self._all_frozen():
             return
 
-        # No host synchronisation here: all of it stays on the device.
+        # Everything below stays on the device: the host does not wait for it.
         values_before, updates_before = self._values, self._updates
-        self._see()
+        self._read_buffers()
         runs = self._updates - updates_before
         ran = runs > 0
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
+        # Padding ran the layers, but must not change the statistics.
         if micro.padding:
             self._write(values_before, updates_before)
-            self._see()
+            self._read_buffers()
             return
 
+        # Other ranks ran the micro-batches between this rank's last one and this one.
         self._fade(torch.where(ran, micro.index - self._position - 1, 0))
         self._position = torch.where(ran, micro.index, self._position)
 
-        # momentum=None is the mean over all updates: every one counts 1, whatever comes after it.
-        kept = self._keep**runs
-        mean_of_all = self._cumulative[self._layer_of]
-        before = torch.where(mean_of_all, updates_before[self._layer_of], kept[self._layer_of])
-        after = torch.where(mean_of_all, self._updates[self._layer_of], 1.0)
-        self._sum = self._sum * kept[self._layer_of] + (self._values * after - values_before * before)
-        self._weight = self._weight * kept + torch.where(self._cumulative, runs, 1 - kept)
+        # With momentum=None the running value is the mean over all updates, so the sum over updates is value x updates.
+        decay = self._decay**runs
+        is_mean = self._cumulative[self._layer_of]
+        before = torch.where(is_mean, updates_before[self._layer_of], decay[self._layer_of])
+        after = torch.where(is_mean, self._updates[self._layer_of], 1.0)
+        self._sum = self._sum * decay[self._layer_of] + (self._values * after - values_before * before)
+        self._weight = self._weight * decay + torch.where(self._cumulative, runs, 1 - decay)
         self._own_updates = self._own_updates + runs
 
-    def _fade(self, others: Tensor) -> None:
-        """Count the updates of `others` (L,): how many micro-batches of other ranks came after what is summed."""
-        kept = self._keep ** (self._runs * others)
-        self._sum = self._sum * kept[self._layer_of]
-        self._weight = self._weight * kept
+    def _fade(self, later: Tensor) -> None:
+        """Multiply the sums by the decay of `later` (L,) micro-batches, which other ranks ran after them."""
+        decay = self._decay ** (self._runs * later)
+        self._sum = self._sum * decay[self._layer_of]
+        self._weight = self._weight * decay
 
     # ---- outside a step ----
 
     def combine(self) -> None:
-        """Write what one process would have into the buffers of all ranks. Collective."""
+        """Write the running statistics of a single process into the buffers of all ranks. Collective."""
         if not self._steps or self.replicas.world.alone:
             return
         self._steps = 0
         if self._changed_outside():
-            self._start_afresh()
+            self._restart()
 
         values = len(self._layer_of)
         packed = self.replicas.sum_(torch.cat([self._sum, self._weight, self._own_updates]))
         total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 
-        # A mean over all updates of a layer that has seen none has weight 0.
+        # The weight is 0 for a layer with momentum=None that has never run.
         weight = weight[self._layer_of]
         self._write(torch.where(weight > 0, total / weight, self._values), self._updates_at_start + updates)
         self.forget()
 
     def forget(self) -> None:
-        """Start from what the buffers hold now: they are equal on all ranks."""
-        self._versions = []
+        """Drop the sums: the next micro-batch starts from the buffers, which are now equal on all ranks."""
+        self._versions = []  # so that `_changed_outside` is true
 
     def _warn_if_uneven(self, weight: Tensor) -> None:
         uneven = ((weight - 1).abs() > UNEVEN) & ~self._cumulative
@@ -160,31 +165,33 @@ class RunningStatistics:
             "warning",
             reason=f"the running statistics of {some_names(names)} depend on the number of ranks: some micro-batches "
             "ran these layers more often than others (LayerDrop, experts, the end of a stream); use momentum=None, "
-            "which counts every update alike, or GroupNorm",
+            "which gives every update the same weight, or GroupNorm",
         )
 
     # ---- the buffers ----
 
-    def _start_afresh(self) -> None:
-        """Take the buffers as those of all ranks; the first replica contributes them."""
-        first = self.replicas.world.rank == 0
-        self._see()
+    def _restart(self) -> None:
+        """Start new sums from the buffers, which are equal on all ranks. Only the first replica contributes them."""
+        is_first = self.replicas.world.rank == 0
+        self._read_buffers()
         device = self._values.device
         widths = torch.tensor([2 * layer.running_mean.numel() for layer in self.layers], device=device)
         self._layer_of = torch.arange(len(self.layers), device=device).repeat_interleave(widths)  # (E,)
 
-        # A mean over all updates weighs as many as there were, any other one 1.
-        start = torch.where(self._cumulative, self._updates, 1.0) * float(first)
+        # With momentum=None the present value weighs as much as the updates in it, otherwise 1.
+        start = torch.where(self._cumulative, self._updates, 1.0) * float(is_first)
         self._weight = start  # (L,)
         self._sum = self._values * start[self._layer_of]  # (E,)
         self._updates_at_start = self._updates
         self._own_updates = torch.zeros_like(self._updates)
-        self._position = torch.full_like(self._updates, -1.0)  # in the global step, of the last micro-batch (L,)
-        self._runs = torch.ones_like(self._updates)  # how often a micro-batch runs a layer (L,)
-        self._ran = torch.zeros_like(self._updates, dtype=torch.bool)  # in this step, on this rank (L,)
+        # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
+        # it; whether this rank ran it in this step.
+        self._position = torch.full_like(self._updates, -1.0)
+        self._runs = torch.ones_like(self._updates)
+        self._ran = torch.zeros_like(self._updates, dtype=torch.bool)
 
-    def _see(self) -> None:
-        """Read the buffers and the momenta."""
+    def _read_buffers(self) -> None:
+        """Read the buffers and the momenta of all layers."""
         tensors = [t for layer in self.layers for t in (layer.running_mean, layer.running_var)]
         self._values = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
         self._updates = torch.stack([layer.num_batches_tracked.detach() for layer in self.layers]).double()
@@ -193,18 +200,18 @@ class RunningStatistics:
 
         momenta = tuple(layer.momentum for layer in self.layers)
         if momenta != self._momenta:
-            kinds = [[momentum is None for momentum in some] for some in (self._momenta, momenta)]
-            if self._momenta and kinds[0] != kinds[1]:
+            cumulative = [momentum is None for momentum in momenta]
+            if self._momenta and cumulative != [momentum is None for momentum in self._momenta]:
                 raise UserError(
-                    "the momentum of a BatchNorm was changed to or from None while it was trained",
+                    "the momentum of a BatchNorm was changed to or from None during training",
                     "running statistics that are part moving average and part mean cannot be combined over the ranks",
-                    "set momentum in model(), and later only to other numbers",
+                    "set momentum in model(), and later change it only to other numbers",
                 )
             self._momenta = momenta
             device = self._values.device
-            self._cumulative = torch.tensor([momentum is None for momentum in momenta], device=device)
-            keep = [1.0 if momentum is None else 1.0 - momentum for momentum in momenta]
-            self._keep = torch.tensor(keep, dtype=torch.float64, device=device)
+            self._cumulative = torch.tensor(cumulative, device=device)
+            decay = [1.0 if momentum is None else 1.0 - momentum for momentum in momenta]
+            self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
 
     def _write(self, values: Tensor, updates: Tensor) -> None:
         tensors = [t.detach() for layer in self.layers for t in (layer.running_mean, layer.running_var)]
@@ -214,25 +221,25 @@ class RunningStatistics:
             layer.num_batches_tracked.copy_(count)
 
     def _changed_outside(self) -> bool:
-        """Whether somebody wrote into the buffers since they were seen: a checkpoint was loaded, for instance."""
+        """Whether other code wrote into the buffers since they were last read: a checkpoint was loaded, for example."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        # Versions are on the host: comparing values would wait for a GPU.
+        # Versions are known on the host; comparing values would wait for the GPU.
         return [
             (id(tensor), tensor._version) for layer in self.layers for tensor in (layer.running_mean, layer.running_var)
         ]
 
     def _all_frozen(self) -> bool:
-        """Whether no forward of this micro-batch changed a statistic: all layers are in eval mode, and were."""
-        # The user's code may switch to train mode and back within a micro-batch; a forward then counts itself.
+        """Whether the forward changed no statistic: all layers were and are in eval mode, and counted no batch."""
+        # The user's code may switch to train mode and back inside a micro-batch. Then `num_batches_tracked` changed.
         if self._trains or any(layer.training for layer in self.layers):
             return False
         return self._counter_versions == [layer.num_batches_tracked._version for layer in self.layers]
 
 
 def _keeps_own_statistics(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm whose running statistics are those of this rank's micro-batches."""
+    """Whether `module` is a BatchNorm with running statistics over this rank's micro-batches only."""
     return (
         isinstance(module, _BatchNorm)
         and not is_synchronised(module)

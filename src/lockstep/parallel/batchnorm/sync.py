@@ -1,4 +1,4 @@
-"""SyncBatchNorm on a CPU, where torch has none: the statistics are those of the micro-batches of all ranks."""
+"""SyncBatchNorm for CPUs, which torch's does not support: it normalises over the micro-batches of all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class HostSyncBatchNorm(_BatchNorm):
-    """What torch's SyncBatchNorm is on a GPU. In eval mode it needs no other rank.
+    """The CPU counterpart of torch's SyncBatchNorm. In eval mode its forward is not collective.
 
-    It is no subclass of torch's, which DistributedDataParallel refuses on a CPU.
+    It is not a subclass of SyncBatchNorm, because DistributedDataParallel refuses that class on a CPU.
     """
 
-    # Compiled code would have to be cut at the collectives anyway.
+    # The collectives would break the compiled graph anyway.
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -25,15 +25,15 @@ class HostSyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         output, mean, squares, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats:
-            self._remember(mean, squares / (count - 1))
+            self._update_running_statistics(mean, squares / (count - 1))
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, with the unbiased variance, as torch does."""
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running mean, and the running variance with the unbiased variance, as torch does."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -45,12 +45,15 @@ class HostSyncBatchNorm(_BatchNorm):
 
 
 def is_synchronised(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm whose forward waits for the other ranks, since they share its statistics."""
+    """Whether `module` is a SyncBatchNorm, whose forward is collective in train mode."""
     return isinstance(module, nn.SyncBatchNorm | HostSyncBatchNorm)
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise (B, C, *) over all dimensions but C, and over all ranks: one gather forward, one sum backward."""
+    """Normalise (B, C, *) over all dimensions but C, and over all ranks.
+
+    The forward runs one all-gather, the backward one all-reduce.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float) -> Any:
@@ -58,7 +61,7 @@ class _Normalise(torch.autograd.Function):
         others = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
 
-        # Each rank's mean and sum of squares around it: sums of plain squares would lose the small differences.
+        # Send each rank's mean, and the sum of squared deviations from it: E[x^2] - mean^2 would lose precision.
         count = input.numel() // input.shape[1]
         own_mean = values.mean(others) if count else values.new_zeros(input.shape[1])
         own_squares = (values - own_mean.view(shape)).square().sum(others)
@@ -88,8 +91,8 @@ class _Normalise(torch.autograd.Function):
         grad_bias = grad.sum(ctx.others)
         grad_weight = (grad * normalised).sum(ctx.others)
 
-        # Of the parameters each rank has its own gradient, which is reduced with all others; of the input, all ranks'
-        # losses have one, since they share the statistics.
+        # The gradients of weight and bias stay local: DDP reduces them later. The gradient of the input needs sums over
+        # all ranks, since the losses of all ranks depend on it through the shared statistics.
         sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums)
         means = [row.view(ctx.shape) for row in (sums / total).unbind()]
@@ -98,11 +101,10 @@ class _Normalise(torch.autograd.Function):
 
         if weight is None:
             return grad_input.to(ctx.dtype), None, None, None
-        grads = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-        return grad_input.to(ctx.dtype), *grads, None
+        return grad_input.to(ctx.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None
 
 
 def _check_several(values: int) -> None:
-    """As torch does, refuse to take the variance of one value."""
+    """Refuse to compute the variance of a single value, as torch does."""
     if values < 2:
         raise ValueError("Expected more than 1 value per channel when training, over all ranks together")

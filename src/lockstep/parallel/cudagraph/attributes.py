@@ -1,6 +1,6 @@
 """The attributes of modules besides parameters and buffers, checked in every call.
 
-A forward may read them, so a changed value makes another variant of the call, or invalidates a capture.
+A forward may read them. So a changed value means another variant of the call, or invalidates a capture.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from lockstep.parallel.call_state import PLAIN_TYPES, own_attributes
 
 
 class AttributeWatch:
-    """Plain values, tensors and callables that `modules` keep as attributes.
+    """The plain values, tensors and callables that `modules` have as attributes.
 
-    Other objects (a list, a configuration) may be replaced, or changed inside, without being noticed.
+    A change of any other object (a list, a configuration) is not noticed.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._modules = list(modules)
-        # The modules' own dicts. Their sizes are a cheap test of whether a name was added or deleted.
+        # The modules' own dicts. Comparing their sizes is a cheap test for added or deleted attributes.
         self._dicts = [namespace for m in self._modules for namespace in (vars(m), m._modules)]
         self._sizes: list[int] = []
 
-        # The last key, and the values that it was made of.
+        # The last result of `settings`, and the values that it was built from.
         self._last_values: list[Any] = []
         self._last_key: tuple[Hashable, ...] = ()
         self.refresh()
@@ -39,21 +39,21 @@ class AttributeWatch:
 
         self._sizes = sizes
 
-        # Grouped by the kind of value; other kinds are not watched. Neither plain values nor tensors are callable.
+        # Group attributes by the type of their value. Other types are not watched.
         slots = [(vars(m), name, value) for m in self._modules for name, value in own_attributes(m).items()]
         self._plain = [(namespace, name) for namespace, name, value in slots if type(value) in PLAIN_TYPES]
         self._tensors = [(namespace, name) for namespace, name, value in slots if type(value) is Tensor]
 
-        # Submodules are also called.
+        # A forward calls submodules too.
         submodules = [(m._modules, name) for m in self._modules for name in m._modules]
         self._callables = [(namespace, name) for namespace, name, value in slots if callable(value)] + submodules
 
     def settings(self) -> Hashable:
         """Return the plain values (a temperature, a probability) as a key."""
-        # `get`: an attribute may have been deleted; None is then a changed value.
+        # `get`, because an attribute may have been deleted. None then counts as a changed value.
         values = [namespace.get(name) for namespace, name in self._plain]
 
-        # Nearly always nothing has changed, and building the key costs more than this comparison.
+        # Usually nothing has changed, and this comparison is cheaper than building the key.
         if not same_objects(values, self._last_values):
             self._last_values = values
             self._last_key = tuple(value if type(value) in PLAIN_TYPES else type(value) for value in values)

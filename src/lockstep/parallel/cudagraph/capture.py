@@ -1,7 +1,7 @@
 """One captured forward of a model with its backwards, as a differentiable function.
 
-A replay always works in the same memory. So inputs are copied in and results are copied out: a task may keep the
-results (the carry of a recurrent model), and autograd may take ownership of a gradient that it gets.
+A replay always uses the same memory. So inputs are copied in and results are copied out: a task may keep the results
+(the state of a recurrent model), and autograd may take ownership of a gradient.
 """
 
 from __future__ import annotations
@@ -23,61 +23,63 @@ from lockstep.parallel.cudagraph.device import CudaDevice, Work
 class Capture:
     """A captured trial call.
 
-    Each of `patterns` has its own backward: an output without a gradient passes none on, since zeros would become NaN
-    at a node whose derivative is infinite. A pattern without its own backward, and every pattern of a compiled model
-    (which fills in zeros by itself), uses the backward of all outputs, with zeros.
+    Each of `patterns` has its own backward, because zeros for a missing gradient would become NaN at a node whose
+    derivative is infinite. A pattern without its own backward, and every pattern of a compiled model (which fills in
+    zeros itself), uses the backward of all outputs, with zeros for missing gradients.
     """
 
     def __init__(self, trial: TrialCall, reached: Sequence[set[int]], patterns: Sequence[Pattern], device: CudaDevice):
         """Capture the forward of `trial`, and a backward for each of `patterns`.
 
-        `reached` holds for each differentiable output the indices of the sources that its gradient reaches. A source
-        that no given gradient reaches gets none, rather than one of zeros: an optimizer would step on zeros.
+        `reached` holds, for each differentiable output, the indices of the sources that it depends on. A source that
+        gets no gradient through any output gets None rather than zeros, with which an optimizer would step.
         """
         self.trial = trial
         self._reached = reached
         self._all: Pattern = (True,) * len(reached)
 
-        # The pattern of all outputs comes last; it is always captured.
+        # The pattern of all outputs is always captured, as the last one.
         self.patterns = [*(pattern for pattern in patterns if pattern != self._all), self._all]
-        self.unknown_pattern: Pattern | None = None  # one that arrived and does not have its own backward
+        self.unknown_pattern: Pattern | None = None  # a pattern that occurred and does not have its own backward
 
-        # Returns the ticket of a forward whose backward may still come: another forward would overwrite what it needs.
+        # Returns the ticket of a forward whose backward has not run yet, or None. A second forward would overwrite the
+        # activations that this backward needs.
         self.pending_backward: Callable[[], object] = lambda: None
 
-        # What a replay relies on; GraphedCall sets and checks it.
-        self.compared = False  # with a plain call
-        self.addresses: list[int] = []  # of the tensors that it reads in place
+        # Conditions for a replay. GraphedCall sets and checks them.
+        self.compared = False  # whether a replay was compared with an eager call
+        self.addresses: list[int] = []  # of the tensors that a replay reads in place
         self.callables: list[Any] = []  # submodules and functions at the time of the capture
 
-        # Before the forward runs, which may call requires_grad_() on an input.
+        # Read before the forward runs, which may call requires_grad_() on an input.
         self.wants_gradient = [t.requires_grad for t in trial.inputs]
 
-        # The trial has its gradients by pattern, in the order of their captures.
+        # `trial.gradients` has one entry per captured backward, in the order of the captures.
         self._forward, *backwards = device.capture(self._works())
         self._backwards = dict(zip(trial.gradients, backwards, strict=True))
 
     def _works(self) -> Iterator[Work]:
-        """Yield the forward, then the backwards. The device runs each one before it asks for the next.
+        """Yield the forward, then the backwards. The device runs each of them before it takes the next.
 
-        They refer to the trial, never to the Capture: a reference cycle would keep its memory alive.
+        They reference the trial, not this Capture: a reference cycle would keep its memory alive.
         """
         yield self.trial.forward
         if not self.trial.grad:
             return
 
-        # The backwards read this memory. It is allocated between two captures, so that no replay writes into it.
+        # The inputs of the backwards. They are allocated between two captures, so that no replay overwrites them.
         self._grad_outputs = [torch.zeros_like(output) for output in self.trial.differentiable]
         self._single_backward = self.trial.has_compiled_backward
         for pattern in [self._all] if self._single_backward else self.patterns:
-            starts = [start if arrives else None for start, arrives in zip(self._grad_outputs, pattern, strict=True)]
-            # The backward of all outputs is the last one and may free the graph.
-            yield partial(self.trial.backward, starts, retain_graph=pattern != self._all)
+            pairs = zip(self._grad_outputs, pattern, strict=True)
+            grad_outputs = [gradient if is_present else None for gradient, is_present in pairs]
+            # The backward of all outputs runs last and may free the autograd graph.
+            yield partial(self.trial.backward, grad_outputs, retain_graph=pattern != self._all)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """Replay the call on its flattened arguments and return what the model would return."""
+        """Replay the call on its flattened arguments, and return the model's output."""
         if self.trial.grad:
-            # Parameters are arguments, so that autograd connects their gradients.
+            # Parameters are passed as arguments, so that autograd gives them their gradients.
             outputs = list(_Replay.apply(self, *tensors, *self.trial.parameters))
         else:
             outputs = self.forward(tensors)
@@ -87,7 +89,7 @@ class Capture:
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replay the forward on `tensors`, shaped like the captured inputs, and return copies of the outputs."""
         with torch.no_grad():
-            # torch refuses an empty list.
+            # _foreach_copy_ does not accept an empty list.
             if tensors:
                 torch._foreach_copy_(self.trial.inputs, [t.detach() for t in tensors])
 
@@ -102,43 +104,44 @@ class Capture:
             self.unknown_pattern = None if self._single_backward else pattern
             pattern = self._all
 
-        # The backward of all outputs computes zeros for sources that no given gradient reaches: these are left out.
+        # The backward of all outputs also computes zeros for sources that no present gradient reaches. Leave them out.
         reached: set[int] = set()
         with torch.no_grad():
-            for start, gradient, sources in zip(self._grad_outputs, grad_outputs, self._reached, strict=True):
+            for captured, gradient, sources in zip(self._grad_outputs, grad_outputs, self._reached, strict=True):
                 if gradient is None:
-                    start.zero_()
+                    captured.zero_()
                 else:
-                    start.copy_(gradient)
+                    captured.copy_(gradient)
                     reached |= sources
 
             self._backwards[pattern]()
 
             gradients = self.trial.gradients[pattern]
-            live = {n: g for n, g in enumerate(gradients) if g is not None and n in reached}
-            fresh = dict(zip(live, _copies(list(live.values())), strict=True))
+            used = {index: g for index, g in enumerate(gradients) if g is not None and index in reached}
+            copies = dict(zip(used, _copies(list(used.values())), strict=True))
 
-        return [fresh.get(number) for number in range(len(gradients))]
+        return [copies.get(index) for index in range(len(gradients))]
 
 
 class _Ticket:
-    """Lives as long as a backward through one forward is still possible: autograd's context holds it."""
+    """Exists as long as a backward through one forward is still possible: autograd's context holds it."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, capture: Capture, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`tensors` are the inputs, then the parameters (autograd must know them; the replay reads them in place)."""
+        """`tensors` are the inputs, then the parameters, which the replay reads in place."""
         ctx.capture = capture
         ctx.ticket = _Ticket()
         capture.pending_backward = weakref.ref(ctx.ticket)
 
-        # None stays None, instead of zeros: see Capture.
+        # Missing gradients stay None instead of zeros: see Capture.
         ctx.set_materialize_grads(False)
         outputs = capture.forward(tensors[: len(capture.trial.inputs)])
 
-        ctx.fixed = [not output.requires_grad for output in capture.trial.outputs]
-        ctx.mark_non_differentiable(*(o for o, fixed in zip(outputs, ctx.fixed, strict=True) if fixed))
+        ctx.differentiable = [output.requires_grad for output in capture.trial.outputs]
+        pairs = zip(outputs, ctx.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
         return tuple(outputs)
 
     @staticmethod
@@ -154,23 +157,23 @@ class _Replay(torch.autograd.Function):
         if ctx.ticket is None:
             raise UserError(
                 "backward() was called twice through one forward of a model that runs as a CUDA graph",
-                "a replay keeps nothing after the first backward",
+                "a replay keeps no activations after the first backward",
                 "add up the losses and call backward() once, or type graph=false",
             )
         ctx.ticket = None
 
-        # autograd passes a gradient for every output, None for those without.
-        starts = [gradient for gradient, fixed in zip(grad_outputs, ctx.fixed, strict=True) if not fixed]
-        gradients = iter(ctx.capture.backward(starts))
-        # Sources are the inputs that require a gradient, then all parameters.
-        of_inputs = [next(gradients) if wanted else None for wanted in ctx.capture.wants_gradient]
-        return None, *of_inputs, *gradients
+        # autograd passes an argument for every output, also for those that are not differentiable.
+        pairs = zip(grad_outputs, ctx.differentiable, strict=True)
+        gradients = iter(ctx.capture.backward([gradient for gradient, differentiable in pairs if differentiable]))
+        # The sources are the inputs that require a gradient, then all parameters.
+        input_gradients = [next(gradients) if wanted else None for wanted in ctx.capture.wants_gradient]
+        return None, *input_gradients, *gradients
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy all tensors with one kernel, where torch has one for that."""
-    fresh = [torch.empty_like(tensor) for tensor in tensors]
-    if fresh:
-        torch._foreach_copy_(fresh, [tensor.detach() for tensor in tensors])
+    """Return copies of all tensors, made with one kernel if torch has one."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, [tensor.detach() for tensor in tensors])
 
-    return fresh
+    return copies

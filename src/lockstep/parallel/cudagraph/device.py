@@ -1,4 +1,4 @@
-"""The device behind captures: it captures and replays work, forbids synchronisation, and measures time."""
+"""Stream capture, replay and timing on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Work = Callable[[], None]
 
 
 class CudaDevice:
-    """A GPU. The tests have another class for CPUs, which replays by running the work again."""
+    """A GPU. The tests replace it with a class for CPUs, which replays by running the work again."""
 
     type = "cuda"
 
@@ -24,8 +24,8 @@ class CudaDevice:
     def capture(self, works: Iterable[Work]) -> list[Work]:
         """Run each of `works` once, in order, and return functions that replay them in the same memory.
 
-        They share one memory pool, since the later ones read what the earlier ones leave. No other capture shares the
-        pool, so captures may be replayed in any order.
+        They share one memory pool, since later works read results of earlier ones. No other capture uses this pool, so
+        captures may be replayed in any order.
         """
         # The default stream cannot be captured.
         stream = before = torch.cuda.current_stream(self.device)
@@ -35,7 +35,7 @@ class CudaDevice:
         pool = torch.cuda.graph_pool_handle()
         graphs = []
 
-        # Garbage collection during a capture may free a tensor, and with it call CUDA in ways that spoil the capture.
+        # A garbage collection during a capture may free tensors and call CUDA functions that invalidate the capture.
         was_collecting = gc.isenabled()
         gc.collect()
         gc.disable()
@@ -60,7 +60,7 @@ class CudaDevice:
     def forbid_sync(self) -> Iterator[None]:
         """Raise an error from every operation that makes the host wait for the device."""
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore"):  # torch warns that it does not notice every synchronisation
+        with warnings.catch_warnings(action="ignore"):  # torch warns that it does not detect every synchronisation
             torch.cuda.set_sync_debug_mode("error")
 
         try:
@@ -77,18 +77,18 @@ class CudaDevice:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # The host waits only a few times in a run, when we decide what to capture.
+        # The host waits here, but only when it decides about a capture.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def _recover(self, pool: Any, before: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Leave capture mode after a failed capture.
 
-        torch leaves the stream, the allocator and the generator as they were in the middle of the capture. The
-        generator recovers with the next capture that succeeds, so we make one.
+        torch leaves the stream, the allocator and the generator in capture mode. A successful capture resets the
+        generator, so we run a small one.
         """
         torch.cuda.set_stream(before)
-        with suppress(RuntimeError):  # if torch has already done it
+        with suppress(RuntimeError):  # torch may already have ended it
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
 
         torch.cuda.synchronize(self.device)

@@ -1,12 +1,12 @@
-"""Capture the calls of a launch-bound model and replay them: one whose kernels end sooner than the host launches them.
+"""Capture the calls of a launch-bound model, whose kernels finish faster than the host launches them, and replay them.
 
 We capture the model's forward and backward, never `task.loss`, which may run arbitrary Python. Every variant of a call
-(shapes, modes, other arguments) goes through the same stages: a few plain calls are timed, to see whether the device
-waits for the host; then the call is tried, captured, and compared with a plain one; from then on it is replayed. The
-reason why a variant is not replayed is logged.
+(shapes, modes, other arguments) goes through the same stages: a few eager calls are timed, to see whether the device
+waits for the host; then the call is tested, captured, and compared with an eager call; from then on it is replayed. If
+a variant is not replayed, the reason is logged.
 
-torch's own ways were measured against this: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile
-and does not trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
+Two alternatives were measured: `torch.compile(mode="reduce-overhead")` needs tens of seconds to compile and does not
+trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients when they are accumulated.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
 from lockstep.runtime.context import EventLogger, Runtime
 
-WARMUP_CALLS = 5  # plain calls before a capture; the first ones compile, tune and allocate
-LAUNCH_BOUND = 0.7  # launch-bound: the host needs at least this share of the device's time to launch the work
+WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
+LAUNCH_BOUND = 0.7  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
 MAX_CAPTURES = 8
 MAX_VARIANTS = 64  # with or without a capture
-MAX_MOVES = 2  # of tensors or submodules, before a variant is no longer captured
-MAX_PATTERNS = 6  # sets of outputs that gradients arrive at, each with its own backward
+MAX_MOVES = 2  # how often tensors may move, or submodules be replaced, before a variant is no longer captured
+MAX_PATTERNS = 6  # patterns of outputs with gradients per variant, each with its own backward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
-    """Whether calls may be captured here. Settings that never go with graph=true are refused in config/conflicts.py."""
+    """Whether to capture calls. config/conflicts.py refuses settings that cannot be combined with graph=true."""
     on_cuda = runtime.device.type == "cuda"
     if config.graph is True and not on_cuda:
         raise UserError(
@@ -54,8 +54,8 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     if config.graph != "auto":
         return config.graph
 
-    # auto: only where every rank runs the model by itself. A capture that contained a collective would have to be
-    # replayed by all ranks in the same order, and recomputation changes what a forward launches.
+    # With auto, only if the model's forward is not collective: all ranks would have to replay a captured collective in
+    # the same order. And not with recomputation, which changes the kernels of a forward.
     return (
         on_cuda
         and config.strategy_record.local_forward
@@ -68,12 +68,12 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 
 
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> None:
-    """Install graph capture around the (compiled) call of `model`, in place, if the configuration wants it."""
-    # A SyncBatchNorm that the model brings with it is a collective too.
+    """Install graph capture around the (compiled) call of `model`, in place, if the configuration allows it."""
+    # A SyncBatchNorm in the user's model is collective too.
     if config.graph == "auto" and any(map(is_synchronised, model.modules())):
         return
     if wants_graph(config, runtime):
-        # The chain puts it outside torch.compile and the warm-up, so that compiled kernels are captured.
+        # The chain inserts it outside torch.compile and the warm-up, so that compiled kernels are captured.
         CallChain.of(model).install(
             "graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event)
         )
@@ -85,19 +85,19 @@ def has_captures(model: nn.Module) -> bool:
 
 
 def release_captures(model: nn.Module) -> None:
-    """Free the captures' memory now, not when Python's garbage collector next finds the cycle with the model."""
+    """Free the memory of all captures now."""
     chain = CallChain.of(model)
     link = chain.find("graph")
     if isinstance(link, GraphedCall):
-        # The model and its link refer to each other, so the captures would stay as long as both.
+        # The model and its link reference each other, so otherwise the captures would live until a garbage collection.
         chain.remove("graph")
         link.variants.clear()
 
 
 class Timing(NamedTuple):
-    """One run of some work: how long the host took to launch it, and events where the device began and ended it.
+    """The time of one forward or backward: the host's launch time, and events at its start and end on the device.
 
-    The events are read later: to read them at once, the host would have to wait for the device.
+    The events are read later, because reading them makes the host wait for the device.
     """
 
     host_s: float
@@ -107,20 +107,20 @@ class Timing(NamedTuple):
 
 @dataclass
 class Variant:
-    """One way of calling the model, with what is known about it.
+    """One variant of a call of the model, and the state of its capture.
 
-    Its life: `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
+    First `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
     """
 
-    name: str  # for people
-    training: bool  # with gradients; graph=true requires that such a variant is captured
+    name: str  # for the log
+    training: bool  # called with gradients; graph=true requires that such a variant is captured
     calls: int = 0
     forwards: list[Timing] = field(default_factory=list)
     backwards: list[Timing] = field(default_factory=list)
-    patterns: list[Pattern] = field(default_factory=list)  # of outputs that gradients arrived at, without duplicates
+    patterns: list[Pattern] = field(default_factory=list)  # the patterns of its backwards so far, without duplicates
     capture: Capture | None = None
     moves: int = 0
-    refused: str | None = None  # why it is not captured
+    refused: str | None = None  # the reason why it is not captured
 
     @property
     def ready(self) -> bool:
@@ -128,9 +128,9 @@ class Variant:
 
 
 class GraphedCall(Link):
-    """The link of a model's call chain that captures and replays. Any other call goes to `inner` unchanged.
+    """The link of a model's call chain that captures and replays. Calls without a capture go to `inner` unchanged.
 
-    `required` (graph=true): it is an error if a training call cannot be captured. Each decision is logged as
+    With `required` (graph=true) it is an error if a training call cannot be captured. Each decision is logged as
     `log_event("graph", call=..., reason=...)`.
     """
 
@@ -145,15 +145,15 @@ class GraphedCall(Link):
         self._inspect_model()
 
     def _inspect_model(self) -> None:
-        # Not in every call: walking the module tree would cost more than a replay saves. Again before a capture, since
-        # a submodule may have been replaced.
+        # Not in every call, because walking the module tree takes longer than a replay saves. It is repeated before a
+        # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
         self._attributes = AttributeWatch(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside another tracer, or where autograd is off permanently, there is nothing to capture.
+        # Do not capture inside another tracer or in inference mode.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
             return self.inner(*args, **kwargs)
 
@@ -179,8 +179,9 @@ class GraphedCall(Link):
             elif variant.calls > WARMUP_CALLS:
                 self._capture(variant, tensors, spec)
 
-        # A capture may be ready and still not usable in this call.
-        if capture := self._usable_capture(variant):
+        # A capture may be ready and still not be usable in this call.
+        capture = self._usable_capture(variant)
+        if capture:
             return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             return self._timed_call(variant, args, kwargs)
@@ -190,7 +191,7 @@ class GraphedCall(Link):
     # ---- variants ----
 
     def _find_variant(self, tensors: list[Tensor], spec: Hashable) -> Variant | None:
-        """Return the variant of this call, a new one if necessary; None if there are too many."""
+        """Return the variant of this call, and create it if it is new. Return None if there are too many."""
         key = self._key(tensors, spec)
         variant = self.variants.get(key)
         if variant is None and len(self.variants) >= MAX_VARIANTS:
@@ -205,7 +206,7 @@ class GraphedCall(Link):
         return variant
 
     def _key(self, tensors: list[Tensor], spec: Hashable) -> Hashable:
-        """Return everything that decides which kernels a call launches."""
+        """Return a key of everything that determines which kernels a call launches."""
         # Attributes may have been added or deleted since the last call.
         self._attributes.refresh()
 
@@ -218,7 +219,7 @@ class GraphedCall(Link):
             grad,
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             any(self._hooks),
-            # Of every module: a part may be in evaluation mode while the rest trains.
+            # For every module, since a part may be in eval mode while the rest trains.
             tuple(module.training for module in self._modules),
             self._attributes.settings(),
         )
@@ -238,35 +239,35 @@ class GraphedCall(Link):
         return variant
 
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
-        """Capture the call, or refuse the variant. After this, the call itself still runs plainly."""
+        """Capture the call, or refuse the variant. The call itself still runs eagerly after this."""
         self._inspect_model()
         make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
 
-        # The cheap reasons first: a dry run costs two forwards and backwards.
+        # Check the cheap conditions first: a dry run costs two forwards and backwards.
         if variant.training and not variant.patterns:
-            return self._refuse(variant, "no gradient came back to its results")
+            return self._refuse(variant, "no backward has reached its results")
 
-        # graph=true captures whatever the timing says.
+        # graph=true captures regardless of the timing.
         if not self.required:
             host_s, device_s = self._seconds(variant)
             if host_s < LAUNCH_BOUND * device_s:
                 return self._refuse(
                     variant,
-                    f"not launch-bound: the host launches in {host_s * 1e3:.2f} ms what takes the device "
-                    f"{device_s * 1e3:.2f} ms",
+                    f"not launch-bound: the host needs {host_s * 1e3:.2f} ms to launch the kernels, the device "
+                    f"{device_s * 1e3:.2f} ms to run them",
                 )
 
         # Each capture has its own memory for activations and gradients.
         if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
             return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
 
-        # Without gradients there is no backward: one empty pattern stands for the forward alone.
+        # Without gradients there is no backward. An empty pattern means the forward alone.
         patterns = variant.patterns or [()]
         reached, why = dry_run(make_trial, patterns, self.model, self.device)
         if why:
             return self._refuse(variant, why)
 
-        # Capturing runs the call once, which must not show in buffers or random numbers.
+        # Capturing runs the call once, which must not change buffers or random number generators.
         with StateSnapshot(self.model, self.device.generator()):
             try:
                 variant.capture = Capture(make_trial(), reached, patterns, self.device)
@@ -277,11 +278,11 @@ class GraphedCall(Link):
         variant.capture.callables = self._attributes.callables()
 
     def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
-        """Compare a replay with a plain call, on different arguments than those of the capture.
+        """Compare a replay with an eager call, on other arguments than those of the capture.
 
-        With the same arguments, values that were computed on the host and baked into the capture would agree.
+        With the same arguments, values that were computed on the host and baked into the capture would not differ.
         """
-        # Every captured backward is compared, each with its own forward.
+        # Compare every captured backward, each after its own forward.
         for pattern in capture.patterns:
             try:
                 trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
@@ -299,7 +300,7 @@ class GraphedCall(Link):
             host_s, device_s = self._seconds(variant)
             times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
 
-        self.log_event("graph", call=variant.name, reason=f"captured, and equal to a plain call{times}")
+        self.log_event("graph", call=variant.name, reason=f"captured, and equal to an eager call{times}")
 
     # ---- is a capture still valid? ----
 
@@ -311,38 +312,38 @@ class GraphedCall(Link):
 
         # A second forward would overwrite the activations that the pending backward needs.
         if capture.pending_backward() is not None:
-            self._log_refusal(variant.name, "a second forward before the backward of the first one runs plainly")
+            self._log_refusal(variant.name, "a second forward before the backward of the first one runs eagerly")
             return None
 
         if capture.unknown_pattern and len(variant.patterns) < MAX_PATTERNS:
-            # Beyond the limit, the backward of all outputs serves further patterns.
+            # Beyond the limit, the backward of all outputs is used for further patterns.
             variant.patterns.append(capture.unknown_pattern)
-            self._capture_again(variant, "gradients came back to other results than before")
+            self._capture_again(variant, "other results than before got gradients")
         elif capture.addresses != self._addresses():
             self._moved(variant, "a parameter, buffer or other tensor has moved in memory")
         elif not same_objects(capture.callables, self._attributes.callables()):
-            self._moved(variant, "a submodule, or a function that a module keeps, was replaced")
+            self._moved(variant, "a submodule, or a function in an attribute of a module, was replaced")
 
         return variant.capture
 
     def _addresses(self) -> list[int]:
-        # Comprehensions, since this runs in every replay.
+        # Comprehensions for speed, since this runs before every replay.
         named = [t for m in self._modules for tensors in (m._parameters, m._buffers) for t in tensors.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
 
-    def _moved(self, variant: Variant, what: str) -> None:
-        """Capture again, unless this has happened too often: a capture must pay for itself."""
+    def _moved(self, variant: Variant, event: str) -> None:
+        """Capture again, unless this has happened too often: a capture must save more time than it takes."""
         variant.moves += 1
 
         # This also drops references to submodules that were replaced.
         self._inspect_model()
         if variant.moves > MAX_MOVES:
-            self._refuse(variant, f"{what}, again and again")
+            self._refuse(variant, f"{event}, again and again")
         else:
-            self._capture_again(variant, f"{what} (time {variant.moves})")
+            self._capture_again(variant, f"{event} (time {variant.moves})")
 
     def _capture_again(self, variant: Variant, why: str) -> None:
-        """Drop the capture; the next call makes a new one, without another warm-up."""
+        """Drop the capture. The next call captures again, without another warm-up."""
         variant.capture = None
         variant.calls = WARMUP_CALLS
         self._log_once(variant.name, f"captured again: {why}")
@@ -362,24 +363,23 @@ class GraphedCall(Link):
         self._log_once(call, f"not captured: {why}")
 
     def _log_once(self, call: str, reason: str) -> None:
-        """Log a decision once: repeated in every step, it would bury the rest of the log."""
+        """Log a decision once, not in every step."""
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
             self.log_event("graph", call=call, reason=reason)
 
-    # ---- timing of plain calls ----
+    # ---- timing of eager calls ----
 
     def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
-        """Call plainly and time the forward and the backward that follows.
+        """Run the call eagerly, and time its forward and the backward that follows.
 
         The device is timed by events on its stream, so the host does not wait here.
         """
-        # The event goes into the stream before the work, so it marks the beginning.
         begin_s = time.perf_counter()
         begin = self.device.record_event()
         result = self.inner(*args, **kwargs)
 
-        # The first call compiles and allocates.
+        # Do not count the first call, which compiles and allocates.
         if variant.calls > 1:
             variant.forwards.append(Timing(time.perf_counter() - begin_s, begin, self.device.record_event()))
 
@@ -392,16 +392,16 @@ class GraphedCall(Link):
             self._refuse(variant, f"it returns {error}")
             return result
 
-        live = [tensor for tensor in tensors if tensor.requires_grad]
+        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
 
-        # An output that is also an input or a parameter: a replay would return a copy of it.
-        if any(tensor.grad_fn is None for tensor in live):
+        # If an output is also an input or a parameter, a replay would return a copy of it.
+        if any(tensor.grad_fn is None for tensor in differentiable):
             self._refuse(variant, "it returns one of its arguments or parameters")
             return result
 
-        # A hook on every output sees which of them get a gradient, and when the first one arrives.
-        watch = _BackwardWatch(self.device, variant, len(live), partial(self._refuse, variant))
-        for index, tensor in enumerate(live):
+        # Hooks on the outputs show which of them get a gradient, and when the first gradient arrives.
+        watch = _BackwardWatch(self.device, variant, len(differentiable), partial(self._refuse, variant))
+        for index, tensor in enumerate(differentiable):
             tensor.register_hook(partial(watch.gradient_arrived, index))
 
         return result
@@ -409,7 +409,7 @@ class GraphedCall(Link):
     def _seconds(self, variant: Variant) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
         host_s = device_s = 0.0
-        # The fastest run counts: the host may have been busy with something else. Evaluations have no backward.
+        # Take the fastest run, since the host may have been busy otherwise. Evaluations have no backward.
         for timings in filter(None, (variant.forwards, variant.backwards)):
             host_s += min(timing.host_s for timing in timings)
             device_s += min(self.device.elapsed_s(timing.begin, timing.end) for timing in timings)
@@ -418,7 +418,7 @@ class GraphedCall(Link):
 
 
 class _BackwardWatch:
-    """Watches the backward of a timed call: which outputs get a gradient, and the time from the first gradient on."""
+    """Records which outputs get a gradient in the backward of a timed call, and times it from the first gradient on."""
 
     def __init__(self, device: CudaDevice, variant: Variant, outputs: int, refuse: Callable[[str], None]):
         self._device = device
@@ -428,7 +428,7 @@ class _BackwardWatch:
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
-        # torch also calls the hook for an output without gradient, if its node has several outputs.
+        # torch also calls the hook for an output without a gradient, if its autograd node has several outputs.
         if gradient is None or self._variant.refused is not None:
             return
 

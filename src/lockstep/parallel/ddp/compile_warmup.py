@@ -1,11 +1,10 @@
 """Compile forward and backward on all replicas before the first gradient all-reduce.
 
-Otherwise the backward is compiled inside the first all-reduce, where ranks that finish sooner wait in a collective,
-which has its own time limit. Here they wait at the store instead, with the time limit for anything that happens for
-the first time (`hang.first`).
+Otherwise the backward would be compiled while other ranks already wait in the first all-reduce, which might time out.
+With the warm-up, ranks that finish early wait at a barrier of the store instead, for at most `hang.first`.
 
-This happens only inside a step, because every rank gets there. A call elsewhere (on rank 0 only, to print a shape) is
-left alone.
+The warm-up runs only inside a step, which every rank reaches. A call elsewhere (on rank 0 only, to print a shape) does
+not trigger it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lockstep.runtime.context import Runtime
 def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> None:
     """Install the warm-up on a compiled model, in place.
 
-    Where a forward is collective (fsdp, tp, SyncBatchNorm), the ranks compile in step anyway.
+    If a forward is collective (fsdp, tp, SyncBatchNorm), no warm-up is needed: the ranks compile in step anyway.
     """
     synchronised = any(map(is_synchronised, model.modules()))
     collective = not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
@@ -57,7 +56,7 @@ class CompileWarmup(Link):
             heartbeat.beat("collective")
             heartbeat.set_detail("compiled")
 
-            # Over the store, not with a collective, whose time limit is shorter.
+            # A barrier of the store, because the timeout of a collective is shorter.
             if not self.runtime.store_barrier("compiled", self.timeout):
                 seconds = f"{self.timeout.total_seconds():.0f}"
                 raise UserError(
@@ -71,17 +70,17 @@ class CompileWarmup(Link):
         return self.inner(*args, **kwargs)
 
     def _trial(self, args: Any, kwargs: Any) -> None:
-        """Run forward and backward once, without side effects, to have both compiled."""
+        """Compile forward and backward by running both once, without side effects."""
         device = self.runtime.device
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
         # Frozen parameters get no gradient and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-        # If the trial is not possible, the call is compiled later, when it is needed: its arguments are opaque, or a
-        # second set of gradients does not fit into memory.
+        # If the arguments are opaque, or a second set of gradients does not fit into memory, there is no trial and the
+        # call is compiled later, when it first runs.
         with StateSnapshot(self.model, generators[device.index or 0]), suppress(OpaqueValue, torch.OutOfMemoryError):
             tensors, spec = flatten((args, kwargs))
             trial = TrialCall(self.inner, parameters, tensors, spec, device.type)
             trial.forward()
-            # Any gradient will do: only the code matters.
+            # Any gradient will do, since only the compiled code is needed.
             trial.backward([torch.ones_like(output) for output in trial.differentiable])

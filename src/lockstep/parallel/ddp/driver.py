@@ -1,4 +1,4 @@
-"""Replicas that reduce their gradients: in buckets, with torch's DistributedDataParallel, or all at once without it."""
+"""Drivers for replicated parameters: gradients are reduced in buckets by torch's DDP, or all at once without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
-from lockstep.parallel.ddp.hooks import Hook, WideHook
+from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
 from lockstep.runtime.context import Runtime
@@ -29,73 +29,73 @@ BUFFERS_OPTION = next(
 
 
 class _WithControlWord(Wrapper):
-    """The model plus a few numbers that look like one more parameter.
+    """The model with one more parameter, whose gradient is this rank's control word.
 
-    Their "gradient" is this rank's control word. So the word is summed in a gradient bucket that is sent anyway, and
-    needs no separate collective (on gloo that would cost about a fifth of the step of a tiny model).
+    So DDP sums the control word in a gradient bucket that is sent anyway, and it needs no separate collective (which on
+    gloo would cost about a fifth of the step of a tiny model).
     """
 
     def __init__(self, model: nn.Module, word: Tensor):
         super().__init__()
         self.model = model
-        # In its own module after the model: DDP fills buckets from the back, and this gradient is known first.
+        # In its own module after the model: DDP fills buckets from the last parameter, and this gradient comes first.
         self.word_holder = nn.ParameterList([nn.Parameter(word)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
-    # Scripts that know DDP take `replica.module` for the user's model.
-    def users_model(self) -> nn.Module:
+    # Scripts written for DDP use `replica.module` as the user's model.
+    def user_model(self) -> nn.Module:
         return nn.Module.__getattr__(self, "model")  # pyrefly: ignore[bad-return]
 
-    # DDP must find the word among the parameters.
+    # Unlike in `Wrapper`: DDP must find the control word among the parameters.
     named_parameters = nn.Module.named_parameters
 
 
 class Replica(Wrapper, DistributedDataParallel):
-    """The module that the task calls. It looks like the user's model, with the same parameters and names."""
+    """The module that the task calls. It has the attributes, parameters and names of the user's model."""
 
     def __init__(self, carrier: _WithControlWord, **options: Any):
         super().__init__(carrier, **options)
 
-        # Assign parameters to buckets now. torch would assign them again after the first step, and a resumed run would
-        # differ in its last bits: with three or more ranks, the position of a gradient in its bucket decides the order
-        # in which the ranks are added.
+        # Assign parameters to buckets once and for all. torch would assign them again after the first step, and a
+        # resumed run would differ in its last bits: with three or more ranks, the position of a gradient in its bucket
+        # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
         self.prepared_for_backward = False
-        self.called = False  # since the micro-batch began
-        self._complete = True  # from here on, attributes that the user's model has are set there
+        self.called = False  # whether the model was called in this micro-batch
+        self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Order the last parameter first: buckets fill in about the order in which gradients are computed."""
+        """Reverse the parameters: buckets then fill in about the order in which gradients are computed."""
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # torch prepares the reduction here, and only here. A forward without gradients changes nothing of that.
+        # DDP prepares its reducer in a forward with gradients, and nowhere else.
         self.prepared_for_backward |= torch.is_grad_enabled()
         self.called = True
         return super().forward(*args, **kwargs)
 
-    def users_model(self) -> nn.Module:
-        carrier: Any = super().users_model()
+    def user_model(self) -> nn.Module:
+        carrier: Any = super().user_model()
         return carrier.model
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A task that sets an attribute of the model means its own model, not this wrapper.
         own = vars(self)
-        if own.get("_complete") and name not in own and hasattr(self.users_model(), name):
-            setattr(self.users_model(), name, value)
+        if own.get("_is_complete") and name not in own and hasattr(self.user_model(), name):
+            setattr(self.user_model(), name, value)
         else:
             super().__setattr__(name, value)
 
 
 class DDPDriver(BaseDriver):
-    """Replicas of the model, whose gradients torch's DDP reduces in buckets while backward runs."""
+    """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs."""
 
-    leaves_sums = False  # DDP leaves the mean over ranks, and so do its hooks
-    word_dtype: torch.dtype | None = None  # of the control word; None: that of the last parameter, at least float32
+    leaves_sums = False  # whether gradients are sums over ranks; DDP and its hooks leave the mean
+    word_dtype: torch.dtype | None = None  # of the control word; None: the last parameter's dtype, at least float32
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         super().__init__(model, runtime)
@@ -120,7 +120,7 @@ class DDPDriver(BaseDriver):
             bucket_cap_mb=config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
-            # torch would also broadcast in evaluations, where the ranks may run different numbers of forwards.
+            # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.
             **{BUFFERS_OPTION: False},
         )
         self.module = self._replica
@@ -132,7 +132,8 @@ class DDPDriver(BaseDriver):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             self.extra_state = self.hook.extra_state
 
-        # The parameters that the last backward reached. Gradients that are views of buckets show it themselves.
+        # The ids of the parameters that the last backward reached. If gradients are views of buckets, `_check_complete`
+        # can tell from the gradients.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -161,7 +162,7 @@ class DDPDriver(BaseDriver):
             if self._replica.called:
                 raise no_gradient()
             raise UserError(
-                "the loss was computed without the model that Lockstep passed in",
+                "the loss was computed without calling the model that Lockstep passed in",
                 f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
                 "reduced and the replicas would drift apart",
                 "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or "
@@ -171,12 +172,12 @@ class DDPDriver(BaseDriver):
         if self.hook:
             self.hook.prepare(grad_output, word)
 
-        # Not the last backward of the step: gradients stay on this rank.
+        # Before the last backward of the step, gradients only accumulate on this rank.
         if word is None:
             torch.autograd.backward(total, grad_output)
             return
 
-        # DDP divides by the world size, so the word is multiplied by it first.
+        # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, times=self.to_sum)
         torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
@@ -184,22 +185,22 @@ class DDPDriver(BaseDriver):
         assert self._word_parameter.grad is not None
         self._word = self._word_parameter.grad
 
-    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> Hook | None:
+    def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         word = self._word_parameter
         if config.hook != "none":
             named = dict(zip(self.names, self.parameters, strict=True))
             return HOOKS[config.hook].make(HookArguments(word, group, named, config, seed))
 
-        # DDP would sum bf16 gradients in bf16.
+        # Without a hook, DDP would sum bf16 gradients in bf16.
         return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _check_complete(self) -> None:
-        """Raise if the last backward did not reach a parameter: its bucket was not sent.
+        """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
 
-        DDP itself reports this one step later and without names, and never after the last step.
+        DDP itself reports this one step later and without names, and after the last step not at all.
         """
         pairs = zip(self.names, self.parameters, strict=True)
-        # A gradient that was reduced is a view of its bucket.
+        # After the reduction, a gradient is a view of its bucket.
         if self._replica.gradient_as_bucket_view:
             check_reached([name for name, p in pairs if p.grad is None or not p.grad._is_view()], len(self.names))
         else:
@@ -207,10 +208,10 @@ class DDPDriver(BaseDriver):
 
 
 class UnusedParametersDriver(BaseDriver):
-    """Replicas that reduce all gradients at once, after the last backward.
+    """Replicas whose gradients are all reduced at once, after the last backward.
 
-    This is slower than DDP's buckets, which are reduced while backward runs. But it works with any graph: parameters
-    may be unused on some ranks, in some micro-batches, or everywhere.
+    This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
+    parameters may be unused on some ranks, in some micro-batches, or everywhere.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
@@ -223,12 +224,12 @@ class UnusedParametersDriver(BaseDriver):
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
         users = self._sum_with_word(word, used).tolist()
 
-        # A parameter that no rank uses gets no gradient, so that the optimizer leaves it alone, as in a single process.
-        live = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
+        # A parameter that no rank uses gets no gradient, so that the optimizer skips it, as in a single process.
+        used_anywhere = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
 
-        # One sum for each dtype, in the same order on all ranks (a set would not keep it).
-        for dtype in dict.fromkeys(p.dtype for p in live):
-            parameters = [p for p in live if p.dtype == dtype]
+        # One all-reduce for each dtype, in the same order on all ranks (which a set would not guarantee).
+        for dtype in dict.fromkeys(p.dtype for p in used_anywhere):
+            parameters = [p for p in used_anywhere if p.dtype == dtype]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = torch.cat([grad.flatten() for grad in grads])
 
@@ -250,7 +251,7 @@ def _frozen_names(model: nn.Module) -> list[str]:
 
 
 def check_reached(missed: list[str], trainable: int) -> None:
-    """Raise if a backward missed some of the trainable parameters."""
+    """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
     if len(missed) == trainable:
         raise no_gradient()
     if missed:

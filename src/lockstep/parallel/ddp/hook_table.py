@@ -1,4 +1,4 @@
-"""The communication hooks by their names in `ddp.hook`: how each is made, and what it loses."""
+"""The communication hooks by their names in `ddp.hook`, with a banner line that says how each one rounds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import HalfHook, Hook
+from lockstep.parallel.ddp.hooks import CommHook, HalfHook
 from lockstep.parallel.ddp.powersgd import PowerSGDHook
 
 
 @dataclass(frozen=True)
 class HookArguments:
-    """What a hook may be made from."""
+    """The arguments from which a hook is constructed."""
 
-    word: nn.Parameter  # whose gradient is the control word
+    word: nn.Parameter  # the parameter whose gradient is the control word
     group: dist.ProcessGroup
     named: dict[str, nn.Parameter]  # the model's trainable parameters
     config: DDPConfig
@@ -28,19 +28,19 @@ class HookArguments:
 
 @dataclass(frozen=True)
 class HookKind:
-    make: Callable[[HookArguments], Hook]
-    about: Callable[[DDPConfig], str]  # a line for the banner that says what the hook loses
+    make: Callable[[HookArguments], CommHook]
+    about: Callable[[DDPConfig], str]  # returns a line for the banner
 
 
 def _about_half(bits: int, config: DDPConfig) -> str:
-    return f"{config.hook}: gradients travel rounded to {bits} bits, and are added so; sums differ from exact ones"
+    return f"{config.hook}: gradients are sent and added with {bits} significant bits; sums are rounded accordingly"
 
 
 def _about_powersgd(config: DDPConfig) -> str:
-    feedback = "is sent later" if config.error_feedback else "is lost (ddp.error_feedback=false)"
+    feedback = "added to the next step" if config.error_feedback else "lost (ddp.error_feedback=false)"
     return (
-        f"powersgd: from step {config.powersgd_start} on, matrices as products of rank {config.powersgd_rank}; "
-        f"what that leaves out {feedback}"
+        f"powersgd: from step {config.powersgd_start} on, matrices are sent as products of rank "
+        f"{config.powersgd_rank}; the approximation error is {feedback}"
     )
 
 

@@ -1,16 +1,16 @@
-"""Communication hooks of DDP: what replicas send instead of full gradients.
+"""DDP communication hooks: how replicas exchange the buckets of their gradients.
 
-fp16, bf16    numbers of half the size (`HalfHook`)
-powersgd      thin matrices (powersgd.py)
+fp16, bf16    gradients are sent in half precision (`HalfHook`)
+powersgd      matrices are sent as products of low rank (powersgd.py)
 
-DDP hands over one bucket after another while backward runs, in the same order on all ranks. An exchange may need
-several collectives, each of which depends on the one before. If the second were started in a callback of the first,
-the ranks would start them in different orders, and gloo would wait forever. So an exchange is a generator that yields
-after each collective it starts, and is advanced once when the next bucket comes: the order is the same on all
-ranks, and the network is busy while backward continues.
+DDP passes one bucket after another to the hook while the backward runs, in the same order on all ranks. An exchange may
+need several collectives, each of which depends on the previous one. If a collective were started in a callback of the
+previous one, the ranks would start them in different orders, and gloo would deadlock. So an exchange is a generator
+that yields after each collective it starts, and is advanced once when the next bucket comes. That order is the same on
+all ranks, and the network is busy while the backward continues.
 
-Like DDP itself, every hook leaves the sum over ranks divided by their number. The control word is one of the gradients
-and always travels as it is.
+Like DDP itself, every hook leaves the mean over ranks. The control word is the gradient of one of the parameters, and
+is never compressed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ from lockstep.runtime.control_word import ControlWord
 
 
 class Bucket(NamedTuple):
-    """The gradients that DDP exchanges at once."""
+    """A bucket of gradients, as DDP passes it to the hook."""
 
     buffer: Tensor  # (elements,): all gradients, one after another
     gradients: list[tuple[Tensor, Tensor]]  # each parameter with its gradient, a view of the buffer
 
 
-class Hook:
-    """One way to exchange a bucket.
-
-    DDP calls it with each bucket and waits for the future that it returns.
-    """
+class CommHook:
+    """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns."""
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
         """`word` is the parameter whose gradient is the control word."""
@@ -47,33 +44,36 @@ class Hook:
         self._pending: list[Iterator[None]] = []  # exchanges that have started, the oldest first
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        """Leave the mean over ranks in the bucket's buffer.
+        """Replace the bucket's buffer with its mean over ranks.
 
         Yields after starting a collective, and is advanced when the next bucket comes.
         """
         raise NotImplementedError
 
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
-        """Called before every backward, with the loss scale (0 for padding), and in the last one of a step the word."""
+        """Called before every backward, with the loss scale (0 for padding).
+
+        Before the last backward of a step it also gets the control word.
+        """
 
     @property
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name: see `Driver.extra_state`."""
+        """The objects that a checkpoint must hold, by name: see `Driver.extra_state`."""
         return {}
 
     def finish(self) -> None:
-        """Called after the last bucket of a step was exchanged."""
+        """Called after the last bucket of a step has been exchanged."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
-        # The new exchange first, so that the network is never idle while we wait for an older one.
-        begun = _advance([self._complete(bucket, done)])
-        self._pending = _advance(self._pending) + begun
+        # Start the new exchange first, so that the network is never idle while we wait for an older one.
+        started = _advance([self._complete(bucket, done)])
+        self._pending = _advance(self._pending) + started
 
-        # No further bucket will advance them.
+        # After the last bucket, no further call will advance the exchanges.
         if ddp_bucket.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
@@ -86,7 +86,7 @@ class Hook:
         done.set_result(bucket.buffer)
 
     def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
-        # torch returns None to ranks outside the group, where no hook runs.
+        # torch returns None only on ranks outside the group, which run no hook.
         return cast(dist.Work, dist.all_reduce(tensor, op, group=self.group, async_op=True))
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Iterator[None]:
@@ -96,21 +96,21 @@ class Hook:
         work.wait()
 
     def words_in(self, bucket: Bucket) -> list[Tensor]:
-        """Return the view of the control word, if it is in this bucket."""
-        # Compared by identity: tensors compare by elements.
+        """Return the view of the control word in a list, which is empty if the word is in another bucket."""
+        # Compare by identity: `==` compares tensors by elements.
         return [gradient for parameter, gradient in bucket.gradients if parameter is self.word]
 
 
-class HalfHook(Hook):
+class HalfHook(CommHook):
     """Sends gradients as bf16 or fp16: half the bytes of float32.
 
-    bf16 keeps 8 bits of every number, fp16 11, and every addition on the way rounds again: with N ranks a sum is off by
-    at most N x 2^-8 (2^-11) of the sum of the absolute values.
+    bf16 keeps 8 significant bits, fp16 11, and every addition on the way rounds again: with N ranks, the error of a sum
+    is at most N x 2^-8 (fp16: 2^-11) times the sum of the absolute values.
 
-    bf16 has the range of float32. fp16 does not: it would lose gradients below 6e-8, and bits of sums below 6e-5. So a
-    bucket is first multiplied by a power of two that brings its largest element, over all ranks, just below the upper
-    end of the range. An element that is smaller than the largest by a factor of 2^29 / N loses bits, and one that is
-    smaller by 2^39 / N is lost. This costs one small collective per bucket.
+    bf16 has the range of float32. fp16 does not: gradients below 6e-8 would become 0, and sums below 6e-5 would lose
+    bits. So a bucket is first multiplied by a power of two that brings its largest element, over all ranks, just below
+    the upper end of the range. Then an element loses bits only if it is 2^29 / N times smaller than the largest one,
+    and becomes 0 if it is 2^39 / N times smaller. This costs one small collective per bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype):
@@ -118,7 +118,7 @@ class HalfHook(Hook):
         self.dtype = dtype
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        # The control word travels by itself, in full precision, and has no influence on the scale.
+        # The control word is sent separately, in full precision, and does not influence the scale.
         words = self.words_in(bucket)
         summed_words = [word / self.ranks for word in words]
         works = [self.start_reduce(word) for word in summed_words]
@@ -128,23 +128,23 @@ class HalfHook(Hook):
 
         scale = None
         if self.dtype == torch.float16:
-            # inf on any rank must show in the maximum; NaN would be lost in it.
+            # MAX keeps inf but may drop NaN, so NaN becomes inf.
             largest = bucket.buffer.abs().max().float().nan_to_num(nan=torch.inf)
             yield from self.reduce(largest, dist.ReduceOp.MAX)
             scale = fp16_scale(largest, self.ranks).to(bucket.buffer.dtype)
 
-        small = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
-        yield from self.reduce(small)
+        half = (bucket.buffer if scale is None else bucket.buffer * scale).to(self.dtype)
+        yield from self.reduce(half)
         for work in works:
             work.wait()
 
-        bucket.buffer.copy_(small).div_(self.ranks if scale is None else scale * self.ranks)
+        bucket.buffer.copy_(half).div_(self.ranks if scale is None else scale * self.ranks)
         for word, summed in zip(words, summed_words, strict=True):
             word.copy_(summed)
 
 
-class WideHook(Hook):
-    """Sums gradients that are stored in bf16 in float32, and rounds once."""
+class WideHook(CommHook):
+    """Sums bf16 gradients in float32, and rounds once."""
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
@@ -153,16 +153,16 @@ class WideHook(Hook):
 
 
 def _advance(exchanges: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each exchange to its next collective and return those that have not ended."""
+    """Advance each exchange to its next collective, and return the exchanges that have not ended."""
     return [exchange for exchange in exchanges if next(exchange, "ended") != "ended"]
 
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:
-    """Return the power of two () that makes the sum of `ranks` numbers, none above `largest` (), at most 2^15."""
+    """Return the power of two () with which the sum of `ranks` numbers, none above `largest` (), stays below 2^15."""
     # A power of two, so that scaling itself does not round. frexp gives largest <= 2^exponent. The result is at most
-    # 2^126: twice 2^127 is no longer a float32.
+    # 2^126, because its double must still be a float32.
     exponent = 15 - (ranks - 1).bit_length() - torch.frexp(largest).exponent
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(max=126))
 
-    # A bucket of zeros, or one with inf or NaN in it, must arrive as it is.
+    # A bucket of zeros, or with inf or NaN in it, is sent unscaled.
     return torch.where((largest > 0) & torch.isfinite(largest), scale, torch.ones_like(scale))

@@ -1,21 +1,21 @@
-"""PowerSGD (Vogels et al., 2019): a gradient matrix travels as the product of two thin ones.
+"""PowerSGD (Vogels et al., 2019): a gradient matrix is sent as the product of two thin matrices.
 
-The mean M (n, m) over ranks of the gradients is approximated as P Q', with P (n, r) orthonormal. One step of a power
-iteration finds them, from the last step's Q:
+The mean M (n, m) of the gradients over ranks is approximated as P Q', with P (n, r) orthonormal. Each training step
+runs one power iteration, which starts from the previous step's Q:
 
     P = M Q     summed over ranks, then orthonormalised
     Q = M' P    summed over ranks
     M ~ P Q'    r (n + m) numbers instead of n m
 
-The error of a rank is what this leaves out of its own gradient. With error feedback it is added to the next step's
-gradient, so that nothing is lost, only delayed. Gradients here are sums, so errors are kept per unit of weight and loss
-scale: in a step that weighs half as much, they count half as much. Vectors, and matrices that would not get smaller,
-are sent as they are; if no matrix would get smaller (with a large rank, say), the result has the same bits as without a
-hook.
+The error of a rank is its own gradient minus the part that P represents. With error feedback it is added to the next
+step's gradient, so that it is delayed rather than lost. Gradients here are sums, so errors are stored per unit of
+weight and loss scale: in a step with half the weight, they count half as much. Vectors, and matrices that would not get
+smaller, are sent uncompressed. If no matrix would get smaller (with a large rank, say), the result has the same bits as
+without a hook.
 
-A step that is skipped for a NaN or an infinite gradient does not change the state of its matrices. One that is skipped
-as a spike has already changed it. All ranks must compute the same bits from the same sums, so all must have the same
-kind of device.
+A step that is skipped for a NaN or an infinite gradient does not change the state of its matrices; a step that is
+skipped as a spike does. All ranks must compute the same bits from the same sums, so all must have the same kind of
+device.
 """
 
 from __future__ import annotations
@@ -32,28 +32,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import Bucket, Hook
+from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.seeds import derive
 
-STATE_NAME = "ddp.hook"  # under which a checkpoint holds the state
+STATE_NAME = "ddp.hook"  # the name of the state in a checkpoint
 
 
 @dataclass
 class Matrix:
-    """The state of a parameter whose gradient is compressed.
+    """The state of a parameter whose gradient, a matrix M (n, m), is compressed to rank r = `ddp.powersgd_rank`."""
 
-    The gradient is a matrix M (n, m) and r is `ddp.powersgd_rank`.
-    """
-
-    query: Tensor  # (m, r) orthonormal: the last Q, the same on all ranks
-    error: Tensor | None  # (n, m), this rank's own
+    query: Tensor  # (m, r), orthonormal: the previous Q, the same on all ranks
+    error: Tensor | None  # (n, m): this rank's error
 
 
-class PowerSGDHook(Hook):
-    """Exchanges matrices as products of two thin ones, from step `powersgd_start` on.
+class PowerSGDHook(CommHook):
+    """Exchanges matrices as products of two thin matrices, from step `powersgd_start` on.
 
-    The first steps are exact, as is usual for PowerSGD: gradients change most at the beginning.
+    The first steps are uncompressed, as is usual for PowerSGD: gradients change most at the beginning.
     """
 
     def __init__(
@@ -65,14 +62,15 @@ class PowerSGDHook(Hook):
         self.feedback = config.error_feedback
         self.names = {id(p): name for name, p in named.items()}
 
-        # Vectors and small matrices are not among them and are sent as they are.
+        # Vectors and small matrices are left out: they are sent uncompressed.
         self.matrices = {
-            name: _fresh(p, config.powersgd_rank, derive(seed, "powersgd", number), self.feedback)
-            for number, (name, p) in enumerate(named.items())
+            name: _initial_state(p, config.powersgd_rank, derive(seed, "powersgd", index), self.feedback)
+            for index, (name, p) in enumerate(named.items())
             if is_worthwhile(p, config.powersgd_rank)
         }
 
-        # One unit of the mean gradient in this step's sums; its all-reduce runs during the backward.
+        # `_unit` is the factor between gradient sums and means in this step: global weight x loss scale. Its all-reduce
+        # runs during the backward.
         self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
         self._unit = self._scale
         self._unit_work: dist.Work | None = None
@@ -87,14 +85,14 @@ class PowerSGDHook(Hook):
         return self.steps >= self.first_step and bool(self.matrices)
 
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
-        """Start to sum one unit of the mean gradient: global weight x loss scale.
+        """Start the all-reduce of `_unit`: global weight x loss scale.
 
-        The exchange needs the weight before the control word arrives, so it is sent separately.
+        The exchange needs it before the control word is reduced, so it is sent separately.
         """
         if not (self.feedback and self.compresses):
             return
 
-        # The maximum of the micro-batches: padding has a loss scale of 0, which must not count.
+        # The maximum over micro-batches, to ignore padding, whose loss scale is 0.
         self._scale = torch.maximum(self._scale, grad_output.double())
         if word is not None:
             self._unit = self._scale * word.weight
@@ -105,7 +103,7 @@ class PowerSGDHook(Hook):
         self.steps += 1
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        # The control word has no name and no matrix, and is in `full`.
+        # The control word has no name and no matrix, so it ends up in `full`.
         pairs = [(self.matrices.get(self.names.get(id(p), "")), gradient) for p, gradient in bucket.gradients]
         compressed = [(matrix, gradient) for matrix, gradient in pairs if matrix is not None]
         full = [gradient for matrix, gradient in pairs if matrix is None]
@@ -115,7 +113,7 @@ class PowerSGDHook(Hook):
             yield from self.reduce(bucket.buffer.div_(self.ranks))
             return
 
-        # P = M Q, in one collective with everything that is sent in full, such as the control word.
+        # P = M Q, in one collective with everything that is sent uncompressed, such as the control word.
         for matrix, gradient in compressed:
             self._add_error(matrix, gradient)
 
@@ -132,7 +130,7 @@ class PowerSGDHook(Hook):
             self._update(matrix, gradient, basis, own, mean)
 
     def _mean(self, tensors: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-        """Return the means over all ranks, in the dtype of the first tensor, with one collective for all."""
+        """Return the means of all tensors over the ranks, in the dtype of the first tensor, with one collective."""
         flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors]).div_(self.ranks)
         yield from self.reduce(flat)
 
@@ -141,7 +139,7 @@ class PowerSGDHook(Hook):
 
     def _add_error(self, matrix: Matrix, gradient: Tensor) -> None:
         if matrix.error is not None:
-            # The first matrix of a step waits for the unit.
+            # The first matrix of a step waits for the all-reduce that `prepare` started.
             if self._unit_work is not None:
                 self._unit_work.wait()
                 self._unit_work = None
@@ -151,22 +149,22 @@ class PowerSGDHook(Hook):
     def _update(self, matrix: Matrix, gradient: Tensor, basis: Tensor, own: Tensor, mean: Tensor) -> None:
         """Write the approximation into `gradient` and update the matrix.
 
-        `basis` (n, r) is P; `own` (m, r) is this rank's Q, and `mean` (m, r) the mean of all. The host does not wait
-        for the device, which evaluates the conditions.
+        `basis` (n, r) is P; `own` (m, r) is this rank's Q, and `mean` (m, r) the mean of Q over ranks. Conditions are
+        evaluated with torch.where, so that the host does not wait for the device.
 
-        The error is what the basis leaves out of this rank's own gradient. It is often measured against the mean of all
-        ranks instead, and the sum over ranks would be the same. But then each error would also accumulate how far its
-        rank was from that mean in every step, which only grows.
+        The error is this rank's own gradient minus its projection on the basis. Other implementations subtract the mean
+        approximation of all ranks. The sum of the errors over ranks would be the same, but each error would also
+        accumulate its rank's deviation from the mean in every step, and would grow without bound.
         """
         approximation = basis @ mean.T
         finite = torch.isfinite(approximation).all()
 
-        # A step with inf or NaN is skipped, and its Q would spoil the steps after it.
+        # A step with inf or NaN will be skipped. Keep the old Q, since the new one would carry NaN into later steps.
         matrix.query.copy_(torch.where(finite, torch.linalg.qr(mean).Q, matrix.query))
 
         if matrix.error is not None:
-            left_out = (_as_matrix(gradient) - basis @ own.T) / self._unit.to(own.dtype)
-            matrix.error.copy_(torch.where(finite & (self._unit > 0), left_out, matrix.error))
+            error = (_as_matrix(gradient) - basis @ own.T) / self._unit.to(own.dtype)
+            matrix.error.copy_(torch.where(finite & (self._unit > 0), error, matrix.error))
 
         # The optimizer gets the approximation.
         gradient.copy_(approximation.view_as(gradient))
@@ -186,7 +184,7 @@ class PowerSGDHook(Hook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state. A matrix that it lacks, or that had another `powersgd_rank`, keeps its random Q."""
+        """Load a saved state. A matrix that is missing in it, or had another `powersgd_rank`, keeps its random Q."""
         self.steps = state["steps"]
         for name, matrix in self.matrices.items():
             query = state["queries"].get(name)
@@ -210,7 +208,7 @@ class PowerSGDHook(Hook):
         if saved == self.ranks:
             return read_row(self.group.rank())
 
-        # Saved by more or fewer ranks: only the sum of all errors counts, so every rank takes an equal share.
+        # Saved by another number of ranks: only the sum of all errors matters, so every rank takes an equal part of it.
         first, *others = (read_row(row) for row in range(saved))
         return sum(others, first) / self.ranks
 
@@ -227,7 +225,7 @@ class PowerSGDHook(Hook):
 
 
 def is_worthwhile(parameter: Tensor, rank: int) -> bool:
-    """Whether two thin matrices have fewer elements than the gradient itself."""
+    """Whether the two thin matrices have fewer elements than the gradient itself."""
     if parameter.dim() < 2:
         return False
 
@@ -235,15 +233,15 @@ def is_worthwhile(parameter: Tensor, rank: int) -> bool:
     return rank * (n + m) < n * m
 
 
-def _fresh(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
-    """Return a matrix with a random Q, the same on all ranks, and no error yet."""
-    gradient = _as_matrix(parameter)  # shaped like the gradient, and of its dtype
+def _initial_state(parameter: Tensor, rank: int, seed: int, feedback: bool) -> Matrix:
+    """Return a state with a random Q, the same on all ranks, and no error yet."""
+    gradient = _as_matrix(parameter)  # has the shape and dtype of the gradient
     random = torch.randn(gradient.shape[1], rank, generator=torch.Generator().manual_seed(seed), dtype=gradient.dtype)
     query = torch.linalg.qr(random).Q.contiguous().to(parameter.device)
     return Matrix(query, gradient.new_zeros(gradient.shape) if feedback else None)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """Return `tensor` as (n, m): its first dimension, and all others. In float32 at least, to keep orthogonality."""
+    """Return `tensor` as (n, m): its first dimension, and all others. At least float32, for accurate QR factors."""
     flat = tensor.detach().reshape(tensor.shape[0], -1)
     return flat if flat.dtype == torch.float64 else flat.float()

@@ -9,23 +9,23 @@ from torch import nn
 
 
 class Wrapper(nn.Module):
-    """A module around the user's model that looks like it: its attributes, names and state are the model's."""
+    """A module around the user's model that has the model's attributes, parameter names and state dict."""
 
-    def users_model(self) -> nn.Module:
-        # Not by `self.module`: while the wrapper is being made, `__getattr__` must not ask a model that is not there.
+    def user_model(self) -> nn.Module:
+        # Not `self.module`: before the constructor has set it, our own `__getattr__` would recurse.
         return nn.Module.__getattr__(self, "module")  # pyrefly: ignore[bad-return]
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.users_model(), name)
+            return getattr(self.user_model(), name)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.users_model().named_parameters(*args, **kwargs)
+        return self.user_model().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.users_model().state_dict(*args, **kwargs)
+        return self.user_model().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.users_model().load_state_dict(*args, **kwargs)
+        return self.user_model().load_state_dict(*args, **kwargs)

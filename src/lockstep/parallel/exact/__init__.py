@@ -1,5 +1,5 @@
 """Exact mode: gradients are added in one fixed order, so the bits do not depend on the number of ranks.
 
-tree.py is that order, hook.py follows it under ddp, block_inputs.py fixes it inside a backward, and row_norms.py makes
-norms independent of sharding.
+tree.py defines the order, hook.py follows it under ddp, block_inputs.py fixes it inside a backward, and row_norms.py
+computes norms with the same bits for any sharding.
 """

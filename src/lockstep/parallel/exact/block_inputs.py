@@ -1,10 +1,10 @@
-"""Add the gradients of a block's inputs inside the block first, in every layout.
+"""Make every strategy add the gradients of a block's inputs inside the block first, as FSDP does.
 
-If several blocks read one tensor, as those of a decoder read the encoder's output, its gradient is a sum over all
-places that read it. FSDP puts a node of its own around the inputs of a block, so there the places inside each block are
-added first: (k1 + v1) + (k2 + v2). Without that node they are added one after another: ((k1 + v1) + k2) + v2, which
-has other bits. So exact mode puts a node around the same inputs wherever it runs, and FSDP's, next to it, has nothing
-left to add.
+If several blocks read the same tensor (decoder layers read the encoder's output), its gradient is a sum over all
+operations that read it. FSDP inserts an autograd node at the inputs of each block, so under FSDP the terms of each
+block are added first: (k1 + v1) + (k2 + v2). Without that node, autograd adds them one after another:
+((k1 + v1) + k2) + v2, which has other bits. So exact mode inserts a node at the same inputs under every strategy.
+Under FSDP, its node directly follows ours and has nothing left to add.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 
 
 def group_input_gradients(model: nn.Module, config: RunConfig) -> None:
-    """Put a node around the inputs of each module that fsdp shards as a unit: the blocks, and the model itself."""
-    for module in [*without_shared(find_blocks(model, config.blocks), model), model]:
-        # First of all hooks, as FSDP's is: what a hook of the user computes from the inputs belongs to the block.
+    """Insert a node at the inputs of each module that fsdp shards as a unit: the blocks, and the model itself."""
+    blocks = find_blocks(model, config.blocks)
+    for module in [*blocks_without_shared_parameters(blocks, model), model]:
+        # Before all other hooks, like FSDP's hook: what a user's hook computes from the inputs is inside the block.
         module.register_forward_pre_hook(_group_inputs, prepend=True, with_kwargs=True)
 
 
 class BlockInputs(torch.autograd.Function):
     """Passes several tensors through unchanged.
 
-    Like FSDP's node it gives an input that nothing has used a gradient of zeros, if another one of them has a gradient.
-    torch's errors call the node by the name of this class.
+    As with FSDP's node, an unused input gets a gradient of zeros if another input of the block has a gradient. The name
+    of this class appears in torch's errors.
     """
 
     @staticmethod
@@ -57,15 +58,16 @@ def _group_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
     if not inputs:
         return None
 
-    # A single input needs no common node, and a view may be changed in place, as it may without exact mode.
-    outputs = iter(BlockInputs.apply(*inputs) if len(inputs) > 1 else [inputs[0].view_as(inputs[0])])
+    # A single input needs no common node. Unlike the output of a Function, a view of it may be changed in place.
+    nodes = BlockInputs.apply(*inputs) if len(inputs) > 1 else [inputs[0].view_as(inputs[0])]
+    outputs = iter(nodes)
     return _replace((args, kwargs), lambda _: next(outputs))
 
 
 def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with every tensor that requires a gradient replaced. What holds none stays the same object.
+    """Return `value` with every tensor that requires a gradient replaced. A value without one stays the same object.
 
-    It looks into the containers that FSDP looks into: dictionaries, lists, tuples and dataclasses.
+    It looks into the same containers as FSDP: dictionaries, lists, tuples and dataclasses.
     """
     if isinstance(value, Tensor):
         return change(value) if value.requires_grad else value

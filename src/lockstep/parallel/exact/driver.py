@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,12 @@ from lockstep.task import MicroBatch
 
 
 class _FullParameters(BaseDriver):
-    """The common base of drivers whose ranks hold full parameters: a tree of gradients, and norms.
+    """The base class of drivers with full parameters on every rank: a tree of gradients, and norms.
 
-    Norms are computed with the formula that ranks with shards use.
+    Norms are computed by rows, as for sharded parameters, so that they have the same bits.
     """
 
-    tree: TreeSum[Gradients]  # of this rank's micro-batches
+    tree: TreeSum[Gradients]  # the gradients of this rank's micro-batches
 
     def begin(self) -> None:
         super().begin()
@@ -51,14 +51,14 @@ class _FullParameters(BaseDriver):
         return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
 
     def _push_gradients(self) -> None:
-        assert self._subtree is not None, "a rank without work has one micro-batch, which is its last"
+        assert self._subtree is not None, "padding is the only micro-batch of its rank"
         self.tree.push(self._subtree, {id(p): p.grad for p in self.parameters if p.grad is not None})
         for parameter in self.parameters:
             parameter.grad = None
 
 
 class OrderedSingleDriver(_FullParameters, SingleDriver):
-    """One process: it runs all micro-batches in order and keeps at most log2(their number) partial sums."""
+    """One process. It runs all micro-batches in order and keeps at most log2(number of micro-batches) partial sums."""
 
     def __init__(self, model: nn.Module, runtime: Runtime):
         super().__init__(model, runtime)
@@ -76,9 +76,9 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
 
 
 class OrderedDDPDriver(_FullParameters, DDPDriver):
-    """Replicas. With the last micro-batch, the hook adds this rank's partial sums to those of the others."""
+    """Replicas. In the last backward, the hook adds the partial sums of all ranks."""
 
-    leaves_sums = True  # a mean would be rounded differently by 3 ranks than by 2
+    leaves_sums = True  # dividing by 3 ranks would round, while dividing by 2 does not
     word_dtype = torch.float64
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
@@ -91,7 +91,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
 
         super()._backward(total, grad_output, word)
 
-        # The hook adds the last micro-batch. The earlier ones wait in its tree.
+        # The gradients of earlier micro-batches go into the hook's tree. The hook itself adds the last micro-batch.
         if word is None:
             missed = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
             check_reached(missed, len(self.names))
@@ -106,7 +106,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
 class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
     """Replicas that exchange the roots of all ranks after the last backward.
 
-    Some parameters may have no gradient in some micro-batches, or in none.
+    A parameter may have no gradient in some micro-batches, or in all of them.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime):
@@ -125,65 +125,67 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
             self._reduce(word)
 
     def _reduce(self, word: ControlWord) -> None:
-        ranks, me = self.runtime.world.size, self.runtime.world.rank
-        shares = [rank_range(self._total, rank, ranks) for rank in range(ranks)]
-        subtrees = [roots_of(micros.start, micros.stop) for micros in shares]  # of every rank, in order
-        first = sum(len(of_rank) for of_rank in subtrees[:me])
+        ranks, rank = self.runtime.world.size, self.runtime.world.rank
+        ranges = [rank_range(self._total, r, ranks) for r in range(ranks)]
+        roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
+        first = sum(len(roots) for roots in roots_by_rank[:rank])  # the index of this rank's first root among all
 
-        # Which root has a gradient for which parameter [roots, parameters]: adding zeros for a missing one would turn
-        # -0.0 into 0.0.
-        has = torch.zeros(sum(map(len, subtrees)), len(self.parameters), dtype=torch.float64)
-        for number, (_, gradients) in enumerate(self.tree.roots, first):
-            has[number] = torch.tensor([id(p) in gradients for p in self.parameters])
-        # On a GPU the host waits here: what is exchanged depends on it.
-        found = self._sum_with_word(word, has.flatten()).view_as(has).bool().cpu()
+        # Whether a root has a gradient for a parameter [roots, parameters]. Adding zeros for a missing gradient instead
+        # would turn -0.0 into 0.0.
+        own = torch.zeros(sum(map(len, roots_by_rank)), len(self.parameters), dtype=torch.float64)
+        for index, (_, gradients) in enumerate(self.tree.roots, first):
+            own[index] = torch.tensor([id(p) in gradients for p in self.parameters])
+        # On a GPU the host waits here, because the sizes of the messages below depend on the result.
+        has_gradient = self._sum_with_word(word, own.flatten()).view_as(own).bool().cpu()
 
+        # Parameters of the same dtype, with gradients in the same roots, are exchanged together.
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
-        for parameter, present in zip(self.parameters, found.T.tolist(), strict=True):
+        for parameter, present in zip(self.parameters, has_gradient.T.tolist(), strict=True):
             parameter.grad = None
             if any(present):
                 groups.setdefault((parameter.dtype, tuple(present)), []).append(parameter)
 
         for (_, present), parameters in groups.items():
-            mine = [gradients for number, (_, gradients) in enumerate(self.tree.roots, first) if present[number]]
-            self._add_in_order(parameters, mine, subtrees, present)
+            own_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
+            self._add_in_order(parameters, own_roots, roots_by_rank, present)
         self.tree.roots.clear()
 
     def _add_in_order(
         self,
         parameters: list[nn.Parameter],
-        mine: list[Gradients],
-        subtrees: list[list[Subtree]],
+        own_roots: list[Gradients],
+        roots_by_rank: list[list[Subtree]],
         present: Sequence[bool],
     ) -> None:
-        """Leave the sums of some parameters of one dtype in their `grad`.
+        """Add the gradients of `parameters`, which have one dtype, and set their `grad` to the sums.
 
-        mine: this rank's roots that have gradients for them
-        subtrees: the roots of every rank
-        present: which of these have gradients for them
+        own_roots: this rank's roots that have gradients for the parameters
+        roots_by_rank: the roots of every rank
+        present: for each root of every rank, whether it has gradients for the parameters
         """
-        ranks = len(subtrees)
+        ranks = len(roots_by_rank)
         sizes = [p.numel() for p in parameters]
-        width = -(-sum(sizes) // ranks)  # of the slice that a rank owns
+        width = -(-sum(sizes) // ranks)  # elements of the slice that each rank owns
 
-        # Every rank gets all terms of its own slice: first those of rank 0, root by root.
-        roots = parameters[0].new_zeros(len(mine), ranks * width)
-        for row, gradients in zip(roots, mine, strict=True):
+        # Every rank receives all terms of its own slice, ordered by rank and then by root.
+        rows = parameters[0].new_zeros(len(own_roots), ranks * width)
+        for row, gradients in zip(rows, own_roots, strict=True):
             torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
-        to_send = roots.view(len(mine), ranks, width).transpose(0, 1).flatten()
-        counts = [sum(flags) for flags in _split(present, [len(of_rank) for of_rank in subtrees])]
+        to_send = rows.view(len(own_roots), ranks, width).transpose(0, 1).flatten()
+        counts = [sum(flags) for flags in _split(present, [len(roots) for roots in roots_by_rank])]
         received = to_send.new_empty(sum(counts) * width)
-        splits = [count * width for count in counts], [len(mine) * width] * ranks
+        splits = [count * width for count in counts], [len(own_roots) * width] * ranks
         dist.all_to_all_single(received, to_send, *splits, group=self.runtime.collectives.group)
 
         tree: TreeSum[Tensor | None] = TreeSum(_add_present)
         terms = iter(received.view(-1, width))
-        for subtree, is_there in zip([root for of_rank in subtrees for root in of_rank], present, strict=True):
-            tree.push(subtree, next(terms) if is_there else None)
+        all_roots = [root for roots in roots_by_rank for root in roots]
+        for subtree, has_term in zip(all_roots, present, strict=True):
+            tree.push(subtree, next(terms) if has_term else None)
 
-        own = tree.finish()
-        assert own is not None, "some root has a gradient"
-        summed = self.runtime.collectives.gather(own).flatten()[: sum(sizes)]
+        own_sum = tree.finish()
+        assert own_sum is not None, "some root has a gradient"
+        summed = self.runtime.collectives.gather(own_sum).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
@@ -191,8 +193,8 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
 class OrderedFSDPDriver(FSDPDriver):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
-    So the ranks take turns: round k of a step computes micro-batches kN .. kN+N-1, one on each rank, and the owner of a
-    shard adds them in order along a tree of shards.
+    So the ranks interleave micro-batches: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
+    each rank. The owner of a shard adds their gradients in order along a tree.
     """
 
     role = replace(ShardedDriver.role, interleaved=True)
@@ -200,7 +202,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)
 
-        # One for each group of parameters, since each has its own tree.
+        # One for each parameter group, since each needs its own tree.
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reductions = [_OrderedReduceScatter() for _ in sharded]
         for module, reduction in zip(sharded, self._reductions, strict=True):
@@ -220,7 +222,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def begin(self) -> None:
         super().begin()
         self._round = -1
-        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _keep_scalars
+        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _store_scalar_gradients
 
         # An abandoned step may have left sums behind.
         for reduction in self._reductions:
@@ -232,15 +234,15 @@ class OrderedFSDPDriver(FSDPDriver):
 
         self._total = _micro_batches(control)
         for reduction in self._reductions:
-            reduction.expected = self._round, self._total, control.last
+            reduction.expected = _Round(self._round, self._total, control.last)
 
         for parameter in self.parameters:
-            parameter.grad = None  # FSDP would add to it, and it has no meaning before the last round
+            parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, grad_output, None)
         if self._scalars:
-            self._keep_scalars()
+            self._store_scalar_gradients()
         if word is not None:
             self._reduce(word)
 
@@ -251,11 +253,11 @@ class OrderedFSDPDriver(FSDPDriver):
     def _reduce(self, word: ControlWord) -> None:
         self._uniform_use.compare(END)
 
-        # Only the last backward finishes a tree: what is left belongs to a module that it did not reach.
+        # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(reduction.tree.roots for reduction in self._reductions):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
-                "earlier ones use it",
+                "earlier micro-batches of the step use it",
                 "use every part of the model for every micro-batch, or type strategy=ddp",
             )
 
@@ -266,73 +268,85 @@ class OrderedFSDPDriver(FSDPDriver):
         if not grads:
             raise no_gradient()
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
-        self._word = words.sum(0)  # the sum of these numbers is exact in any order
+        self._word = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
         return self._norms
 
-    def _keep_scalars(self) -> None:
-        """Keep this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.
+    def _store_scalar_gradients(self) -> None:
+        """Store this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.
 
-        Two rows [2, scalars] of float64, which holds every format: the gradients, and whether there is one.
+        They become two rows [2, scalars]: the gradients, and whether there is one. float64 holds the values of every
+        dtype exactly.
         """
         rows = self._scalars[0].new_zeros(2, len(self._scalars), dtype=torch.float64)
-        for number, parameter in enumerate(self._scalars):
+        for index, parameter in enumerate(self._scalars):
             if parameter.grad is not None:
-                rows[0, number] = parameter.grad
-                rows[1, number] = 1.0
+                rows[0, index] = parameter.grad
+                rows[1, index] = 1.0
 
         self._scalar_terms.append(rows)
 
     def _reduce_scalars(self) -> None:
         """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
-        gathered = self.runtime.collectives.gather(torch.stack(self._scalar_terms)).transpose(0, 1)  # by round and rank
-        terms = gathered.flatten(0, 1)[: self._total]  # the rest is padding, which adds nothing
+        gathered = self.runtime.collectives.gather(torch.stack(self._scalar_terms))
+        by_round = gathered.transpose(0, 1)  # [rounds, ranks, 2, scalars], the order of micro-batches
+        terms = by_round.flatten(0, 1)[: self._total]  # the rest is padding
 
         # On a GPU the host waits here, for models that have such parameters.
         present = terms[:, 1].bool().tolist()
         tree: TreeSum[Gradients] = TreeSum(add_gradients_)
-        for index, (values, has) in enumerate(zip(terms[:, 0], present, strict=True)):
-            triples = zip(self._scalars, values, has, strict=True)
-            tree.push(Subtree(index, 0), {id(p): value.to(p.dtype) for p, value, there in triples if there})
+        for index, (values, flags) in enumerate(zip(terms[:, 0], present, strict=True)):
+            triples = zip(self._scalars, values, flags, strict=True)
+            gradients = {id(p): value.to(p.dtype) for p, value, has_gradient in triples if has_gradient}
+            tree.push(Subtree(index, 0), gradients)
 
         summed = tree.finish()
         for parameter in self._scalars:
             parameter.grad = summed.get(id(parameter))
 
     def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Gather every rank's `packed` [ranks, LENGTH], and the norms [rows] of all rows of each tensor.
+        """Return every rank's `packed` [ranks, LENGTH], and for each tensor the norms [rows] of all its rows.
 
-        One collective does both. The first ranks hold the same number of rows, the last ones fewer, or none. A scalar
-        is one row, which every rank holds: that of rank 0 counts.
+        One collective gathers both. FSDP shards by rows: the first ranks hold the same number of rows, the last ones
+        fewer or none. A scalar counts as one row. Every rank holds it, and rank 0's is used.
         """
-        lengths = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
+        row_counts = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
 
-        # One gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
-        most = [-(-length // self.runtime.world.size) for length in lengths]
-        message = torch.zeros(LENGTH + sum(most), dtype=torch.float64, device=self.runtime.device)
+        # An all-gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
+        shard_sizes = [-(-count // self.runtime.world.size) for count in row_counts]
+        message = torch.zeros(LENGTH + sum(shard_sizes), dtype=torch.float64, device=self.runtime.device)
         message[:LENGTH] = packed
 
-        for slot, tensor in zip(message[LENGTH:].split(most), tensors, strict=True):
-            rows = row_norms(local(tensor))
-            slot[: len(rows)] = rows
+        for slot, tensor in zip(message[LENGTH:].split(shard_sizes), tensors, strict=True):
+            norms = row_norms(local(tensor))
+            slot[: len(norms)] = norms
 
         gathered = self.runtime.collectives.gather(message)
-        shards = gathered[:, LENGTH:].split(most, dim=1)
-        return gathered[:, :LENGTH], [rows.flatten()[:n] for rows, n in zip(shards, lengths, strict=True)]
+        shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
+        rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
+        return gathered[:, :LENGTH], rows
+
+
+class _Round(NamedTuple):
+    """The next backward of a step under FSDP: one micro-batch on each rank."""
+
+    number: int
+    total: int  # micro-batches in the whole step
+    is_last: bool
 
 
 class _OrderedReduceScatter(ReduceScatter):
-    """The reduce-scatter of one group of parameters. It adds this rank's shards in order; FSDP's own may not."""
+    """The reduce-scatter of one parameter group. Unlike torch's, it adds the terms in the order of the tree."""
 
     def __init__(self) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
 
-        # About the next backward: the number of its round, the micro-batches of the step, whether it is the last.
-        self.expected: tuple[int, int, bool] | None = None
+        # The round of the next backward; None once its gradients were reduced.
+        self.expected: _Round | None = None
 
-        # Outside a step there are no rounds: one backward on each rank is all there is.
+        # Outside a step there are no rounds: every backward is a whole sum, of one micro-batch on each rank.
         self.in_a_step = True
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -342,29 +356,29 @@ class _OrderedReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if not self.in_a_step:
-            self.expected = 0, group.size(), True
+            self.expected = _Round(0, group.size(), is_last=True)
         if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
-                "the gradients of that block come in pieces",
+                "the gradients of that block come in parts, one for each call",
                 "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
 
-        number, total, last = self.expected
+        current = self.expected
         self.expected = None
 
-        # Every rank gets all terms of its own shard and adds them in the order of the micro-batches.
+        # Every rank receives all terms of its own shard and adds them in the order of the micro-batches.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        for index, term in enumerate(received.chunk(group.size()), number * group.size()):
-            if index < total:  # the rest is padding, which adds nothing
+        for index, term in enumerate(received.chunk(group.size()), current.number * group.size()):
+            if index < current.total:  # the rest is padding
                 self.tree.push(Subtree(index, 0), term)
 
-        if last:
+        if current.is_last:
             output_tensor.copy_(self.tree.finish())
             return
 
-        # A term must not keep alive everything that was received with it.
+        # Clone the terms that are views of `received`, so that they do not keep all of its memory alive.
         storage = received.untyped_storage().data_ptr()
         self.tree.roots = [
             (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
@@ -373,18 +387,19 @@ class _OrderedReduceScatter(ReduceScatter):
 
 
 def _add_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the sum of the terms that are not None."""
     if left is None or right is None:
         return right if left is None else left
     return left.add_(right)
 
 
 def _split(values: Sequence[bool], lengths: Sequence[int]) -> list[Sequence[bool]]:
-    """Cut `values` into runs of these lengths."""
+    """Split `values` into consecutive runs of these lengths."""
     ends = list(accumulate(lengths))
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _micro_batches(control: Control) -> int:
     total = control.batches.total
-    assert total is not None, "exact mode needs a source that knows its micro-batches"
+    assert total is not None, "exact mode needs a source with a known number of micro-batches"
     return total

@@ -1,9 +1,9 @@
 """A DDP hook that adds gradients in the order of the tree (tree.py).
 
-Every rank owns a slice of each chunk of a bucket. All ranks send the owner their terms of that slice; it adds them in
-order and sends the sum to all. Gradients are sent without a copy, and sums are received in place.
+Every rank owns a slice of each chunk of a bucket. All ranks send their terms of that slice to its owner, which adds
+them in order and sends the sum back to all. Gradients are sent without a copy, and sums are received in place.
 
-With one root on every rank, each rank sends and receives 2(N-1)/N of the gradient: no more than a ring all-reduce.
+With one root on each of N ranks, every rank sends and receives 2(N-1)/N of the gradient, as in a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.shard import rank_range
-from lockstep.parallel.ddp.hooks import Bucket, Hook
+from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 
-CHUNK = 2**20  # elements that are exchanged at once: some are added while others travel
-Gradients = dict[int, Tensor]  # sums over one or more micro-batches, by the id of their parameter
+CHUNK = 2**20  # elements that are exchanged at once: one chunk is added while others are being sent
+Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
 
 
 def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` into `left`, in place. Some parameters may have a gradient in one of them only."""
+    """Add `right` to `left`, in place. A parameter may have a gradient in only one of them."""
     both = [key for key in right if key in left]
     if both:
         torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
@@ -36,16 +36,16 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
 class _Chunk(NamedTuple):
     """A contiguous range of a bucket that is being exchanged."""
 
-    slices: list[Tensor]  # of the bucket, one per rank
-    own: Tensor  # the slice that this rank owns, and leaves the sum in
-    terms: list[tuple[Subtree, Tensor]]  # to be added, in order
+    slices: list[Tensor]  # the chunk as views of the bucket, one per rank
+    own: Tensor  # the slice that this rank owns; the sum is left in it
+    terms: list[tuple[Subtree, Tensor]]  # the terms of `own` from all ranks, in order
     works: list[dist.Work]
 
 
 def _add_up(chunk: _Chunk) -> None:
-    """Add the terms into the rank's own slice, without a copy if one of them is already there.
+    """Add the terms into the rank's own slice, without a copy if that slice is itself one of the terms.
 
-    That one may be on either side of an addition, since a + b and b + a have the same bits.
+    It may then be on either side of an addition, since a + b and b + a have the same bits.
     """
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -60,30 +60,30 @@ def _add_up(chunk: _Chunk) -> None:
         chunk.own.copy_(total)
 
 
-class OrderedHook(Hook):
-    """Leaves the sum over all micro-batches of the step in every bucket, not a mean.
+class OrderedHook(CommHook):
+    """Leaves in every bucket the sum over all micro-batches of the step, not a mean.
 
-    The gradients of this rank's earlier micro-batches wait in `tree`; DDP hands over those of the last one, bucket by
-    bucket.
+    `tree` holds the gradients of this rank's earlier micro-batches. DDP passes the gradients of the last micro-batch,
+    bucket by bucket.
     """
 
     def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
         super().__init__(word, group)
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # this rank's micro-batches except the last
-        self.me = group.rank()
-        self.others = [rank for rank in range(self.ranks) if rank != self.me]
+        self.rank = group.rank()
+        self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
-        # Ranks that share a GPU use gloo, which takes GPU tensors in collectives, but not in point-to-point transfers.
+        # Ranks that share a GPU use gloo, which supports GPU tensors in collectives, but not point to point.
         self.through_host = word.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
     def expect(self, total: int, last: Subtree | None) -> None:
         """Prepare for this rank's last backward of a step of `total` micro-batches.
 
-        `last` is its micro-batch; None if this rank has no micro-batch of its own.
+        `last` is the micro-batch of that backward; None if this rank has no micro-batch of its own.
         """
         self._last = last
-        # Every rank can compute what all ranks will send, so no message is needed.
+        # Every rank can compute the roots of all ranks, so they need not be exchanged.
         ranges = [rank_range(total, rank, self.ranks) for rank in range(self.ranks)]
         self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
 
@@ -91,8 +91,8 @@ class OrderedHook(Hook):
         self.tree.roots.clear()
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        # The control word is per rank, not per micro-batch: every rank gathers all words. It sends a copy, since the
-        # gather may run while the exchange below overwrites the bucket that the word is in.
+        # There is one control word per rank, not per micro-batch, so all words are gathered. A copy is sent, since the
+        # gather may run while the exchange below overwrites the word's bucket.
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
@@ -100,7 +100,7 @@ class OrderedHook(Hook):
             for per_rank, word in zip(gathered, words, strict=True)
         ]
 
-        # A bucket may hold nothing but the control word.
+        # A bucket may contain only the control word.
         if len(words) < len(bucket.gradients):
             yield from self._exchange_gradients(bucket)
         else:
@@ -110,7 +110,7 @@ class OrderedHook(Hook):
             work.wait()
 
         for word, per_rank in zip(words, gathered, strict=True):
-            word.copy_(per_rank.sum(0))  # the sum of these numbers is exact in any order
+            word.copy_(per_rank.sum(0))  # exact in any order: integers, and numbers rounded to a grid
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
         buffer = bucket.buffer
@@ -124,7 +124,7 @@ class OrderedHook(Hook):
         chunks = list(self._start_chunks(buffer, roots, received))
         yield
 
-        # The owner adds and sends the sum to all.
+        # Add the terms of this rank's own slices, and send the sums to all ranks.
         for chunk in chunks:
             for work in chunk.works:
                 work.wait()
@@ -134,7 +134,7 @@ class OrderedHook(Hook):
             sends = [(dist.isend, chunk.own, rank) for rank in self.others]
             chunk.works[:] = self._start(receives + sends)
 
-        # All terms are added: the next bucket may use the memory.
+        # All terms have been added, so the next bucket may use the memory.
         self._free_buffers.append(received)
         yield
 
@@ -146,23 +146,23 @@ class OrderedHook(Hook):
             bucket.buffer.copy_(buffer)
 
     def _start_chunks(self, buffer: Tensor, roots: list[Tensor], received: Tensor) -> Iterator[_Chunk]:
-        """Start the transfers of all chunks. Terms from other ranks arrive in `received`, one after another."""
-        taken = 0
+        """Start the transfers of all chunks. Other ranks' terms are received into consecutive parts of `received`."""
+        taken = 0  # elements of `received` in use
         for begin in range(0, buffer.numel(), CHUNK):
             # The last chunk may be short, and the last slices of a chunk shorter than the others, or empty.
             size = min(CHUNK, buffer.numel() - begin)
             ranges = [rank_range(size, rank, self.ranks) for rank in range(self.ranks)]
             slices = [slice(begin + elements.start, begin + elements.stop) for elements in ranges]
-            own = buffer[slices[self.me]]
+            own = buffer[slices[self.rank]]
 
-            # All terms of the slice, from all ranks, in the order of their micro-batches.
+            # All terms of this rank's own slice, from all ranks, in the order of their micro-batches.
             terms: list[tuple[Subtree, Tensor]] = []
             transfers: list[tuple[Any, Tensor, int]] = []
             for rank, subtrees in enumerate(self._roots_by_rank):
-                for number, subtree in enumerate(subtrees):
-                    if rank == self.me:
-                        # The same object, by which _add_up recognises it.
-                        term = own if roots[number] is buffer else roots[number][slices[self.me]]
+                for index, subtree in enumerate(subtrees):
+                    if rank == self.rank:
+                        # `own` itself if possible: _add_up compares by identity.
+                        term = own if roots[index] is buffer else roots[index][slices[self.rank]]
                     else:
                         term = received[taken : taken + len(own)]
                         taken += len(own)
@@ -170,13 +170,13 @@ class OrderedHook(Hook):
 
                     terms.append((subtree, term))
 
-            # This rank's roots go to the owners of all other slices.
+            # Send this rank's roots to the owners of all other slices.
             transfers += [(dist.isend, root[slices[rank]], rank) for rank in self.others for root in roots]
             yield _Chunk([buffer[part] for part in slices], own, terms, self._start(transfers))
 
     def _start(self, transfers: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
-        """Start transfers (isend or irecv, tensor, peer rank). Both sides leave out empty tensors."""
-        # One batch, so that nccl matches sends and receives of all ranks without an order between them.
+        """Start transfers (isend or irecv, tensor, peer rank). Both sides skip empty tensors."""
+        # In one batch, so that nccl can match the sends and receives of all ranks in any order.
         operations = [
             dist.P2POp(kind, tensor, group=self.group, group_peer=rank)
             for kind, tensor, rank in transfers
@@ -185,35 +185,35 @@ class OrderedHook(Hook):
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _take_buffer(self, buffer: Tensor) -> Tensor:
-        """Return memory for the terms of a bucket that other ranks send.
+        """Return a buffer for the terms of a bucket that other ranks send.
 
-        It is reused in later steps: fresh memory costs as much as the additions.
+        Buffers are reused in later steps: allocating takes as long as the additions.
         """
-        terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.me)
+        terms = sum(len(subtrees) for rank, subtrees in enumerate(self._roots_by_rank) if rank != self.rank)
         chunks = -(-buffer.numel() // CHUNK)
 
-        # One element more per chunk: slices are rounded up.
+        # One more element per chunk, because the sizes of slices are rounded up.
         size = terms * (buffer.numel() // self.ranks + chunks)
 
-        for number, free in enumerate(self._free_buffers):
+        for index, free in enumerate(self._free_buffers):
             if free.numel() >= size and free.dtype == buffer.dtype:
-                return self._free_buffers.pop(number)
+                return self._free_buffers.pop(index)
 
-        # Free those of this dtype: they are too small.
+        # All free buffers of this dtype are too small. Release them.
         self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
 
     def _own_roots(self, bucket: Bucket) -> list[Tensor]:
-        """Return this rank's sums, laid out like the bucket. The last is the bucket itself, the others are copies."""
+        """Return this rank's roots, laid out like the bucket. The last is the bucket itself, the others are copies."""
         if self._last is None:
             return []
 
-        # Without the control word, which has no earlier sums.
+        # The control word is left out: it has no earlier sums.
         views = {id(p): view for p, view in bucket.gradients if p is not self.word}
         earlier = list(self.tree.roots)
         subtree = self._last
 
-        # Sums that need no other rank are added here, in the bucket itself.
+        # Additions that need no other rank's terms are done here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):
             left, gradients = earlier.pop()
             torch._foreach_add_(list(views.values()), [gradients[key] for key in views])
@@ -223,7 +223,7 @@ class OrderedHook(Hook):
 
 
 def _laid_out(buffer: Tensor, views: Gradients, gradients: Gradients) -> Tensor:
-    """Return a copy of earlier sums in a flat tensor, each at the position that its view has in the bucket."""
+    """Return a flat copy of `gradients` in which each has the position of its view in the bucket."""
     flat = torch.zeros_like(buffer)
     targets = [
         flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())

@@ -1,7 +1,7 @@
 """Norms with the same bits whether a tensor is full or sharded along its first dimension.
 
-The order in which a kernel adds the elements of a tensor depends on its shape. So the norm of each row is computed
-separately, independent of the number of rows, and all ranks add the norms of all rows in the same way.
+The order in which a kernel adds the elements of a tensor depends on the tensor's shape. So the norm of each row is
+computed separately, and every rank adds the squared norms of all rows in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 def row_norms(tensor: Tensor) -> Tensor:
     """Return the norm of each row of `tensor` (rows, ...), as (rows,) in float64."""
     rows = tensor.detach()
-    # The rows of a vector are single numbers, and a scalar is one row.
+    # A row of a vector is a single number, and a scalar is one row.
     if rows.dim() < 2:
         return rows.abs().double().reshape(-1)
 
@@ -31,9 +31,9 @@ def norm_of_rows(norms: Tensor) -> Tensor:
 
 
 def _sum_by_halves(squares: Tensor) -> Tensor:
-    """Sum each row of `squares` (rows, columns) by adding its halves.
+    """Sum each row of `squares` (rows, columns) by repeatedly adding its two halves.
 
-    The order in which a GPU sums a row depends on the number of rows; these are all elementwise additions.
+    The order of a GPU's row sums depends on the number of rows. Elementwise additions do not.
     """
     # Zeros pad the row to a power of two and change no sum.
     width = 1 << (squares.shape[1] - 1).bit_length()

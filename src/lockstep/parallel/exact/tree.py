@@ -1,8 +1,9 @@
 """The one order in which the gradients of a step's micro-batches are added, on any number of ranks.
 
-Floating-point sums depend on their order, so it is fixed: a binary tree over the micro-batches 0 .. V-1 of the step,
-which grows like a binary counter when they are pushed one after another. Two neighbouring sums of the same size become
-one of twice the size; the sums that are left at the end are added from the smallest up.
+The result of a floating-point sum depends on the order of the additions. So the order is fixed: a binary tree over the
+micro-batches 0 .. V-1 of the step, which grows like a binary counter as they are pushed one after another. Two
+neighbouring sums over equally many micro-batches are added to one sum; the sums that remain at the end are added from
+the smallest up.
 
     V = 6      0   1   2   3   4   5
                 \\ /     \\ /     \\ /
@@ -12,8 +13,9 @@ one of twice the size; the sums that are left at the end are added from the smal
                        \\      /
                           +
 
-A rank that has a range of micro-batches can do all additions inside it, and is left with the roots of a few subtrees.
-The roots of all ranks, pushed in order, give the same tree. This module is pure arithmetic: it adds values of any type.
+A rank with a range of micro-batches does all additions inside this range, and is left with the roots of a few subtrees.
+Pushing the roots of all ranks in order gives the same tree. This module only defines the order: it adds values of any
+type.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ T = TypeVar("T")
 
 
 class Subtree(NamedTuple):
-    """The 2**level micro-batches from `start` on. `start` is a multiple of their number."""
+    """The 2**level micro-batches that begin with `start`, which is a multiple of 2**level."""
 
     start: int
     level: int
 
     def completes(self, left: Subtree) -> bool:
-        """Whether `left` and this are the two halves of one larger subtree."""
+        """Whether `left` and this subtree are the two halves of a larger one."""
         return (
             left.level == self.level
             and left.start + (1 << self.level) == self.start
@@ -47,10 +49,9 @@ class TreeSum(Generic[T]):
         self.roots: list[tuple[Subtree, T]] = []  # in order; no two of them can be added yet
 
     def push(self, subtree: Subtree, value: T) -> None:
-        """Add the sum of a subtree, the next one after those pushed before."""
-        # Like the carry of a binary counter.
+        """Push the sum `value` of a subtree, which must follow the subtrees pushed so far."""
+        # As a binary counter carries.
         while self.roots and subtree.completes(self.roots[-1][0]):
-            # The left one first: add() may keep its memory.
             left, before = self.roots.pop()
             subtree = Subtree(left.start, left.level + 1)
             value = self.add(before, value)
@@ -58,10 +59,10 @@ class TreeSum(Generic[T]):
         self.roots.append((subtree, value))
 
     def finish(self) -> T:
-        """Return the sum of everything from micro-batch 0 on and start empty again."""
+        """Return the sum of everything that was pushed, and clear the tree."""
         assert self.roots[0][0].start == 0, "the tree begins with micro-batch 0"
 
-        # The sums that are left have different sizes; the smallest, which come last, are added first.
+        # The remaining roots get smaller from left to right. The smallest are added first.
         _, total = self.roots.pop()
         while self.roots:
             total = self.add(self.roots.pop()[1], total)
@@ -70,10 +71,10 @@ class TreeSum(Generic[T]):
 
 
 def roots_of(first: int, stop: int) -> list[Subtree]:
-    """Return the subtrees that are left when all additions inside micro-batches [first, stop) are done."""
+    """Return the roots that remain after all additions among micro-batches first .. stop - 1."""
     roots = []
     while first < stop:
-        # The largest subtree that begins at `first` and fits: its size must divide `first`.
+        # The largest subtree that begins at `first` and fits; its size must divide `first`.
         level = (stop - first).bit_length() - 1
         if first:
             level = min(level, (first & -first).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Sharded parameters, gradients and optimizer state: torch's FSDP2, driven for sums.
+"""Sharded parameters, gradients and optimizer state: torch's FSDP2, used for sums of gradients instead of means.
 
-uniform_use.py checks what torch does not: that all ranks use the same parameters.
+uniform_use.py checks that all ranks use the same parameters, because torch does not.
 """

@@ -1,8 +1,10 @@
-"""Parameters, gradients and optimizer state sharded over the ranks: torch's FSDP2 (`fully_shard`), driven for sums.
+"""Parameters, gradients and optimizer state sharded over the ranks with torch's FSDP2 (`fully_shard`).
 
 fsdp         every block is gathered for its forward and for its backward, and resharded after each
-fsdp-grads   parameters stay gathered from the forward to the end of the backward; the rest is sharded
+fsdp-grads   parameters stay gathered from the forward to the end of the backward; gradients and state are sharded
 hsdp         sharded inside a group of ranks, replicated between groups
+
+Gradients are sums over ranks, where torch would leave means.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.blocks import find_blocks, without_shared
+from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
-from lockstep.parallel.meta.init import fill
-from lockstep.parallel.tensor.driver import agree_on_plain, reduce_replicas
+from lockstep.parallel.meta.init import fill_model
+from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
@@ -42,7 +44,7 @@ FSDP_NODES = frozenset({"RegisterPostBackwardFunctionBackward"})
 
 
 class FSDPDriver(ShardedDriver):
-    """Reduce-scatters the gradients of every micro-batch at once into this rank's shard: no full-size copy is kept."""
+    """Reduce-scatters the gradients of every micro-batch at once, so that no rank accumulates full-size gradients."""
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
@@ -51,22 +53,22 @@ class FSDPDriver(ShardedDriver):
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
-        unshared = without_shared(blocks, model)
-        shard = partial(_shard, config=config, mesh=axes.devices["dp"] if axes else make_mesh(config, runtime))
+        unshared = blocks_without_shared_parameters(blocks, model)
+        shard = partial(_shard, config=config, mesh=axes.device_mesh["dp"] if axes else make_mesh(config, runtime))
 
-        # Block by block, so that an empty model (init=meta) never exists in full.
-        empty = any(p.is_meta for p in model.parameters())
-        if empty:
-            fill(model, unshared, shard, runtime)
+        # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
+        is_meta = any(p.is_meta for p in model.parameters())
+        if is_meta:
+            fill_model(model, unshared, shard, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
             for block in unshared:
                 shard(block)
 
-        # What lies outside the blocks.
+        # The parameters outside the blocks.
         shard(model)
-        prepare(model)
+        configure_sharding(model)
 
         super().__init__(model, runtime, self._replicas)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
@@ -74,8 +76,8 @@ class FSDPDriver(ShardedDriver):
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
         self.role = replace(self.role, facts=describe_blocks(len(blocks), len(unshared)))
 
-        if empty:
-            self.sync_buffers()  # each rank made its own
+        if is_meta:
+            self.sync_buffers()  # each rank initialised its own
 
     def begin(self) -> None:
         super().begin()
@@ -87,20 +89,20 @@ class FSDPDriver(ShardedDriver):
             super().use_hooks(hooks)
             return
 
-        # torch hands out no full parameter to set a hook on before the first forward, and its gradient exists only
-        # inside the private `post_backward`, which uniform_use.py wraps too. Where a block is called more than once,
-        # its gradient may come in parts; for a linear hook that is the same.
+        # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
+        # inside the private `post_backward`, which uniform_use.py wraps too. If a block is called more than once, its
+        # gradient may come in parts; for a linear hook that makes no difference.
         named = zip(self.names, self.parameters, strict=True)
         by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
         for module in self._sharded_modules():
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 ids = [(p, id(p.sharded_param)) for p in group.fsdp_params]
-                hooked = [(p, by_parameter.pop(number)) for p, number in ids if number in by_parameter]
+                hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
                 if hooked:
                     group.post_backward = partial(_call_hooks, hooked, group, group.post_backward)
 
-        # What FSDP left alone.
+        # FSDP ignores scalars, so autograd calls their hooks.
         for parameter in self._scalars:
             if id(parameter) in by_parameter:
                 by_parameter.pop(id(parameter)).register(parameter)
@@ -108,7 +110,7 @@ class FSDPDriver(ShardedDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
-        # Every token of a generated text would gather the whole model again, so it stays gathered if there is room.
+        # Every token of a generated text would gather the whole model again, so keep it gathered if memory allows.
         modules = self._sharded_modules()
         stays_gathered = self._keeps_gathered or _has_room(self.model, self.runtime)
 
@@ -117,27 +119,27 @@ class FSDPDriver(ShardedDriver):
 
         try:
             with super().many_forwards():
-                warning = "every forward gathers the model again: twice its parameters do not fit"
+                warning = "every forward gathers the model again: memory does not suffice for twice its parameters"
                 yield None if stays_gathered else warning
         except BaseException:
             self._forget_failed_backward()
             raise
         finally:
-            # Back to the configured setting, with nothing left gathered.
+            # Restore the configured setting, and reshard everything.
             for module in modules:
                 module.set_reshard_after_forward(not self._keeps_gathered, recurse=False)
                 module.reshard()
 
-            # A backward that failed leaves gradients, to which the first step would add.
+            # A failed backward leaves gradients, to which the first step would add.
             for _, full in self._gathered():
                 full.grad = None
 
     def _forget_failed_backward(self) -> None:
-        """Let the next backward begin afresh: after an exception torch believes that one is still going on."""
+        """Reset FSDP's state of a backward that raised, which otherwise counts as still running."""
         state = self._sharded_modules()[0]._get_fsdp_state()
         state._state_ctx.post_backward_final_callback_queued = False
 
-        # torch 2.13; before the first forward has reached FSDP there is nothing to reset.
+        # Exists since torch 2.13. Before the first forward there is no root, and nothing to reset.
         if hasattr(state, "_reset_iter_state") and state._is_root:
             state._reset_iter_state()
 
@@ -146,8 +148,8 @@ class FSDPDriver(ShardedDriver):
         if self._tp and not self._tp.world.alone:
             refuse_second_derivative(inner, self.leaf_names())
 
-        # The second backward needs the weights that the first one used, and asks no hook of FSDP for them. A gradient
-        # of something else changes nothing: one rank may compute it alone.
+        # The second backward needs the gathered weights too, but does not run FSDP's hooks to gather them again. A
+        # gradient that does not reach the model changes nothing: one rank may compute it alone.
         if inner.retains_graph and not self._graph_is_retained and inner.reaches(self.leaf_names(), FSDP_NODES):
             self._graph_is_retained = True
             for module in self._sharded_modules():
@@ -170,8 +172,9 @@ class FSDPDriver(ShardedDriver):
     def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
         """Backpropagate a loss that contains gradients, with the whole model gathered.
 
-        The parts of one parameter's gradient come in no order that FSDP knows: it would reduce some and drop the rest.
-        So nothing is reduced before the end, when torch's private callback at the end of a backward is called again.
+        A parameter's gradient then comes in several parts, of which FSDP would reduce some and drop the others. So
+        gradient synchronisation is off during the backward. Afterwards we call FSDP's private end-of-backward callback,
+        which reduces everything.
         """
         modules = self._sharded_modules()
         for module in modules:
@@ -186,14 +189,14 @@ class FSDPDriver(ShardedDriver):
         self._graph_is_retained = False
 
     def _check_reduced(self) -> None:
-        """Check that FSDP has reduced every gradient: it learns of a backward from the outputs that it can see."""
+        """Raise if FSDP did not reduce every gradient: its hooks sit on outputs, and it may not have found them all."""
         names = self.leaf_names()
-        left = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
-        if left:
-            raise hidden_output(f"the gradient of {left[0]!r} was not reduced")
+        unreduced = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
+        if unreduced:
+            raise hidden_output(f"the gradient of {unreduced[0]!r} was not reduced")
 
     def _gathered(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the shard and the gathered parameter of all that were gathered so far."""
+        """Return (shard, gathered parameter) of every parameter that has been gathered so far."""
         groups = [module._get_fsdp_state()._fsdp_param_group for module in self._sharded_modules()]
         parameters = [p for group in groups if group is not None for p in group.fsdp_params]
         return [(p.sharded_param, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
@@ -205,7 +208,7 @@ class FSDPDriver(ShardedDriver):
         self._uniform_use.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
-            agree_on_plain(self.parameters, self._tp)
+            broadcast_unsharded_gradients(self.parameters, self._tp)
 
 
 def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
@@ -224,7 +227,7 @@ def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
 def hidden_output(found: str) -> UserError:
     """Return the error for outputs on which FSDP could not set its hooks."""
     return UserError(
-        "FSDP was not told of the backward of a block, or of the model: forward returns its tensors inside an object "
+        "FSDP could not hook the backward of a block, or of the model: forward returns its tensors inside an object "
         "that torch does not look into",
         found,
         "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or type strategy=ddp",
@@ -232,19 +235,20 @@ def hidden_output(found: str) -> UserError:
 
 
 def _call_hooks(
-    hooked: list[tuple[Any, ParameterHooks]], group: Any, reduce: Callable[..., None], *unused: Any
+    hooked: list[tuple[Any, ParameterHooks]], group: Any, post_backward: Callable[..., None], *unused: Any
 ) -> None:
-    """Let the user's hooks change the full gradients of a group of parameters, then reduce them."""
-    for sharded, hooks in hooked if group.reduce_grads else ():
-        # torch makes the full parameter with the first gather.
-        full = getattr(sharded, "_unsharded_param", None)
-        if full is not None and full.grad is not None:
-            full.grad = hooks(full.grad, lambda full=full: full)
-    reduce(*unused)
+    """Call the user's hooks with the full gradients of a parameter group, then reduce the gradients."""
+    if group.reduce_grads:
+        for parameter, hooks in hooked:
+            # FSDP creates the full parameter in the first gather.
+            full = getattr(parameter, "_unsharded_param", None)
+            if full is not None and full.grad is not None:
+                full.grad = hooks(full.grad, lambda full=full: full)
+    post_backward(*unused)
 
 
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
-    """Return whether every rank has room for twice the size of all parameters. Collective."""
+    """Whether every rank has memory for twice the size of all parameters. Collective."""
     needed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     memories = runtime.collectives.gather_json(_free_memory(runtime.device))
     users = Counter(name for name, _ in memories)  # ranks may share a device
@@ -252,42 +256,44 @@ def _has_room(model: nn.Module, runtime: Runtime) -> bool:
 
 
 def _free_memory(device: torch.device) -> tuple[str, float]:
-    """Return a name for the memory, and how many bytes of it this process could still take if no other used it."""
+    """Return a name for the memory, and the bytes that this process could still allocate if no other one did."""
     if device.type != "cuda":
         return socket.gethostname(), available_memory()
 
-    # What torch reserved and does not use counts as free; `gpu_memory` may allow less.
+    # Memory that torch has reserved but does not use counts as free. The setting `gpu_memory` may allow less.
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
     return device_name(device), min(free + unused, allowed)
 
 
-def prepare(model: nn.Module) -> None:
-    """Set up a sharded model for training: gradients are summed, and recurrent layers use the gathered weights."""
+def configure_sharding(model: nn.Module) -> None:
+    """Make FSDP sum gradients instead of averaging, and keep recurrent layers from moving their gathered weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # torch would divide by the number of ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters = _keep_in_place  # pyrefly: ignore[bad-assignment]
-            # cuDNN now copies the weights in every call and would warn about it.
+            module.flatten_parameters = _do_not_flatten  # pyrefly: ignore[bad-assignment]
+            # cuDNN then copies the weights in every call, and warns about it.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
-def _keep_in_place() -> None:
-    """Do nothing, in place of RNNBase.flatten_parameters.
+def _do_not_flatten() -> None:
+    """Do nothing. This replaces RNNBase.flatten_parameters.
 
-    That would move a layer's weights on a GPU into one chunk, while torch goes on gathering into the old memory: the
-    layer would always compute with the weights of the first step.
+    On a GPU, that would move a layer's weights into one chunk of memory, while FSDP goes on gathering into the old
+    memory: the layer would always compute with the weights of the first step.
     """
 
 
 def describe_blocks(count: int, unshared: int) -> dict[str, str]:
-    """Return a banner line unless all `count` blocks are `unshared`."""
-    how = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - unshared} of {count} blocks {how}"} if unshared < count else {}
+    """Return a banner line if not all of the `count` blocks are `unshared`, that is, without shared parameters."""
+    if unshared == count:
+        return {}
+    reason = "share a parameter with others: they are gathered together with the rest"
+    return {"fsdp": f"{count - unshared} of {count} blocks {reason}"}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:
@@ -296,7 +302,7 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:
-    """Refuse zero-dimensional parameters where their gradients cannot be reduced together with the sharded ones."""
+    """Refuse zero-dimensional parameters with settings under which their gradients cannot be reduced."""
     obstacles = {
         "fsdp.offload=true": config.fsdp.offload,
         "mesh.pp": (config.mesh.pp or 1) > 1,
@@ -308,7 +314,7 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
         raise UserError(
             f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
             "",
-            "make it a vector of one number, torch.zeros(1) for instance; or type strategy=ddp",
+            "make it a vector with one element, such as torch.zeros(1); or type strategy=ddp",
         )
 
 
@@ -328,19 +334,19 @@ def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
 
 def count_replicas(config: FSDPConfig, world: World) -> int:
     """Return the number of replicas under hsdp: groups of ranks that together hold a full model."""
-    # By default one per machine, so that parameters are gathered inside a machine only.
+    # By default one replica per machine, so that parameters are only gathered inside a machine.
     return config.replicas or max(2, world.size // world.local_size)
 
 
 def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
-    """Return the mesh to shard over: one axis, or two with replicas under hsdp."""
+    """Return the mesh to shard over. It has one axis; under hsdp a second one for the replicas."""
     kind, size = runtime.device.type, runtime.world.size
     if not config.strategy_record.replica_groups:
         return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
 
     replicas = count_replicas(config.fsdp, runtime.world)
     if size % replicas:
-        # Propose the fewest replicas that fit, if the number of ranks has a divisor at all.
+        # Suggest the smallest number of replicas that divides the number of ranks.
         divisors = [n for n in range(2, size + 1) if size % n == 0]
         raise UserError(
             f"strategy=hsdp cannot divide {size} ranks into {replicas} replicas",

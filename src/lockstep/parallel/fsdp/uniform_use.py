@@ -2,12 +2,12 @@
 
 Under FSDP every rank must gather the same parameter groups, and reduce the gradients of the same parameters, in the
 same order. torch (2.11 to 2.13, `torch.distributed.fsdp._fully_shard`) issues these collectives from hooks, for the
-parameters that the rank itself used, and never compares: if only some ranks use a part of the model, gloo aborts,
-and nccl waits forever or adds gradients of different parameters. So before each of these collectives the ranks compare
-what they are about to do: over gloo always; over nccl, where the host must wait for the answer, in the first steps.
+parameters that the rank itself used, and does not compare ranks: if only some ranks use a part of the model, gloo
+aborts, and nccl hangs or adds gradients of different parameters. So before each of these collectives the ranks compare
+what they are about to do: always over gloo, and only in the first steps over nccl, where the host must wait.
 
-A part that no rank uses in a step is fine: it is not gathered, and gets no gradient. In a pipeline "all ranks" are the
-replicas of one stage.
+A part that no rank uses in a step is fine: it is not gathered and gets no gradient. In a pipeline, the replicas of one
+stage are compared.
 
 There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
 gradient before they are reduced, so we wrap the private `FSDPParamGroup.post_backward`. tests/ranks/test_uniform_use.py
@@ -31,14 +31,14 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
 FIRST_STEPS = 3  # the steps that are compared over nccl
-END, GATHER, REDUCE = range(3)  # what a rank is about to do; END: it finished the step's last backward
+END, GATHER, REDUCE = range(3)  # the next action of a rank; END: it has finished the step's last backward
 VERBS = ("is done", "is about to use", "has a gradient for")
 
 
 class UniformUse:
-    """Compares what the ranks are about to exchange.
+    """Compares the next collective of all ranks.
 
-    The driver counts `steps`, and calls `compare(END)` after the last backward of each.
+    The driver counts `steps`, and calls `compare(END)` after the last backward of each step.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class UniformUse:
     ):
         """Install the comparison on all parameter groups.
 
-        `model` is sharded over all ranks; in a pipeline, this rank's `stages` of it are, over their `replicas`.
+        `model` is sharded over all ranks. In a pipeline, only this rank's `stages` are, over their `replicas`.
         """
         self.runtime = runtime
         self.steps = 0
         self.among = replicas or runtime.collectives
-        self.groups: list[list[str]] = []  # names of the parameters that are gathered as one
-        self._in_mesh = False  # with mesh.tp or mesh.pp, where zero1 is no alternative
+        self.groups: list[list[str]] = []  # the parameter names of each parameter group
+        self._in_mesh = False  # whether mesh.tp or mesh.pp is set, which excludes strategy=zero1
 
         names = {id(p): name for name, p in model.named_parameters()}
 
@@ -67,7 +67,7 @@ class UniformUse:
 
             # A module that holds no parameters itself has no group.
             if group is not None:
-                # All ranks visit the modules in the same order, so a number means the same group everywhere.
+                # All ranks visit the modules in the same order, so a number means the same group on all ranks.
                 number = len(self.groups)
                 module.set_custom_all_gather(_ComparedGather(self, number))
                 group.post_backward = partial(self._post_backward, group, number, group.post_backward)
@@ -79,7 +79,7 @@ class UniformUse:
         return self.runtime.backend == "gloo" or self.steps <= FIRST_STEPS
 
     def compare(self, action: int, number: int = 0, has_gradient: tuple[bool, ...] = ()) -> None:
-        """Compare this rank's next `action` on parameter group `number` with that of all ranks.
+        """Compare this rank's next `action` on parameter group `number` with the other ranks' next actions.
 
         Collective. If they differ, every rank raises the same error.
         """
@@ -95,15 +95,15 @@ class UniformUse:
         if not torch.equal(intents, intent.expand_as(intents)):  # on a GPU the host waits here
             names = [] if action == END else self.groups[number]
             if action == REDUCE:
-                names = [name for name, has in zip(names, has_gradient, strict=True) if has]
+                names = [name for name, present in zip(names, has_gradient, strict=True) if present]
 
             raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
     def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
-        # torch's private hook reduces the gradients that this rank has, whatever the others have.
+        # torch's private hook reduces this rank's gradients, whichever gradients the other ranks have.
         has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
 
-        # Without a gradient torch reduces nothing.
+        # Without any gradient, torch starts no collective.
         if any(has_gradient):
             self.compare(REDUCE, number, has_gradient)
         original(*unused)
@@ -122,14 +122,14 @@ class _ComparedGather(DefaultAllGather):
 
 
 def _has_gradient(parameter: Any) -> bool:
-    # The gathered parameter, which torch creates with the first gather.
+    # The gathered parameter; FSDP creates it in the first gather.
     full = getattr(parameter, "_unsharded_param", None)
     return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
 def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
-    """Return the error. `actions` holds every rank, what it is about to do, and with which parameters."""
-    # Two ranks that differ are enough to name the parameter.
+    """Return the error. `actions` holds (rank, what it is about to do, names of the parameters) for every rank."""
+    # Two ranks that differ are enough for the message.
     first = actions[0]
     second = next(action for action in actions if action[1:] != first[1:])
 
@@ -149,8 +149,8 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     # A mesh cannot have strategy=zero1.
     alternative = "" if in_mesh else ", or strategy=zero1 with it"
     return UserError(
-        "the ranks use different parameters in the same micro-batch, and fsdp gathers them on all ranks together",
+        "the ranks use different parameters in the same micro-batch, but fsdp gathers parameters on all ranks together",
         "; ".join(named),
         f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
-        "rank, and multiply by 0 what should not count",
+        "rank, and multiply its output by 0 where it should not count",
     )

@@ -1,1 +1,1 @@
-"""Hooks that users set on parameters: taken off before sharding, tried for linearity, called with full gradients."""
+"""Parameter hooks of users: removed before sharding, tested for linearity, and called with full gradients."""

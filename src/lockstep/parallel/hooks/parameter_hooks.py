@@ -1,13 +1,13 @@
-"""Hooks that a model sets on its own parameters: `register_hook` and `register_post_accumulate_grad_hook`.
+"""Parameter hooks that a model registers: `register_hook` and `register_post_accumulate_grad_hook`.
 
-Sharding replaces parameters, and their hooks would be lost without a word. So the hooks are taken off before anything
-is sharded, and the drivers call them, always with a full gradient:
+Sharding replaces parameters and would silently drop their hooks. So the hooks are removed before sharding, and the
+drivers call them, always with a full gradient:
 
-    one process, ddp, zero1, fsdp    that of each micro-batch, before it is added to others
+    one process, ddp, zero1, fsdp    the gradient of each micro-batch, before it is added to others
     tp and pp, alone or in a mesh    the sum of the step over micro-batches and ranks, gathered from its shards
 
-Both are right for a linear hook only: what it makes of a sum is the sum of what it makes of the terms. probe.py
-tells which hooks are linear, and all others are refused.
+Both are correct only for a linear hook: hook(a + b) = hook(a) + hook(b). probe.py tests for linearity, and hooks that
+are not linear are refused.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ class ParameterHooks:
     """The hooks of one parameter. A hook that the user removes later is no longer called."""
 
     def __init__(self, parameter: nn.Parameter, names: Mapping[int, str]):
-        """Take the hooks off `parameter`. `names` holds the names of all parameters by the address of their memory."""
-        # torch's own dictionaries: the handles that the user got remove hooks from these.
+        """Remove the hooks from `parameter`. `names` holds the names of all parameters by their memory address."""
+        # Keep torch's own dictionaries: the user's RemovableHandles remove hooks from them.
         self.on_gradient: Hooks = parameter._backward_hooks or {}
         self.after_accumulation: Hooks = parameter._post_accumulate_grad_hooks or {}
         self.reads_parameter = bool(self.after_accumulation)
 
         parameter._backward_hooks = None
         if self.reads_parameter:
-            # None would not take them off: torch keeps what it was given before.
+            # Setting None would not remove them: torch ignores it and keeps the old dictionary.
             parameter._post_accumulate_grad_hooks = OrderedDict()
 
-        # The parameters that the hooks hold. A module that they hold always has the current ones.
+        # Parameters that the hooks reference directly. (Through a module, a hook always finds the current parameters.)
         held = [item for hook in self._all() for item in reachable(hook) if isinstance(item, Tensor)]
         self.held = {names[_address(item)]: ref(item) for item in held if _address(item) in names}
 
     def __call__(self, grad: Tensor, parameter: Callable[[], Tensor]) -> Tensor:
-        """Return what the hooks make of a full gradient. `parameter` returns the full parameter, if one reads it."""
-        # A hook that reads the parameter may also change the gradient in place, which might be another's as well.
+        """Return the full gradient `grad` as the hooks change it. `parameter` returns the full parameter on demand."""
+        # A hook that reads the parameter may change its gradient in place, and autograd may share that tensor.
         if self.reads_parameter:
             grad = grad.clone()
         return call_hooks(self.on_gradient, self.after_accumulation, grad, parameter)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Have autograd call the hooks in every backward, before the gradient is added to earlier ones."""
+        """Register the hooks with autograd, which calls them before it accumulates a gradient."""
         weak = ref(parameter)  # the parameter must not keep itself alive
 
         def full() -> Tensor:
@@ -65,18 +65,19 @@ class ParameterHooks:
 
     @torch.no_grad()
     def change_sum(self, parameter: nn.Parameter) -> None:
-        """Change the reduced gradient of a parameter that may be sharded. Collective among those that hold it."""
+        """Apply the hooks to the reduced gradient of a parameter that may be sharded. Collective among its holders."""
         grad = parameter.grad
         if grad is None:
             return
 
-        # Gathered in any case, so that ranks never wait for one whose hook was removed.
+        # Gather even if this rank's hook was removed, because the other ranks may wait in the same collective.
         full = full_tensor(parameter.detach()) if self.reads_parameter else None
         changed = self(full_tensor(grad), lambda: nn.Parameter(full if full is not None else parameter.detach()))
         if isinstance(grad, DTensor):
             shard = shard_of(grad)
-            own = zip(shard.offset, shard.local.shape, strict=True)
-            shard.local.copy_(changed[tuple(slice(start, start + size) for start, size in own)])
+            ranges = zip(shard.offset, shard.local.shape, strict=True)
+            slices = tuple(slice(start, start + size) for start, size in ranges)
+            shard.local.copy_(changed[slices])
         else:
             parameter.grad = changed
 
@@ -86,7 +87,7 @@ class ParameterHooks:
 
 
 def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
-    """Take the hooks off all trainable parameters, and return them by name. Frozen ones never call theirs."""
+    """Remove the hooks of all trainable parameters and return them by name. A frozen parameter calls no hooks."""
     names = {_address(p): name for name, p in model.named_parameters()}
     return {
         name: ParameterHooks(p, names)
@@ -96,67 +97,69 @@ def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
 
 
 def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: Runtime) -> None:
-    """Refuse hooks that would not do what they do in one process, on the model as it is now. Collective."""
-    # Also without any: another rank may have some.
+    """Refuse hooks that differ between ranks, are not linear, or hold a parameter that was replaced. Collective."""
+    # Compare even if this rank has no hooks: another rank may have some.
     parameters = dict(model.named_parameters())
-    own = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
-    first, *others = runtime.collectives.gather_json(own)
-    for rank, theirs in enumerate(others, start=1):
-        for name in sorted(first.keys() | theirs.keys()):
-            if first.get(name) != theirs.get(name):
+    own_counts = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
+    first, *others = runtime.collectives.gather_json(own_counts)
+    for rank, counts in enumerate(others, start=1):
+        for name in sorted(first.keys() | counts.keys()):
+            if first.get(name) != counts.get(name):
                 raise UserError(
                     f"the ranks set different hooks on {name!r}",
-                    f"rank 0 has {sum(first.get(name, []))}, rank {rank} has {sum(theirs.get(name, []))}",
+                    f"rank 0 has {sum(first.get(name, []))}, rank {rank} has {sum(counts.get(name, []))}",
                     "set the same hooks on every rank: no `if rank == 0` in model()",
                 )
 
     if not first:
         return
 
-    # What one rank finds wrong, all of them raise.
-    problem = next(filter(None, (_problem(h, name, parameters, runtime) for name, h in hooks.items())), None)
-    for found in runtime.collectives.gather_json(problem):
-        if found:
-            raise UserError(*found)
+    # All ranks raise the first problem that any rank finds.
+    problems = (_problem(h, name, parameters, runtime) for name, h in hooks.items())
+    own_problem = next(filter(None, problems), None)
+    for problem in runtime.collectives.gather_json(own_problem):
+        if problem:
+            raise UserError(*problem)
 
 
 def _problem(
     hooks: ParameterHooks, name: str, parameters: Mapping[str, nn.Parameter], runtime: Runtime
 ) -> tuple[str, str, str] | None:
-    # Weights that the hook holds and that are no longer the model's.
+    # The hook may hold a parameter that is no longer part of the model.
     for held, original in hooks.held.items():
         if not _is_current(original, parameters[held]):
             return (
                 f"the hook on {name!r} holds the parameter {held!r}, which this strategy replaces with its shards",
-                "the hook would see the weights of the first step for ever",
+                "the hook would always see the weights of the first step",
                 "let it read the parameter from its module (`layer.weight`, not a variable that holds the weight), or "
                 "type strategy=ddp",
             )
 
     parameter = parameters[name]
     if isinstance(parameter, DTensor):
-        # A full parameter may not fit together with all others, so its values are made up.
+        # Random values: the full parameter need not be gathered to test for linearity.
         parameter = nn.Parameter(torch.randn(parameter.shape, dtype=parameter.dtype, device=runtime.device))
 
-    what = problem_with(hooks.on_gradient, hooks.after_accumulation, parameter)
-    if what is None:
+    symptom = problem_with(hooks.on_gradient, hooks.after_accumulation, parameter)
+    if symptom is None:
         return None
 
     return (
         f"the hook on {name!r} is not linear: hook(a + b) must be hook(a) + hook(b)",
-        f"{what}. It gets the gradient of one micro-batch or of a sum that is not yet divided, so it would not do what "
-        "it does to the gradient of a whole batch",
-        "take it off, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; what else needs the "
-        "gradient of the whole step belongs in the step() of an optimizer of your own",
+        f"{symptom}. The hook gets the gradient of one micro-batch, or a sum that is not yet divided, so its result "
+        "would differ from a hook on the gradient of the whole batch",
+        "remove it, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
+        "gradient of the whole step belongs in the step() of your own optimizer",
     )
 
 
 def hook_ids(parameter: Tensor) -> set[int]:
-    """Return the numbers by which torch knows the hooks that are on a parameter."""
+    """Return torch's ids of the hooks that are registered on a parameter."""
     return {*(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())}
 
 
 def _is_current(held: ReferenceType[Tensor], current: nn.Parameter) -> bool:
+    """Whether a parameter that a hook holds is still the model's `current` one."""
     tensor = held()
     if tensor is None or isinstance(current, DTensor):
         return False
@@ -164,6 +167,6 @@ def _is_current(held: ReferenceType[Tensor], current: nn.Parameter) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins; on the meta device, where there is none, what stands for it."""
+    """Return the address of a tensor's memory; on the meta device, which has none, that of its storage object."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata

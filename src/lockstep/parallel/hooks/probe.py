@@ -1,8 +1,8 @@
-"""Tell whether the hooks of a parameter are linear: call them with made-up gradients, and undo what the calls left.
+"""Test whether the hooks of a parameter are linear: call them with random gradients, and undo their side effects.
 
-A hook is linear if f(a + b) = f(a) + f(b) and f(s a) = s f(a), at every size that a gradient may have, and if it does
-not hide a NaN. Code cannot be proved linear by calling it; but what people write to limit, normalise or shift a
-gradient shows at one of the sizes.
+A hook f is linear if f(a + b) = f(a) + f(b) and f(s a) = s f(a) at every magnitude that a gradient may have, and if it
+does not hide a NaN. Calls cannot prove that code is linear. But hooks that limit, normalise or shift a gradient fail at
+one of the magnitudes tested.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Hooks = Mapping[int, Callable[..., Any]]  # by torch's number for each
+Hooks = Mapping[int, Callable[..., Any]]  # by torch's hook id
 
-SIZES = (2.0**-80, 2.0**-40, 2.0**-20, 2.0, 2.0**20, 2.0**40)  # powers of two, so that multiplying loses nothing
-MOST_ITEMS = 10_000  # of what a hook can reach: more is data, and not the state of a hook
-MOST_ELEMENTS = 2**20  # of a tensor whose value is restored
+SCALES = (2.0**-80, 2.0**-40, 2.0**-20, 2.0, 2.0**20, 2.0**40)  # powers of two: multiplying by them does not round
+MAX_OBJECTS = 10_000  # objects searched per hook: beyond that, it is data rather than the state of a hook
+MAX_ELEMENTS = 2**20  # larger tensors are not restored
 
 
 def call_hooks(on_gradient: Hooks, after_accumulation: Hooks, grad: Tensor, parameter: Callable[[], Tensor]) -> Tensor:
-    """Return what the hooks make of `grad`, called as torch calls them in the first backward of a step."""
+    """Return `grad` as the hooks change it. They are called as torch calls them in the first backward of a step."""
     for hook in list(on_gradient.values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -35,7 +35,7 @@ def call_hooks(on_gradient: Hooks, after_accumulation: Hooks, grad: Tensor, para
     if not after_accumulation:
         return grad
 
-    # These read and set `parameter.grad`, which holds the sum of earlier micro-batches.
+    # These hooks read and set `parameter.grad`, which at this point holds the sum of earlier micro-batches.
     full = parameter()
     earlier = full.grad
     try:
@@ -52,89 +52,91 @@ def call_hooks(on_gradient: Hooks, after_accumulation: Hooks, grad: Tensor, para
 
 
 def problem_with(on_gradient: Hooks, after_accumulation: Hooks, parameter: nn.Parameter) -> str | None:
-    """Return what shows that the hooks are not linear, or None. `parameter` has the shape of the full parameter."""
+    """Return a sentence that says how the hooks fail to be linear, or None. `parameter` has the full shape."""
     weights = parameter.detach().clone()
 
     def call(grad: Tensor) -> Tensor:
         grad = grad.clone()
         changed = call_hooks(on_gradient, after_accumulation, grad, lambda: parameter)
         if changed.shape != grad.shape or changed.dtype != grad.dtype or changed.device != grad.device:
-            raise TypeError(f"it returned {_kind(changed)} for {_kind(grad)}")
+            raise TypeError(f"it returned {_describe(changed)} for {_describe(grad)}")
         return changed.clone()
 
     hooks = [*on_gradient.values(), *after_accumulation.values()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _undone(hooks), redirect_stdout(io.StringIO()):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _state_restored(hooks), redirect_stdout(io.StringIO()):
         try:
             problem = _nonlinearity(call, weights)
         except Exception as error:  # a hook is the user's code, and may raise anything
-            problem = f"called with a made-up gradient, it failed: {type(error).__name__}: {error}"
+            problem = f"called with a random gradient, it failed: {type(error).__name__}: {error}"
 
-        if not _same(parameter.detach(), weights, 0.0):
+        if not _close(parameter.detach(), weights, 0.0):
             parameter.copy_(weights)
             return "it changes the parameter itself"
         return problem
 
 
 def _nonlinearity(call: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
+    """Return how `call` fails to be linear, or None. The gradients have the shape, dtype and device of `like`."""
     tolerance = min(1024 * torch.finfo(like.dtype).eps, 0.05)
     generator = torch.Generator().manual_seed(0)
     first, second = (
         torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device, like.dtype) for _ in range(2)
     )
-    of_first, of_second = call(first), call(second)
+    from_first, from_second = call(first), call(second)
 
-    if not _same(call(first + second), of_first + of_second, tolerance):
-        return "the sum of two gradients gave something other than the two of them"
+    if not _close(call(first + second), from_first + from_second, tolerance):
+        return "for the sum of two gradients it did not return the sum of its two results"
 
-    for size in SIZES:
-        if not _same(call(first * size), of_first * size, tolerance):
-            return f"a gradient that was {size:.0e} times as large gave something other than {size:.0e} times as much"
+    for scale in SCALES:
+        if not _close(call(first * scale), from_first * scale, tolerance):
+            return f"for a gradient {scale:.0e} times as large it did not return {scale:.0e} times as much"
 
-    nothing = torch.full_like(first, torch.nan)
+    nan = torch.full_like(first, torch.nan)
     try:
-        hidden = not _same(call(nothing + second), call(nothing) + of_second, tolerance)
+        hides_nan = not _close(call(nan + second), call(nan) + from_second, tolerance)
     except Exception:
-        # It is there to stop at a NaN, and will.
+        # A hook that raises on NaN will also raise in training, which is fine.
         return None
-    return "a gradient of NaN gave numbers: the step would not be skipped" if hidden else None
+    return "for a gradient of NaN it returned numbers: the step would not be skipped" if hides_nan else None
 
 
-def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether two tensors are equal up to a fraction of their length. A NaN is equal to a NaN."""
-    missing = expected.isnan()
-    if not torch.equal(found.isnan(), missing):
+def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether the difference is at most `tolerance` times the norm of `expected`. NaN is equal to NaN."""
+    is_nan = expected.isnan()
+    if not torch.equal(actual.isnan(), is_nan):
         return False
 
-    # In float64: the squares of the smallest and the largest would not fit into float32.
-    found, expected = (tensor.double().masked_fill(missing, 0.0) for tensor in (found, expected))
-    return bool((found - expected).norm() <= tolerance * expected.norm())
+    # In float64, because squares of the smallest and largest magnitudes tested do not fit into float32.
+    actual, expected = (tensor.double().masked_fill(is_nan, 0.0) for tensor in (actual, expected))
+    return bool((actual - expected).norm() <= tolerance * expected.norm())
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}"
 
 
-# ---- what a hook holds ----
+# ---- the objects that a hook references ----
 
 
 def reachable(hook: Callable[..., Any]) -> Iterator[Any]:
-    """Yield what the code of a hook can reach by itself: variables, and what is in them. Not what it must look up.
+    """Yield the objects that a hook references, directly or through others: closures, globals, attributes, containers.
 
-    The parameters and children of a module are looked up: a module always has the current ones.
+    Parameters and children of a module are left out: the hook looks them up in the module, which has the current ones.
     """
-    seen: dict[int, Any] = {}  # holds the objects, so that no number is used twice
-    waiting: deque[Any] = deque([hook])
-    while waiting and len(seen) < MOST_ITEMS:
-        item = waiting.popleft()
+    seen: dict[int, Any] = {}  # holds the objects themselves, so that no id is reused
+    pending: deque[Any] = deque([hook])
+    while pending and len(seen) < MAX_OBJECTS:
+        item = pending.popleft()
         if id(item) in seen:
             continue
 
         seen[id(item)] = item
         yield item
-        waiting.extend(_inside(item))
+        pending.extend(_references(item))
 
 
-def _inside(item: Any) -> list[Any]:
+def _references(item: Any) -> list[Any]:
+    """Return the objects that `item` references itself."""
     match item:
         case types.FunctionType():
             defaults = [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
@@ -150,12 +152,12 @@ def _inside(item: Any) -> list[Any]:
         case list() | tuple() | set() | frozenset() | deque():
             return list(item)
         case nn.Module():
-            looked_up = ("_parameters", "_modules")
-            return [value for name, value in vars(item).items() if name not in looked_up]
+            left_out = ("_parameters", "_modules")
+            return [value for name, value in vars(item).items() if name not in left_out]
         case Tensor() | types.ModuleType() | type() | str() | bytes() | None:
             return []
 
-    # An object with attributes. A hook may be one, and then its class has the code.
+    # Any other object: its attributes. If it is callable, it may be the hook itself, and its class holds the code.
     attributes = [vars(item)] if hasattr(item, "__dict__") else []
     return [*attributes, type(item).__call__] if callable(item) else attributes
 
@@ -174,17 +176,19 @@ def _is_set(cell: types.CellType) -> bool:
 
 
 @contextmanager
-def _undone(hooks: list[Callable[..., Any]]) -> Iterator[None]:
-    """Restore at the end what the hooks can reach: counters, lists, attributes, small tensors."""
-    undo = [restore for hook in hooks for item in reachable(hook) if (restore := _restorer(item))]
+def _state_restored(hooks: list[Callable[..., Any]]) -> Iterator[None]:
+    """At the end of the `with` block, restore the objects that the hooks reference: counters, lists, small tensors."""
+    restorers = [_restorer(item) for hook in hooks for item in reachable(hook)]
     try:
         yield
     finally:
-        for restore in undo:
-            restore()
+        for restore in restorers:
+            if restore:
+                restore()
 
 
 def _restorer(item: Any) -> Callable[[], None] | None:
+    """Return a function that restores the present content of `item`, or None if there is nothing to restore."""
     match item:
         case types.FunctionType():
             return functools.partial(item.__globals__.update, _globals_of(item))
@@ -194,7 +198,7 @@ def _restorer(item: Any) -> Callable[[], None] | None:
             return functools.partial(_refill, item, dict(item))
         case list() | deque():
             return functools.partial(_refill_list, item, list(item))
-        case Tensor() if not isinstance(item, nn.Parameter) and not item.is_meta and item.numel() <= MOST_ELEMENTS:
+        case Tensor() if not isinstance(item, nn.Parameter) and not item.is_meta and item.numel() <= MAX_ELEMENTS:
             return functools.partial(_rewrite, item, item._version, item.detach().clone())
     return None
 
@@ -203,7 +207,7 @@ def _refill(container: dict[Any, Any], content: dict[Any, Any]) -> None:
     for key in container.keys() - content.keys():
         del container[key]
 
-    # Nothing is written that is as it was: another thread may use it.
+    # Write only entries that changed: another thread may use the dict.
     container.update({key: value for key, value in content.items() if container.get(key, container) is not value})
 
 

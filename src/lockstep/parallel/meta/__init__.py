@@ -1,1 +1,1 @@
-"""init=meta: a model that no single rank could hold."""
+"""init=meta: construct a model that is too large for any single rank."""

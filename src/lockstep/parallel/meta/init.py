@@ -1,8 +1,8 @@
 """init=meta: construct a model without memory for its parameters, then initialise and shard it block by block.
 
-This allows models that no single rank could hold. The weights are those of init=host, to the bit: what a constructor
-does to its parameters is recorded while it runs (recording.py), and done again for each of them when its block is due
-(replay.py). Buffers, and tensors that are plain attributes, stay as their constructors make them.
+So a model may be too large for any single rank. The weights equal those of init=host to the bit: the operations of the
+constructor on its parameters are recorded while it runs (recording.py), and replayed for each parameter when its block
+is initialised (replay.py). Buffers, and tensors that are plain attributes, are constructed as usual.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch.nn.parameter import is_lazy
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.meta.recording import memories, recording
-from lockstep.parallel.meta.replay import Freed, Place, is_unset, other_weights
+from lockstep.parallel.meta.replay import MemoryTrimmer, View, different_weights, is_unset
 from lockstep.runtime.context import Runtime
 
-# What one parameter needs while it is made, in sizes of the largest block: orthogonal_ takes four times its weight.
+# The memory for initialising one parameter may be this many times the size of the largest block: orthogonal_ needs four
+# times the size of its weight. Less than SMALL_BYTES is always allowed.
 MAX_BLOCKS_HELD = 4
 SMALL_BYTES = 64 * 2**20
 
 
 @contextmanager
-def model_made_as_asked(config: RunConfig) -> Iterator[None]:
-    """With init=meta, parameters of models that are made inside take no memory."""
+def init_as_configured(config: RunConfig) -> Iterator[None]:
+    """With init=meta, the parameters of models that are constructed inside the `with` block take no memory."""
     if config.init != "meta":
         yield
         return
@@ -48,24 +49,24 @@ def _check_strategy(config: RunConfig) -> None:
     mesh = " and a mesh" if in_mesh else ""
     remedy = "leave the mesh out, or type" if config.strategy_record.shards_parameters else "type strategy=fsdp, or"
     raise UserError(
-        f"init=meta with strategy={config.strategy}{mesh} is not possible",
-        "the ranks hold full layers, or shard them in another way, and would need the weights first",
+        f"init=meta cannot be combined with strategy={config.strategy}{mesh}",
+        "it initialises and shards one block after another, which needs fsdp without a mesh",
         f"{remedy} init=host",
     )
 
 
-def check_made_as_asked(model: nn.Module, config: RunConfig, trained: bool = True) -> None:
-    """Check that the model matches `init`: users who write their own loop construct it themselves.
+def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> None:
+    """Check that the model was constructed as `init` says. (In a custom loop, the user constructs it.)
 
-    One that is not trained is held in full by every rank, and may have its weights already.
+    A model that is not `trained` is held in full by every rank, and may already have its weights.
     """
     kind = type(model).__name__
     if config.init != "meta":
         if any(p.is_meta for p in model.parameters()):
             raise UserError(
-                f"init=host cannot be used: {kind} was made on the meta device and has no weights",
+                f"init=host cannot be used: {kind} was constructed on the meta device and has no weights",
                 "",
-                "type init=meta, and make it in `with run.init_module():`",
+                "type init=meta, and construct it in `with run.init_module():`",
             )
         return
 
@@ -81,51 +82,54 @@ def check_made_as_asked(model: nn.Module, config: RunConfig, trained: bool = Tru
             raise UserError(
                 f"init=meta cannot be used: {kind} already has weights",
                 f"{name!r} is on {p.device}",
-                "make it in `with run.init_module():`, or type init=host",
+                "construct it in `with run.init_module():`, or type init=host",
             )
         if p.is_meta and not memories.is_empty(p):
-            raise other_weights(
-                f"{name!r} of {kind} was made on the meta device, where nobody sees what its constructor does",
-                "make it in `with run.init_module():` instead of `with torch.device('meta'):`",
+            raise different_weights(
+                f"{name!r} of {kind} was constructed on the meta device, so that its initialisation was not recorded",
+                "construct it in `with run.init_module():` instead of `with torch.device('meta'):`",
             )
 
 
-def fill(model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], runtime: Runtime) -> None:
-    """Give `model` its weights, and `shard` each block as soon as it has them."""
+def fill_model(
+    model: nn.Module, blocks: Iterable[nn.Module], shard: Callable[[nn.Module], Any], runtime: Runtime
+) -> None:
+    """Initialise the weights of `model`, and `shard` each block as soon as it is initialised."""
     filling = _Filling({id(block) for block in blocks}, shard)
-    # Before any memory is allocated: initialising a large model takes too long to fail late.
+    # Check first, because initialising a large model takes long.
     filling.check(model)
     filling.fill(model, "")
     memories.drop_unused()
 
-    # init=host takes those of rank 0.
+    # init=host would broadcast rank 0's weights. Here, all ranks must initialise the same weights.
     digests = runtime.collectives.gather_json(filling.digest)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise other_weights(
-            f"model() gives rank {others[0]} other weights than rank 0",
-            "let it depend on nothing but its configuration",
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise different_weights(
+            f"model() gives rank {differing[0]} other weights than rank 0",
+            "construct the same model on every rank",
         )
 
 
 @dataclass
 class _Filling:
-    """Walks through the modules, children before parents.
+    """Initialises the modules, children before parents.
 
-    Host memory never holds more full tensors than those of one block and of everything outside the blocks, and what
-    one parameter needs while it is made.
+    At any time, host memory holds at most the full tensors of one block, the tensors outside the blocks, and the
+    temporary tensors for one parameter.
     """
 
     blocks: set[int]  # ids of modules
     shard: Callable[[nn.Module], Any]
     digest: int = 0  # of all weights so far
-    # Keyed by the id of the empty tensor, which the value keeps alive: tied parameters stay tied.
+    # (empty tensor, initialised tensor), by the id of the empty one, so that tied parameters stay tied. Holding the
+    # empty tensor ensures that its id is not reused.
     _filled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # ids of modules
-    _freed: Freed = field(default_factory=Freed)
+    _trimmer: MemoryTrimmer = field(default_factory=MemoryTrimmer)
 
     def check(self, model: nn.Module) -> None:
-        """Check that no parameter follows from so many others that they would not fit."""
+        """Refuse a parameter whose initialisation needs too many other tensors in memory at once."""
         inside = [sum(map(_nbytes, m.parameters())) for m in model.modules() if id(m) in self.blocks]
         largest = max([sum(map(_nbytes, model.parameters())) - sum(inside), *inside])
         limit = max(MAX_BLOCKS_HELD * largest, SMALL_BYTES)
@@ -133,9 +137,9 @@ class _Filling:
             peak = memories.recipe(p).peak
             if peak > limit:
                 raise UserError(
-                    f"init=meta cannot make {name!r} without many other weights",
-                    f"model() computes it from {peak >> 20} MiB, and the largest block has {largest >> 20} MiB",
-                    "initialise each block by itself, or type init=host",
+                    f"init=meta cannot initialise {name!r} without many other weights",
+                    f"model() computes it from {peak >> 20} MiB, but the largest block has only {largest >> 20} MiB",
+                    "initialise each block independently of the others, or type init=host",
                 )
 
     def fill(self, module: nn.Module, name: str) -> None:
@@ -147,7 +151,7 @@ class _Filling:
             self.fill(child, f"{name}.{child_name}" if name else child_name)
         self._fill_own(module, name)
 
-        # Nothing may hold the block's full tensors any more, so that sharding frees them.
+        # Drop our references to the block's full tensors, so that sharding frees them.
         if id(module) in self.blocks:
             inside = {id(p) for p in module.parameters()}
             self._filled = {key: filled for key, filled in self._filled.items() if id(filled[1]) not in inside}
@@ -162,28 +166,29 @@ class _Filling:
         for key, empty in own:
             if memories.is_empty(empty):
                 if id(empty) not in self._filled:
-                    self._filled[id(empty)] = empty, self._made(empty, f"{name}.{key}" if name else key)
-                # Not into `_parameters`: recurrent modules also keep them in a list.
+                    self._filled[id(empty)] = empty, self._initialise(empty, f"{name}.{key}" if name else key)
+                # Not `module._parameters[key] = ...`: recurrent modules also keep their weights in a list.
                 setattr(module, key, self._filled[id(empty)][1])
 
-    def _made(self, empty: Tensor, name: str) -> Tensor:
+    def _initialise(self, empty: Tensor, name: str) -> Tensor:
+        """Return an empty tensor with its values. It has the user's `name` in errors."""
         recipe = memories.recipe(empty)
-        # In host memory: the device need not hold even one full block.
-        made = recipe.make(Place.of(empty))
-        if recipe.may_be_unset and is_unset(made):
+        # On the CPU, so that the device need not hold even one full block.
+        tensor = recipe.make(View.of(empty))
+        if recipe.may_be_unset and is_unset(tensor):
             raise UserError(
-                f"init=meta cannot make {name!r}: model() leaves some of its numbers unset",
-                "they would be whatever was in memory",
+                f"init=meta cannot initialise {name!r}: model() leaves some of its elements uninitialised",
+                "their values would be arbitrary",
                 "set all of them in the constructor",
             )
 
-        self._freed.add(recipe.peak)
-        numbers = made.contiguous().view(-1).view(torch.uint8).numpy()
-        self.digest = zlib.crc32(numbers, self.digest)  # pyrefly: ignore[bad-argument-type]
+        self._trimmer.add(recipe.peak)
+        content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        self.digest = zlib.crc32(content, self.digest)  # pyrefly: ignore[bad-argument-type]
         if isinstance(empty, nn.Parameter):
-            made = nn.Parameter(made, empty.requires_grad)
-            made.__dict__.update(empty.__dict__)
-        return made
+            tensor = nn.Parameter(tensor, empty.requires_grad)
+            tensor.__dict__.update(empty.__dict__)  # attributes that the user set on the parameter
+        return tensor
 
 
 def _nbytes(tensor: Tensor) -> int:

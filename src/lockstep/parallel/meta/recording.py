@@ -1,7 +1,8 @@
-"""Runs a constructor with parameters that take no memory, and records how they would get their values.
+"""Run a constructor with parameters that take no memory, and record how they get their values.
 
-Everything is as on the host: what a parameter is asked for (its device, one of its numbers), and every random number
-that is drawn. So a constructor cannot tell the difference, and the generators move as they would.
+A tensor is "empty" here if it has a recorded value, but no memory. A constructor cannot tell an empty parameter from a
+parameter on the CPU: it reports the CPU as its device, and reading an element computes it. Random numbers are drawn as
+usual, so the generators advance as with init=host.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from lockstep.errors import UserError
 from lockstep.parallel.meta.replay import (
     CPU,
     Call,
-    Freed,
+    GeneratorState,
     Memory,
+    MemoryTrimmer,
     Operand,
-    OwnGenerator,
-    Place,
     Recipe,
     Value,
+    View,
     covers,
+    different_weights,
     is_leaf,
-    other_weights,
     sample_of,
     tensors_in,
 )
 
 META = torch.device("meta")
-# Numbers from outside of torch cannot be made again: they are kept until the parameters are made.
-MAX_KEPT_BYTES = 64 * 2**20
+# The content of tensors that torch's functions did not compute cannot be replayed, so it is saved.
+MAX_SAVED_BYTES = 64 * 2**20
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 OVERWRITES = {
@@ -50,15 +51,15 @@ OVERWRITES = {
 }  # fmt: skip
 
 
-# Over all recordings: a model may use tensors of another one.
+# Numbers of calls. They are unique over all recordings, because a model may use tensors of another one.
 _numbers = itertools.count()
 
 
 class Memories:
-    """What is known of the memory of tensors."""
+    """The recorded memories of tensors."""
 
     def __init__(self) -> None:
-        # By torch's own address of the memory, which is not used again while a weak reference exists.
+        # By the address of torch's storage object, which is not reused while a weak reference exists.
         self._known: dict[int, tuple[StorageWeakRef, Memory]] = {}
 
     def add(self, storage: torch.UntypedStorage, memory: Memory) -> Memory:
@@ -72,7 +73,7 @@ class Memories:
         return known[1] if known else None
 
     def is_empty(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a value, but no memory."""
+        """Whether a tensor has a recorded value, but no memory."""
         memory = self.of(tensor)
         return memory is not None and memory.empty
 
@@ -91,10 +92,10 @@ memories = Memories()
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Move each parameter to the meta device as soon as a module registers it, and record what happens to it."""
+    """Move each parameter to the meta device as soon as a module registers it, and record all operations on it."""
     memories.drop_unused()
     recorder = _Recorder()
-    # Keyed by the original, compared by identity: a parameter that two modules share stays one.
+    # By the original parameter, compared by identity, so that a tied parameter stays tied.
     empty = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -104,49 +105,51 @@ def recording() -> Iterator[None]:
             if parameter.is_meta:
                 return None
             if parameter not in empty:
-                empty[parameter] = recorder.emptied(parameter)
+                empty[parameter] = recorder.to_meta(parameter)
             return empty[parameter]
 
     hook = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
     try:
-        with hook, recorder, _AsOnHost():
+        with hook, recorder, _PretendHost():
             yield
-        recorder.check_seen()
+        recorder.check_exposed()
     except UserError:
         raise
     except Exception as error:
-        error.add_note("lockstep: with init=meta, parameters have no memory while the model is made; try init=host")
+        error.add_note("lockstep: with init=meta, parameters have no memory in the constructor; try init=host")
         raise
 
 
-class _AsOnHost(TorchFunctionMode):
-    """Lets parameters without memory say that they are on the CPU: functions of torch.nn.init ask, and do nothing."""
+class _PretendHost(TorchFunctionMode):
+    """Makes empty parameters report that they are on the CPU: torch.nn.init skips parameters on the meta device."""
 
     ANSWERS = {"is_meta": False, "is_cpu": True, "device": CPU}
     GETTERS = {getattr(Tensor, name).__get__: answer for name, answer in ANSWERS.items()}
-    # These give a tensor's memory to others, who may write into it.
-    SHOW = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__}
+    # These functions expose a tensor's memory to code that is not recorded and may write into it.
+    EXPOSING = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.GETTERS and memories.is_empty(args[0]):
             return self.GETTERS[func]
-        if func in self.SHOW and (memory := memories.of(args[0])):
-            memory.seen = True
-        # torch would make a tensor of the number on the meta device, where it is lost.
+        if func in self.EXPOSING:
+            memory = memories.of(args[0])
+            if memory:
+                memory.exposed = True
+        # torch would convert the number to a tensor on the meta device, where its value is lost.
         if func is Tensor.__setitem__ and isinstance(args[2], int | float | complex) and memories.is_empty(args[0]):
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=CPU)
         return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every call that makes or changes a tensor; those on empty tensors are only noted."""
+    """Records every call that creates or changes a tensor. Calls on empty tensors are recorded without being run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept_bytes = 0
-        self._freed = Freed()
+        self._saved_bytes = 0
+        self._trimmer = MemoryTrimmer()
         self._paused = False
-        self._left: list[tuple[torch.UntypedStorage, Memory]] = []  # by parameters, and seen by others than torch
+        self._exposed: list[tuple[torch.UntypedStorage, Memory]] = []  # exposed original memories of parameters
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -156,81 +159,84 @@ class _Recorder(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def emptied(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter without memory that stands for one with memory."""
-        self._freed.add(self._empty(parameter).nbytes)
-        made = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
-        return made
+    def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return an empty parameter with the same recorded value."""
+        self._trimmer.add(self._empty(parameter).nbytes)
+        empty = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
+        empty.__dict__.update(parameter.__dict__)
+        return empty
 
     def _empty(self, tensor: Tensor) -> Memory:
+        """Mark the memory of a tensor as empty, and return it."""
         memory = self._operand(tensor, crosses=True).memory
-        if memory.seen and not memory.empty:
-            self._left.append((tensor.untyped_storage(), memory))
+        if memory.exposed and not memory.empty:
+            self._exposed.append((tensor.untyped_storage(), memory))
         memory.empty = True
         return memory
 
-    def check_seen(self) -> None:
-        """Refuse what others than torch have written into a parameter's memory: the parameter has left it by then."""
-        for storage, memory in self._left:
-            if memory.kept is not None and not torch.equal(_bytes_of(storage), memory.kept):
-                raise other_weights(
-                    "model() changes a parameter by something else than torch's functions (numpy, for example) after a "
-                    "module has it",
+    def check_exposed(self) -> None:
+        """Refuse writes by other code than torch into the original memory of a parameter: they had no effect on it."""
+        for storage, memory in self._exposed:
+            if memory.saved is not None and not torch.equal(_bytes_of(storage), memory.saved):
+                raise different_weights(
+                    "model() changes a parameter without torch's functions (with numpy, for example) after a module "
+                    "has registered it",
                     "change it before that, or with torch",
                 )
-            memory.kept = None
+            memory.saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {})) if self._paused else self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call on the host, record it without running it, or run it with empty arguments materialized."""
         tensors = tensors_in((args, kwargs))
         to_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
         if not to_meta and not any(memories.is_empty(tensor) for tensor in tensors):
             return self._on_host(func, args, kwargs, tensors)
         if _name(func).startswith("_foreach_") and len(args[0]) > 1:
-            return self._each(func, args, kwargs)
+            return self._split_foreach(func, args, kwargs)
 
         if _name(func) == "set_":
-            # The tensor moves to another memory, which has its own value.
+            # The tensor now uses another memory, which has its own value.
             for tensor in tensors[1:]:
                 self._empty(tensor)
             return func(*_without_memory(args), **kwargs)
 
-        written = _written(func, args, kwargs)
-        reads_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
-        if reads_numbers or not all(memories.is_empty(tensor) for tensor in written):
-            result = func(*self._real(args), **self._real(kwargs))
-            self._forget(written)
+        # A call that returns Python numbers, or writes into a tensor with memory, needs the actual values.
+        written = _written_tensors(func, args, kwargs)
+        returns_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
+        if returns_numbers or not all(memories.is_empty(tensor) for tensor in written):
+            result = func(*self._materialize(args), **self._materialize(kwargs))
+            self._mark_unrepeatable(written)
             return result
 
         return self._on_meta(func, args, kwargs, written)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Run a call between tensors that have memory. A parameter may be made of its results."""
-        # What torch has not made cannot be made again, nor what follows from it.
+        """Run a call on tensors that have memory. A parameter may be computed from its results."""
+        # A call can be replayed only if it is torch's own, and if its arguments can be replayed.
         repeatable = func.namespace in ("aten", "prims") and all(_is_known(tensor) for tensor in tensors)
-        written = _written(func, args, kwargs)
-        call = self._noted(func, args, kwargs, written) if repeatable else None
+        written = _written_tensors(func, args, kwargs)
+        call = self._record_call(func, args, kwargs, written) if repeatable else None
         result = func(*args, **kwargs)
         if call:
-            self._keep(call, written, result)
+            self._record_results(call, written, result)
         else:
-            self._forget(written)
+            self._mark_unrepeatable(written)
         return result
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        """Note a call on tensors without memory, and return what has the shape of its result."""
+        """Record a call on empty tensors, and return an empty result."""
         if _name(func).startswith("resize"):
-            raise other_weights("model() resizes a parameter", "make it as it should be")
+            raise different_weights("model() resizes a parameter", "construct it with its final size")
 
-        call = self._noted(func, args, kwargs, written)
+        call = self._record_call(func, args, kwargs, written)
         if call.state is not None or _generator_in(args, kwargs):
             self._draw(func, args, kwargs, written)
 
-        # What only changes numbers has nothing to do; its result is what it changes.
+        # An in-place call that changes no shape has nothing to do on the meta device: it returns its argument.
         returns = func._schema.returns
         if written and torch.Tag.inplace_view not in func.tags and all(_is_alias(result) for result in returns):
             result = written[0] if len(returns) == 1 else tuple(written[: len(returns)]) or None
@@ -238,16 +244,16 @@ class _Recorder(TorchDispatchMode):
             try:
                 result = func(*_without_memory(args), **_without_memory(kwargs))
             except (NotImplementedError, RuntimeError):
-                # The shape of the result follows from numbers: nonzero, unique, ...
+                # The shape of the result depends on values: nonzero, unique, ...
                 if written or call.state is not None:
                     raise
-                return func(*self._real(args), **self._real(kwargs))
+                return func(*self._materialize(args), **self._materialize(kwargs))
 
-        self._keep(call, written, result, empty=True)
+        self._record_results(call, written, result, empty=True)
         return result
 
-    def _each(self, func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """Note a call for many tensors as one for each: no parameter may need all others."""
+    def _split_foreach(self, func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+        """Record a `_foreach_` call as one call per tensor, so that replaying one tensor does not need all others."""
         count = len(args[0])
         results: list[Tensor] = []
         for i in range(count):
@@ -260,102 +266,108 @@ class _Recorder(TorchDispatchMode):
         return results or None
 
     def _draw(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        """Draw what a call would draw, so that the generator moves on."""
+        """Draw the random numbers that a call would draw, so that the generator advances."""
         tensors = tensors_in((args, kwargs))
-        self._freed.add(sum(tensor.nbytes for tensor in tensors))
+        self._trimmer.add(sum(tensor.nbytes for tensor in tensors))
+        # An in-place call on one tensor, such as normal_(), does not depend on the tensor's values.
         if len(tensors) == 1 and written:
-            real = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
-            args, kwargs = tree_map(lambda leaf: real if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            buffer = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
+            args, kwargs = tree_map(lambda leaf: buffer if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             func(*args, **kwargs)
         else:
-            func(*self._real(args), **self._real(kwargs))
+            func(*self._materialize(args), **self._materialize(kwargs))
 
-    def _real(self, tree: Any) -> Any:
-        """Give empty tensors among the arguments their numbers."""
+    def _materialize(self, tree: Any) -> Any:
+        """Return the arguments with the values of all empty tensors computed."""
 
-        def real(leaf: Any) -> Any:
+        def materialize(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and memories.is_empty(leaf):
                 recipe = memories.recipe(leaf)
-                self._freed.add(recipe.peak)
-                return recipe.make(Place.of(leaf))
+                self._trimmer.add(recipe.peak)
+                return recipe.make(View.of(leaf))
             return CPU if _is_device(leaf, "meta") else leaf
 
-        return tree_map(real, tree)
+        return tree_map(materialize, tree)
 
-    def _noted(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Call:
+    def _record_call(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Call:
+        """Return a record of a call that is about to run, from which it can be replayed."""
         crosses = any(memories.is_empty(tensor) for tensor in tensors_in((args, kwargs)))
+
+        # If the call overwrites all of a memory without reading it, its earlier calls need not be replayed.
         overwritten = None
-        if _name(func) in OVERWRITES and len(written) == 1 and (memory := memories.of(written[0])):
+        memory = memories.of(written[0]) if _name(func) in OVERWRITES and len(written) == 1 else None
+        if memory:
             others = [t for t in tensors_in((args, kwargs)) if t is not written[0]]
-            if covers(Place.of(written[0]), memory) and all(memories.of(t) is not memory for t in others):
+            if covers(View.of(written[0]), memory) and all(memories.of(t) is not memory for t in others):
                 overwritten = written[0]
 
-        def noted(leaf: Any) -> Any:
+        def record(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 operand = self._operand(leaf, crosses)
                 return operand._replace(value=None) if leaf is overwritten else operand
             if isinstance(leaf, torch.Generator):
-                return OwnGenerator(leaf.get_state())
+                return GeneratorState(leaf.get_state())
             return CPU if _is_device(leaf, "meta") else leaf
 
-        # Before the call: it may change what it reads, and moves the generator.
-        own = _generator_in(args, kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not own
-        args, kwargs = tree_map(noted, (args, kwargs))
-        call = Call(next(_numbers), func, args, kwargs, torch.get_rng_state() if draws else None)
+        # Record the arguments and the generator before the call, which may change both.
+        uses_default_generator = torch.Tag.nondeterministic_seeded in func.tags and not _generator_in(args, kwargs)
+        args, kwargs = tree_map(record, (args, kwargs))
+        state = torch.get_rng_state() if uses_default_generator else None
+        call = Call(next(_numbers), func, args, kwargs, state)
         call.unset = _name(func) in ALLOCATIONS
         tree_map(lambda leaf: call.operands.append(leaf) if is_leaf(leaf) else None, (args, kwargs), is_leaf=is_leaf)
         call.operands = [operand for operand in call.operands if isinstance(operand, Operand)]
         return call
 
     def _operand(self, tensor: Tensor, crosses: bool) -> Operand:
-        """Return how to get a tensor's numbers again. `crosses`: from real memory into what is made again later."""
+        """Return how to recompute a tensor. `crosses`: a tensor with memory is an argument of a call on empty ones."""
         if tensor.is_conj() or tensor.is_neg():
-            raise other_weights("model() initialises weights by conjugated views", "call resolve_conj() on them")
+            raise different_weights("model() initialises weights with conjugated views", "call resolve_conj() on them")
 
+        # Samples of a tensor with memory show, at the replay, whether code that is not recorded has changed it.
         memory = memories.of(tensor)
         if memory is None or memory.value is None or not _is_known(tensor):
-            memory = self._kept(tensor)
+            memory = self._save_content(tensor)
         elif crosses and not memory.empty and not Recipe(memory.value).may_be_unset:
-            memory.value.samples.append((Place.of(tensor), sample_of(tensor)))
-        return Operand(memory, memory.value, Place.of(tensor))
+            memory.value.samples.append((View.of(tensor), sample_of(tensor)))
+        return Operand(memory, memory.value, View.of(tensor))
 
-    def _kept(self, tensor: Tensor) -> Memory:
-        """Keep the numbers of a tensor that torch's functions have not made."""
+    def _save_content(self, tensor: Tensor) -> Memory:
+        """Save the content of a tensor that torch's functions did not compute."""
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":
-            raise other_weights(
-                f"model() uses a tensor of shape {list(tensor.shape)} on the meta device, which has no numbers",
-                "make it on the CPU",
+            raise different_weights(
+                f"model() uses a tensor of shape {list(tensor.shape)} on the meta device, which has no values",
+                "create it on the CPU",
             )
 
-        memory = memories.of(tensor) or memories.add(storage, Memory(storage.nbytes(), seen=True))
-        if memory.value and memory.kept is not None and torch.equal(_bytes_of(storage), memory.kept):
+        memory = memories.of(tensor) or memories.add(storage, Memory(storage.nbytes(), exposed=True))
+        if memory.value and memory.saved is not None and torch.equal(_bytes_of(storage), memory.saved):
             return memory
 
-        self._kept_bytes += storage.nbytes()
-        if self._kept_bytes > MAX_KEPT_BYTES:
+        self._saved_bytes += storage.nbytes()
+        if self._saved_bytes > MAX_SAVED_BYTES:
             raise UserError(
-                f"init=meta would have to keep more than {MAX_KEPT_BYTES >> 20} MiB of the weights on every rank",
-                f"model() makes {list(tensor.shape)} numbers by other means than torch's functions (numpy, a file), "
-                "and they cannot be made again when they are needed",
+                f"init=meta would have to keep more than {MAX_SAVED_BYTES >> 20} MiB of the weights on every rank",
+                f"model() creates a tensor of shape {list(tensor.shape)} without torch's functions (with numpy, or "
+                "from a file), so that it cannot be recomputed later",
                 "draw them with torch, load them as a checkpoint, or type init=host",
             )
 
-        numbers = memory.kept = _bytes_of(storage).clone()
-        call = Call(next(_numbers), numbers.clone, (), {}, results=[(0, memory, Place.of(numbers))])
+        numbers = memory.saved = _bytes_of(storage).clone()
+        call = Call(next(_numbers), numbers.clone, (), {}, results=[(0, memory, View.of(numbers))])
         memory.value = Value(memory, call)
         call.values = [memory.value]
         return memory
 
-    def _keep(self, call: Call, written: list[Tensor], result: Any, empty: bool = False) -> None:
-        """Note what a call has made and changed."""
-        for number, tensor in enumerate(tensors_in(result)):
+    def _record_results(self, call: Call, written: list[Tensor], result: Any, empty: bool = False) -> None:
+        """Record the tensors that a call has created or changed."""
+        for index, tensor in enumerate(tensors_in(result)):
             if (empty or _is_on_cpu(tensor)) and memories.of(tensor) is None:
                 storage = tensor.untyped_storage()
                 memory = memories.add(storage, Memory(storage.nbytes(), empty=empty))
                 memory.value = Value(memory, call)
-                call.results.append((number, memory, Place.of(tensor)))
+                call.results.append((index, memory, View.of(tensor)))
                 call.values.append(memory.value)
 
         for memory in {memories.of(tensor) for tensor in written}:
@@ -363,9 +375,11 @@ class _Recorder(TorchDispatchMode):
             memory.value = Value(memory, call)
             call.values.append(memory.value)
 
-    def _forget(self, written: list[Tensor]) -> None:
+    def _mark_unrepeatable(self, written: list[Tensor]) -> None:
+        """Drop the recorded values of tensors that a call has written and that cannot be replayed."""
         for tensor in written:
-            if memory := memories.of(tensor):
+            memory = memories.of(tensor)
+            if memory:
                 memory.value = None
 
 
@@ -378,12 +392,13 @@ def _is_alias(result: Any) -> bool:
 
 
 def _is_known(tensor: Tensor) -> bool:
+    """Whether the tensor's value is recorded and can be replayed."""
     memory = memories.of(tensor)
-    return memory is not None and memory.value is not None and (memory.empty or not memory.seen)
+    return memory is not None and memory.value is not None and (memory.empty or not memory.exposed)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return Place(torch.uint8, (storage.nbytes(),), (1,), 0).tensor(storage).cpu()
+    return View(torch.uint8, (storage.nbytes(),), (1,), 0).tensor(storage).cpu()
 
 
 def _is_device(leaf: Any, kind: str) -> bool:
@@ -394,12 +409,13 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device == CPU and tensor.layout == torch.strided
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that a call writes into, by its schema."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            written += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _generator_in(args: Any, kwargs: Any) -> bool:
@@ -407,7 +423,7 @@ def _generator_in(args: Any, kwargs: Any) -> bool:
 
 
 def _without_memory(tree: Any) -> Any:
-    """Return arguments for a call on the meta device."""
+    """Return the arguments with all tensors and devices on the meta device."""
 
     def without(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -416,13 +432,15 @@ def _without_memory(tree: Any) -> Any:
             memory, storage = memories.of(leaf), torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
             if memory and memory.empty:
                 memories.add(storage, memory)
-            return Place.of(leaf).tensor(storage)
+            return View.of(leaf).tensor(storage)
         if isinstance(leaf, torch.device) and leaf.type not in ("cpu", "meta"):
             raise UserError(
                 f"init=meta cannot be used: model() moves its weights to {leaf}",
-                "they have no memory yet; each block is moved when it is made",
-                "leave that out of model(), or type init=host",
+                "they have no memory yet; each block is moved when it is initialised",
+                "leave the move out of model(), or type init=host",
             )
-        return META if _is_device(leaf, "cpu") else None if isinstance(leaf, torch.Generator) else leaf
+        if isinstance(leaf, torch.Generator):
+            return None  # kernels of the meta device accept no CPU generator
+        return META if _is_device(leaf, "cpu") else leaf
 
     return tree_map(without, tree)

@@ -1,4 +1,4 @@
-"""How tensors got their values: the calls of torch's functions that made them, which can be run again."""
+"""Replay the recorded calls that compute a tensor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lockstep.errors import UserError
 CPU = torch.device("cpu")
 
 
-def other_weights(found: str, fix: str) -> UserError:
+def different_weights(found: str, fix: str) -> UserError:
+    """Return the error for a constructor whose weights cannot be reproduced."""
     return UserError("init=meta would start from other weights than init=host", found, f"{fix}; or type init=host")
 
 
-class Place(NamedTuple):
-    """Where in its memory a tensor lies."""
+class View(NamedTuple):
+    """The position of a tensor in its memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -29,32 +30,32 @@ class Place(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> View:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        blank = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return blank.set_(storage, self.offset, self.shape, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of one or several tensors."""
+    """The memory of one or several tensors: a storage in torch's words, which may exist only as a record."""
 
     nbytes: int
-    value: Value | None = None  # None: made by something that cannot be run again
-    empty: bool = False  # a parameter lies in it, or follows from one: there are no numbers, only a value
-    seen: bool = False  # by others than torch (numpy), who may change its numbers: they are kept whenever they are used
-    kept: Tensor | None = None  # all bytes, when they were last used
+    value: Value | None = None  # None: its content cannot be replayed
+    empty: bool = False  # there is no real memory, only the recorded value
+    exposed: bool = False  # to code that is not recorded (numpy) and may change the content; it is saved at every use
+    saved: Tensor | None = None  # all bytes, when they were last used
 
 
 @dataclass(eq=False)
 class Value:
-    """What a memory holds after a call."""
+    """The content of a memory after a call."""
 
     memory: Memory
     call: Call
-    samples: list[tuple[Place, Tensor]] = field(default_factory=list)  # some of the numbers that it really held
+    samples: list[tuple[View, Tensor]] = field(default_factory=list)  # some of the actual elements, for a comparison
 
 
 class Operand(NamedTuple):
@@ -62,10 +63,12 @@ class Operand(NamedTuple):
 
     memory: Memory
     value: Value | None
-    place: Place
+    view: View
 
 
-class OwnGenerator(NamedTuple):
+class GeneratorState(NamedTuple):
+    """A torch.Generator among the arguments of a call."""
+
     state: Tensor
 
     def make(self) -> torch.Generator:
@@ -76,47 +79,51 @@ class OwnGenerator(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call of one of torch's functions, with all it takes to run it again."""
+    """A recorded call of one of torch's functions, which can be replayed."""
 
     number: int  # in the order of the calls
     function: Callable[..., Any]
     args: Any  # with an Operand for every tensor
     kwargs: Any
-    state: Tensor | None = None  # of torch's generator, if the call draws from it
-    unset: bool = False  # memory that the call allocates and does not set
+    state: Tensor | None = None  # the state of torch's default generator, if the call draws from it
+    unset: bool = False  # whether the call only allocates memory, as torch.empty does
     operands: list[Operand] = field(default_factory=list)
-    results: list[tuple[int, Memory, Place]] = field(default_factory=list)  # new memories, by the number of the result
-    values: list[Value] = field(default_factory=list)  # of all memories that it makes or writes
+    results: list[tuple[int, Memory, View]] = field(default_factory=list)  # new memories, with the index of the result
+    values: list[Value] = field(default_factory=list)  # of all memories that it creates or writes
 
-    def run(self, held: dict[Memory, torch.UntypedStorage]) -> None:
+    def run(self, storages: dict[Memory, torch.UntypedStorage]) -> None:
+        """Replay the call. `storages` holds the actual memory of its operands, and gets that of its results."""
+
         def argument(leaf: Any) -> Any:
             if isinstance(leaf, Operand):
-                if leaf.memory not in held:
-                    held[leaf.memory] = torch.UntypedStorage(leaf.memory.nbytes)
-                return leaf.place.tensor(held[leaf.memory])
-            return leaf.make() if isinstance(leaf, OwnGenerator) else leaf
+                if leaf.memory not in storages:
+                    storages[leaf.memory] = torch.UntypedStorage(leaf.memory.nbytes)
+                return leaf.view.tensor(storages[leaf.memory])
+            return leaf.make() if isinstance(leaf, GeneratorState) else leaf
 
         args, kwargs = tree_map(argument, (self.args, self.kwargs), is_leaf=is_leaf)
         if self.state is not None:
             torch.set_rng_state(self.state)
         before = torch.get_rng_state()
-        found = tensors_in(self.function(*args, **kwargs))
+        outputs = tensors_in(self.function(*args, **kwargs))
         if self.state is None and not torch.equal(torch.get_rng_state(), before):
-            raise other_weights(f"model() calls {self.function}, which draws random numbers", "draw them otherwise")
+            raise different_weights(
+                f"model() calls {self.function}, which draws random numbers that are not recorded",
+                "draw them with another function",
+            )
 
-        for number, memory, place in self.results:
-            result = found[number]
-            # Some functions lay out their results otherwise on the meta device.
-            if Place.of(result) != place or result.untyped_storage().nbytes() != memory.nbytes:
-                laid_out = place.tensor(torch.UntypedStorage(memory.nbytes))
-                result = laid_out.copy_(result)
+        for index, memory, view in self.results:
+            result = outputs[index]
+            # Some functions return other strides on the meta device than on the CPU.
+            if View.of(result) != view or result.untyped_storage().nbytes() != memory.nbytes:
+                result = view.tensor(torch.UntypedStorage(memory.nbytes)).copy_(result)
             if self.unset:
                 mark_unset(result)
-            held[memory] = result.untyped_storage()
+            storages[memory] = result.untyped_storage()
 
 
 def is_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, Operand | OwnGenerator)
+    return isinstance(leaf, Operand | GeneratorState)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -124,7 +131,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Recipe:
-    """All calls that give a memory its value, without those whose results were overwritten."""
+    """All calls that are needed to compute a value. Calls whose results were overwritten are left out."""
 
     def __init__(self, value: Value):
         self.value = value
@@ -134,47 +141,49 @@ class Recipe:
 
     @property
     def peak(self) -> int:
-        """The bytes that `make` needs at most."""
-        held: set[Memory] = set()
+        """The peak memory of `make`, in bytes."""
+        live: set[Memory] = set()
         peak = 0
         for call in self.calls:
-            held.update(_memories(call))
-            peak = max(peak, sum(memory.nbytes for memory in held))
-            held = {memory for memory in held if self._last_use[memory] > call.number}
+            live.update(_memories(call))
+            peak = max(peak, sum(memory.nbytes for memory in live))
+            live = {memory for memory in live if self._last_use[memory] > call.number}
         return peak
 
     @property
     def may_be_unset(self) -> bool:
         return any(call.unset for call in self.calls)
 
-    def make(self, place: Place) -> Tensor:
-        """Return what lies at a place of the memory, in host memory. All generators stay as they are."""
-        held: dict[Memory, torch.UntypedStorage] = {}
+    def make(self, view: View) -> Tensor:
+        """Replay the calls and return a view of the result, on the CPU. The generators do not advance."""
+        storages: dict[Memory, torch.UntypedStorage] = {}
         state = torch.get_rng_state()
         try:
             with torch.no_grad():
                 for call in self.calls:
-                    call.run(held)
+                    call.run(storages)
                     for value in call.values:
-                        _compare(value, held)
+                        _compare(value, storages)
                     for memory in _memories(call):
                         if self._last_use[memory] <= call.number:
-                            del held[memory]
+                            del storages[memory]
         finally:
             torch.set_rng_state(state)
 
-        made = place.tensor(held[self.value.memory])
-        return made if covers(place, self.value.memory) else made.clone()
+        tensor = view.tensor(storages[self.value.memory])
+        # A clone of a part does not keep the whole memory alive.
+        return tensor if covers(view, self.value.memory) else tensor.clone()
 
 
 def _needed(value: Value) -> list[Call]:
+    """Return the calls that a value depends on, in order."""
     calls: dict[int, Call] = {}
-    waiting = [value.call]
-    while waiting:
-        call = waiting.pop()
+    pending = [value.call]
+    while pending:
+        call = pending.pop()
         if call.number not in calls:
             calls[call.number] = call
-            waiting += [operand.value.call for operand in call.operands if operand.value]
+            pending += [operand.value.call for operand in call.operands if operand.value]
     return [calls[number] for number in sorted(calls)]
 
 
@@ -182,29 +191,29 @@ def _memories(call: Call) -> set[Memory]:
     return {operand.memory for operand in call.operands} | {memory for _, memory, _ in call.results}
 
 
-def _compare(value: Value, held: dict[Memory, torch.UntypedStorage]) -> None:
-    """Check that a call gave the same numbers as before: numpy can change a tensor, and torch does not see it."""
-    for place, sample in value.samples:
-        if not same_bits(sample_of(place.tensor(held[value.memory])), sample):
-            raise other_weights(
-                f"model() changes a tensor of shape {list(place.shape)} by something other than torch's functions "
-                "(numpy, for example)",
+def _compare(value: Value, storages: dict[Memory, torch.UntypedStorage]) -> None:
+    """Check that the replay gives the recorded samples: a change of a tensor with numpy cannot be recorded."""
+    for view, sample in value.samples:
+        if not same_bits(sample_of(view.tensor(storages[value.memory])), sample):
+            raise different_weights(
+                f"model() changes a tensor of shape {list(view.shape)} without torch's functions (with numpy, for "
+                "example)",
                 "set it with torch.from_numpy(...)",
             )
 
 
-def covers(place: Place, memory: Memory) -> bool:
-    """Whether a tensor is all of its memory."""
+def covers(view: View, memory: Memory) -> bool:
+    """Whether a view is contiguous and covers all of its memory."""
     count = 1
-    for size, stride in zip(reversed(place.shape), reversed(place.stride), strict=True):
+    for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if size != 1 and stride != count:
             return False
         count *= size
-    return place.offset == 0 and count * place.dtype.itemsize == memory.nbytes
+    return view.offset == 0 and count * view.dtype.itemsize == memory.nbytes
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return up to 64 numbers: reading all of a large tensor that nobody has written would cost its memory."""
+    """Return up to 64 elements. Reading all of a large tensor would allocate pages that were never written."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
     return flat[:: max(1, flat.numel() // 64)].clone()
 
@@ -214,7 +223,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def mark_unset(tensor: Tensor) -> None:
-    """Fill a tensor with a value that no initialisation sets. A bool has none."""
+    """Fill an uninitialised tensor with a value that no initialisation sets. For bool there is no such value."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif tensor.dtype != torch.bool:
@@ -227,11 +236,11 @@ def is_unset(tensor: Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-class Freed:
-    """Counts memory that was freed, and gives it back to the system.
+class MemoryTrimmer:
+    """Returns freed memory to the system.
 
-    The C library keeps blocks of up to 32 MiB, and as soon as something small lies in one, the next block is put
-    elsewhere: a model of such parameters would be held as a whole, though all of it is free.
+    glibc keeps freed blocks of up to 32 MiB, and as soon as a small allocation lies in such a block, the next large one
+    goes elsewhere. So the process would grow to the size of the whole model, although most of its memory is free.
     """
 
     EVERY_BYTES = 128 * 2**20
@@ -241,6 +250,7 @@ class Freed:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
 
     def add(self, nbytes: int) -> None:
+        """Count freed bytes, and trim from time to time."""
         self._bytes += nbytes
         if self._bytes >= self.EVERY_BYTES and self._trim:
             self._trim(0)

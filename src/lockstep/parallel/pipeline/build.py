@@ -14,7 +14,7 @@ from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.caches import keep_no_cache
+from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.pipeline.pipeline import model_input
 from lockstep.parallel.pipeline.stages import (
@@ -36,13 +36,13 @@ def make_stages(
     count: int,
     device: torch.device,
 ) -> tuple[Sequence[Stage], list[list[Tensor]]]:
-    """Return `count` stages, and the tensors that each uses.
+    """Return `count` stages, and the tensors that each stage uses.
 
-    model: in full, and on the CPU
-    data: returns the samples; an automatic split reads two of them. None: there are no samples
-    device: where the stages will run
+    model: the full model, on the CPU
+    data: returns the samples, of which an automatic split reads two; None: there are no samples
+    device: the device on which the stages will run
     """
-    # The user's list comes first, then the structure of the model, then a trace of its forward.
+    # Use the user's list if there is one, or else the structure of the model, or else a trace of its forward.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
     if layers is not None:
         stages = [SequentialStage(group) for group in split_layers(layers, count)]
@@ -52,23 +52,24 @@ def make_stages(
     if not blocks:
         raise UserError(
             f"{type(model).__name__} cannot be split into stages",
-            "only its forward knows what runs after what, and it has no list of modules of one class to split between",
+            "it is not an nn.Sequential, the task has no stages(model), and it has no ModuleList of equal blocks to "
+            "split between",
             WHAT_TO_WRITE.replace("*model.blocks", "Middle(model)"),
         )
 
-    # A custom loop has no data to look at.
+    # A custom loop passes no data.
     if data is None:
         raise UserError(
             f"{type(model).__name__} cannot be split into stages",
-            "only its forward knows what runs after what",
+            "it is not an nn.Sequential, and a custom loop has no samples with which to trace its forward",
             WHAT_TO_WRITE,
         )
 
     from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
 
-    keep_no_cache(model, always=True)
+    disable_kv_cache(model, always=True)
     samples = data()
-    # Before it calls the model, the loss may call parts of the model, or draw random numbers.
+    # Before the loss calls the model, it may call parts of the model, or draw random numbers.
     with StateSnapshot(model):
         arguments = _example_input(model, task, config, samples)
     # The trace runs on the CPU, in the precision of the run.
@@ -80,11 +81,11 @@ def make_stages(
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise UserError(
-            f"{type(model).__name__} cannot be split into stages between its blocks without two samples to look at",
-            f"the data is a {type(data).__name__}, and reading samples from it would use them up",
+            f"{type(model).__name__} cannot be split into stages between its blocks without two samples to trace it",
+            f"the data is a {type(data).__name__}: samples that the trace read would be missing in training",
             WHAT_TO_WRITE,
         )
 
-    # Read as a run reads them, with the same transforms; the first two of epoch 0.
+    # Read the first two samples of epoch 0, with the same transforms as in training.
     read = SampleReader(data, task.collate, config.seed, config.data.seed_samples)
     return model_input(task.loss, model, read(Request(0, range(min(2, len(data))))))

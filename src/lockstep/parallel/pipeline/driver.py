@@ -1,7 +1,7 @@
-"""A pipeline as a Driver: every rank holds the tensors of its own stages, and only the names of the others.
+"""The Driver of a pipeline: every rank holds the tensors of its own stages, and placeholders for all others.
 
-Stages lie along pp, are replicated or sharded along dp, and their layers are sharded along tp. A weight that two stages
-use (a tied embedding) is held by both; its two gradients are added, so that both take the same step.
+Stages are distributed along pp, replicated or sharded along dp, and their layers are sharded along tp. Both of two
+stages that share a weight (a tied embedding) hold it; its two gradients are added, so that both get the same update.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
 from lockstep.parallel.fsdp.uniform_use import END, UniformUse
-from lockstep.parallel.inner_gradients import InnerGradient, watched
+from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.tensor.driver import (
-    agree_on_plain,
     apply_plan,
-    explain_mixtures,
+    broadcast_unsharded_gradients,
+    explain_dtensor_errors,
     redistribute_gradient,
     sum_gradients,
 )
@@ -55,9 +55,9 @@ class PipelineDriver(ShardedDriver):
         compiled: bool,
         data: Callable[[], Any] | None,
     ):
-        """Split `model`, which is still full and on the CPU.
+        """Split `model`, which is a full model on the CPU.
 
-        `data` returns the samples; a trace of the forward reads two of them.
+        `data` returns the samples, of which a trace of the forward reads two.
         """
         self.mesh = axes.mesh
         ranks = self.mesh.sizes["pp"]
@@ -68,31 +68,30 @@ class PipelineDriver(ShardedDriver):
         self._replicas = axes.along("dp")
         self._tp = axes.along("tp")
 
-        # Decided while the model is full: how its layers are sharded, and which stages use which tensor.
-        ways = self.mesh.sizes["tp"]
-        plan = choose_plan(model, task, ways, runtime.world.size // ways) if ways > 1 else {}
+        # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
+        tp_size = self.mesh.sizes["tp"]
+        plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
         count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         stages, used = make_stages(model, task, config, data, count, runtime.device)
         by_tensor = stages_by_tensor(model, used)
-        pp_ranks = {name: {number % ranks for number in numbers} for name, numbers in by_tensor.items()}
+        pp_ranks = {name: {stage % ranks for stage in users} for name, users in by_tensor.items()}
         _check_norms(model, by_tensor)
-
-        # While every rank still holds every tensor: from here on it keeps only its own.
         _broadcast_one_by_one(model, runtime)
 
-        # This rank keeps the tensors of its own stages, and the buffers that they change.
+        # From here on, this rank keeps only the tensors of its own stages, and the buffers that they may write into.
         local_stages = stages[position::ranks]
         held = {name for name, users in pp_ranks.items() if not users or position in users}
         mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
-        real = held | {name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in mutable}
-        keep_only(model, real, runtime.device)
+        buffers = model.named_buffers(remove_duplicate=False)
+        kept = held | {name for name, buffer in buffers if id(buffer) in mutable}
+        keep_only(model, kept, runtime.device)
 
-        # As in apply.py, from the inside out: tensor parallelism, compile, FSDP.
+        # In the same order as in apply.py: tensor parallelism, compile, FSDP.
         if plan:
             local_plan = {layer: style for layer, style in plan.items() if _holds(model, layer, held)}
             apply_plan(model, local_plan, axes, runtime)
             for stage in local_stages:
-                explain_mixtures(stage)
+                explain_dtensor_errors(stage)
 
         if compiled:
             for stage in local_stages:
@@ -101,12 +100,12 @@ class PipelineDriver(ShardedDriver):
         facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
         self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
 
-        super().__init__(model, runtime, self._replicas, held=real)
+        super().__init__(model, runtime, self._replicas, held=kept)
         self._held = [name in held for name in self.names]
-        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # along pp
-        self._tied = self._groups_of_tied([tuple(sorted(pp_ranks[name])) for name in self.names])
+        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
+        self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        # A tensor that no stage used is on all ranks, like one that all stages use.
+        # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
         self.role = replace(
             self.role,
@@ -117,8 +116,8 @@ class PipelineDriver(ShardedDriver):
             facts=facts,
         )
 
-        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, real)
-        self._flow = Pipeline(
+        self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
+        self._pipeline = Pipeline(
             model,
             stages,
             config.pp.schedule,
@@ -137,19 +136,19 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        loss_fn = watched(loss_fn, self.before_inner_gradient)
+        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
         micros = list(batches)
 
-        # The first stages need the loss scale of fp16 before any loss is known.
+        # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
         if control.needs_reference_weight:
             loss = None
             try:
-                loss = self._flow.forward(loss_fn, micros[0].data)
+                loss = self._pipeline.forward(loss_fn, micros[0].data)
             except UserError as error:
-                self._flow.refused = error  # all ranks raise it, at the end of the step
+                self._pipeline.refusal = error  # all ranks raise it, at the end of the step
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
-        self._flow.run(micros, loss_fn, control)
+        self._pipeline.run(micros, loss_fn, control)
         self.statistics.end_step(batches)
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
@@ -157,20 +156,21 @@ class PipelineDriver(ShardedDriver):
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         # Of something else than the model it may compute what it likes.
-        if not inner.reaches(self.leaf_names(), tensors=self._flow.outputs):
+        if not inner.reaches(self.leaf_names(), tensors=self._pipeline.outputs):
             return
         raise UserError(
-            "the loss computes gradients of the model itself, which a pipeline (mesh.pp) cannot do: the rank of the "
-            "loss holds the last stage only",
-            inner.place,
+            "the loss computes gradients of the model itself, which a pipeline (mesh.pp) does not support: the rank "
+            "that computes the loss holds only the last stage",
+            inner.call_site,
             "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
     def reduced(self) -> Reduced:
-        return replace(super().reduced(), names=self.names)  # norms are those of all stages
+        return replace(super().reduced(), names=self.names)  # `norms` covers the parameters of all stages
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        return self._flow.forward(loss_fn, data)  # the stages enter autocast; what the task computes before does not
+        # Not inside `autocast()`: the pipeline enters it itself, for the stages and the loss.
+        return self._pipeline.forward(loss_fn, data)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
@@ -202,16 +202,16 @@ class PipelineDriver(ShardedDriver):
 
     # ---- set-up ----
 
-    def _groups_of_tied(self, positions: Sequence[tuple[int, ...]]) -> list[tuple[list[int], Collectives]]:
-        """Return which parameters, by index, this rank shares with other stages, and the ranks that share them.
+    def _tied_groups(self, positions: Sequence[tuple[int, ...]]) -> list[tuple[list[int], Collectives]]:
+        """Return the parameters that this rank shares with other stages: lists of indices, each with a process group.
 
-        `positions` holds, for each parameter, the coordinates along pp that hold it. Collective: every rank must take
-        part in making every group.
+        `positions` holds, for each parameter, the coordinates along pp of the ranks that hold it. Collective: every
+        rank must take part in the creation of every process group.
         """
         tied: list[tuple[list[int], Collectives]] = []
         for shared in dict.fromkeys(holders for holders in positions if len(holders) > 1):
             indices = [index for index, holders in enumerate(positions) if holders == shared]
-            # Replicas and tp shards of a stage share with their counterparts in the other stages.
+            # A rank shares with the ranks of the other stages that have the same dp and tp coordinates.
             counterparts = zip(*(self._ranks_at([position]) for position in shared), strict=True)
             group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in counterparts])
 
@@ -222,8 +222,9 @@ class PipelineDriver(ShardedDriver):
         return tied
 
     def _ranks_at(self, positions: Collection[int]) -> tuple[int, ...]:
-        inside = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
-        return tuple(position * inside + offset for position in sorted(positions) for offset in range(inside))
+        """Return all ranks at these coordinates along pp."""
+        size = self.mesh.sizes["dp"] * self.mesh.sizes["tp"]
+        return tuple(position * size + offset for position in sorted(positions) for offset in range(size))
 
     # ---- after the last backward ----
 
@@ -231,78 +232,80 @@ class PipelineDriver(ShardedDriver):
         if self._uniform_use:
             self._uniform_use.compare(END)
 
-        # The first sum: the control word, and which parameters any rank used.
+        # First sum the control word, together with flags that say which parameters a rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
-        marks = torch.tensor([*self._flow.marks(), *used, *self._foreign.used()], dtype=torch.float64)
-        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, marks).tolist()]
+        flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._foreign.used()], dtype=torch.float64)
+        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, flags).tolist()]
         if refused:
             self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
-        # Without a gradient from the loss, the last stage has sent zeros to the others.
+        # If the loss does not depend on the model, the last stage sends zeros, and parameters have gradients anyway.
         if not (reached and any(used_anywhere[: len(used)])):
             raise no_gradient()
 
-        # Then the gradients, then their norms: a parameter that several stages hold counts once.
+        # Then sum the gradients, then their squared norms. A parameter that several stages hold counts once.
         self._sum_gradients(used_anywhere[: len(used)])
         self._call_hooks()
 
         squared = torch.zeros(len(self.names), dtype=torch.float64, device=self.runtime.device)
-        trained = {n: p.grad for n, p in enumerate(self.parameters) if self._held[n] and p.grad is not None}
-        if trained:
-            copies = torch.tensor([self._copies[n] for n in trained], device=squared.device)
-            squared[[*trained]] = self._squared_terms([*trained.values()]) / copies
+        grads = {index: p.grad for index, p in enumerate(self.parameters) if self._held[index] and p.grad is not None}
+        if grads:
+            copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
+            squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
 
         self._squared_norms = self.runtime.collectives.sum_(squared)
 
     def _raise_refusal(self) -> NoReturn:
-        """Raise the error of the loss on all ranks: only that of the last stage calls it."""
-        own = self._flow.refused
-        found = self.runtime.collectives.gather_json(list(own.args) if own else None)
-        raise own or UserError(*next(filter(None, found)))
+        """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
+        own = self._pipeline.refusal
+        refusals = self.runtime.collectives.gather_json(list(own.args) if own else None)
+        raise own or UserError(*next(filter(None, refusals)))
 
     def _sum_gradients(self, used: list[bool]) -> None:
-        """Sum gradients over replicas, and only then between stages that share a weight: all get the same bits.
+        """Sum gradients over replicas, and then over stages that share a weight, so that all get the same bits.
 
-        `used` says for each parameter whether any rank used it; if none did, it keeps no gradient.
+        `used`: for each parameter, whether any rank used it. If none did, it keeps no gradient.
         """
-        trained = [p for p, held, live in zip(self.parameters, self._held, used, strict=True) if held and live]
+        triples = zip(self.parameters, self._held, used, strict=True)
+        trained = [p for p, is_held, is_used in triples if is_held and is_used]
         for p in trained:
             redistribute_gradient(p)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-        # FSDP already summed over the replicas.
+        # FSDP has already summed over the replicas.
         if not self._sharded:
             sum_gradients(trained, self._replicas)
 
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
 
-        agree_on_plain(trained, self._tp)
+        broadcast_unsharded_gradients(trained, self._tp)
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
-        """Return this rank's terms of squared norms, to be summed over the replicas and tp shards of its stage."""
+        """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
 
 
 def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:
-    """Refuse a BatchNorm that two stages use: each would keep running statistics of its own use."""
+    """Refuse a BatchNorm that two stages use: each stage would update its own copy of the running statistics."""
     for name, module in model.named_modules():
         tensors = [f"{name}.{tensor}".lstrip(".") for tensor in ("running_mean", "weight")]
-        stages = sorted({number for tensor in tensors for number in by_tensor.get(tensor, ())})
+        stages = sorted({stage for tensor in tensors for stage in by_tensor.get(tensor, ())})
         if isinstance(module, _BatchNorm) and module.running_mean is not None and len(stages) > 1:
             raise UserError(
                 f"{name!r} is a {type(module).__name__} that {len(stages)} stages of the pipeline (mesh.pp) share",
-                f"stages {', '.join(map(str, stages))}: each would keep running statistics of its own use",
-                "give every use a BatchNorm of its own; or type strategy=ddp, or strategy=fsdp",
+                f"each of the stages {', '.join(map(str, stages))} would update its own running statistics",
+                "use a separate BatchNorm in each place; or type strategy=ddp, or strategy=fsdp",
             )
 
 
 def _holds(model: nn.Module, layer: str, held: Collection[str]) -> bool:
+    """Whether all parameters of the layer are among the names `held`."""
     return all(name in held for name, _ in model.get_submodule(layer).named_parameters(prefix=layer))
 
 
 def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
-    """Start every rank with rank 0's weights, one tensor at a time, so that no device ever holds the full model."""
+    """Copy rank 0's weights to all ranks, one tensor at a time, so that no device ever holds the full model."""
     for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
         moved = tensor.detach().to(runtime.device)
         runtime.collectives.broadcast_([moved])
@@ -312,21 +315,21 @@ def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
 def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -> None:
     if runtime.device.type == "cuda" and runtime.backend == "gloo":
         raise UserError(
-            "a pipeline (mesh.pp) on GPUs cannot run over gloo, which does not send a GPU's tensors to another rank",
+            "a pipeline (mesh.pp) on GPUs cannot run over gloo, which cannot send GPU tensors from rank to rank",
             "",
-            "give every rank a GPU of its own (nccl), or type device=cpu",
+            "give every rank its own GPU (nccl), or type device=cpu",
         )
 
     if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with strategy={config.strategy}",
-            "its stages need their parameters in full from forward to backward",
+            "this schedule needs the parameters of a stage in full from forward to backward",
             "type pp.schedule=1f1b, or strategy=pp",
         )
 
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",
-            "its backward comes in two halves, which torch cannot take from a compiled module",
+            "this schedule splits the backward into two halves, which torch cannot do for a compiled module",
             "type compile=false, or pp.schedule=1f1b",
         )

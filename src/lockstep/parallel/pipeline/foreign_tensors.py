@@ -1,9 +1,9 @@
-"""Detect the use of parameters and buffers that only other stages of a pipeline hold: a penalty on all weights, say.
+"""Detect the use of parameters and buffers that only other stages of a pipeline hold, as in a penalty on all weights.
 
-This rank has a placeholder for such a tensor: a single NaN, expanded to the tensor's shape. Everything computed with it
-is NaN. Its use shows in one of two ways: the placeholder gets a gradient; or the loss or a metric is NaN, and a second
-call of the loss reads the placeholder. An error on one rank alone would leave the others waiting, so the ranks compare
-after the last micro-batch, before anything is applied, and all raise the same error.
+On this rank such a tensor is a placeholder: a single NaN, expanded to the tensor's shape. Everything computed with it
+is NaN. Its use is detected in one of two ways: the placeholder gets a gradient; or the loss or a metric is NaN, and a
+second call of the loss reads the placeholder. If only one rank raised an error, the others would wait for it. So the
+ranks exchange what they found after the last micro-batch, before the optimizer's step, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from lockstep.errors import UserError
 from lockstep.parallel.pipeline.stages import named_tensors
 from lockstep.task import Loss
 
-FIRST_STEPS = 3  # on a GPU the host must wait to see a NaN, so only these steps are checked
+FIRST_STEPS = 3  # the steps that are checked for NaN on a GPU, where the host must wait for the value
 
 
 class ForeignTensors:
-    """The tensors that this rank has placeholders for."""
+    """The tensors for which this rank has placeholders."""
 
     def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], held: Collection[str]):
-        """Find these tensors.
+        """Find the placeholders.
 
-        stages: by name, the stages that use each tensor that not all stages use; the same on all ranks
-        held: names of the tensors that this rank holds
+        stages: by name, the stages that use a tensor, for tensors that not all stages use; the same on all ranks
+        held: the names of the tensors that this rank holds
         """
         self.stages = stages
         self.steps = 0
 
-        # Under all names, since the error names what the user wrote.
+        # Under all names of a tied tensor, so that the error has the name that the user's code uses.
         self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
         self._read: set[str] = set()
 
-    def are_read(self, loss: Loss, output: Any, again: Callable[[Any], Any]) -> bool:
+    def were_read(self, loss: Loss, output: Any, compute_loss: Callable[[Any], Any]) -> bool:
         """Return whether the loss read a placeholder, in this micro-batch or in an earlier one.
 
-        `again` computes the loss once more, from a copy of the model's `output`.
+        `compute_loss` computes the loss from the model's `output`.
         """
         if self._read or not self._tensors or (loss.total.is_cuda and self.steps > FIRST_STEPS):
             return bool(self._read)
 
-        # A NaN may have another cause: only a second call of the loss shows which tensors it reads.
+        # A NaN may have other causes. A second call of the loss shows which tensors it reads.
         tensors = [leaf for leaf in tree_leaves((loss.total, loss.metrics)) if isinstance(leaf, Tensor)]
         if any(bool(tensor.isnan().any()) for tensor in tensors):  # on a GPU the host waits here
             # The output itself may be needed by the backward, and a loss may change it in place.
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), output)
             with torch.no_grad(), _ReadRecorder(self._tensors) as recorder:
-                again(copy)
+                compute_loss(copy)
 
             self._read = recorder.read
 
@@ -61,28 +61,28 @@ class ForeignTensors:
 
     def used(self) -> list[bool]:
         """Return, for each tensor in `stages`, whether its placeholder on this rank was used."""
-        # A placeholder that took part in a backward has a gradient.
+        # A backward through a placeholder leaves a gradient on it.
         used = {name for name, tensor in self._tensors.items() if tensor.grad is not None} | self._read
         return [name in used for name in self.stages]
 
     def check(self, anywhere: Sequence[bool]) -> None:
-        """Raise an error if any tensor in `stages` was misused; `anywhere` combines `used` over all ranks."""
+        """Raise an error if a placeholder was used on any rank. `anywhere` is `used()` combined over all ranks."""
         names = [name for name, used in zip(self.stages, anywhere, strict=True) if used]
         if names:
             # One name is enough to find the line of code.
             stages = " and ".join(map(str, self.stages[names[0]]))
-            more = f" (and {len(names) - 1} more like it)" if names[1:] else ""
+            more = f" (and {len(names) - 1} other tensors too)" if names[1:] else ""
             raise UserError(
                 f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
                 f"only stage {stages} holds it",
-                "for a penalty on weights write weight_decay in the optimizer; compute what else needs the parameter "
-                "in the model's forward, for all samples alike; or train without a pipeline (mesh.pp): type "
+                "for a penalty on weights use the optimizer's weight_decay; compute anything else that needs the "
+                "parameter in the model's forward, for every sample; or train without a pipeline (mesh.pp): type "
                 "strategy=ddp, or strategy=zero1",
             )
 
 
 class _ReadRecorder(TorchDispatchMode):
-    """Records which of the tensors an operation reads. Taking a view of one does not count."""
+    """Records which of the given tensors are read by an operation. Taking a view does not count."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
@@ -92,7 +92,7 @@ class _ReadRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
 
-        # An expanded or transposed placeholder shares its memory; what is computed from it does not.
+        # A view of a placeholder shares its memory. The result of a computation does not.
         is_view = isinstance(result, Tensor) and _address(result) in self._names
         if not is_view:
             addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

@@ -1,4 +1,4 @@
-"""Pass tensors to the rank of another stage, which does not know their shapes: a header of fixed size comes first."""
+"""Send tensors to another stage's rank, which does not know their shapes: a header of fixed size is sent first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADER = 1 + MAX_TENSORS * _ENTRY
 def sendable(output: Any, number: int) -> list[Tensor]:
     """Return the output of stage `number` as contiguous tensors, or refuse it."""
     values = output if isinstance(output, tuple) else (output,)
-    # This check comes first, since a DTensor would pass the next one.
+    # First, since a DTensor would pass the next check.
     if any(isinstance(value, DTensor) for value in values):
         raise UserError(
             f"stage {number} returns a sharded tensor (mesh.tp), which cannot be passed to the next stage",
@@ -37,7 +37,7 @@ def sendable(output: Any, number: int) -> list[Tensor]:
         raise UserError(
             f"stage {number} returns {kind}, which cannot be passed to the next stage",
             "a stage must return a floating-point tensor, or a tuple of them",
-            "let stages(model) split where only activations pass, and compute masks and positions in each stage",
+            "split in stages(model) where only activations are passed on; compute masks and positions in each stage",
         )
 
     return [value.contiguous() for value in values]
@@ -51,7 +51,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) ->
             f"pass at most {MAX_TENSORS} tensors of at most {MAX_DIMS} dimensions, of floating-point numbers",
         )
 
-    # All headers have the same size, so that the receiver can allocate one beforehand.
+    # All headers have the same size, so that the receiver can allocate the header beforehand.
     header = [len(tensors)]
     for t in tensors:
         header += [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (MAX_DIMS - t.dim())]
@@ -65,12 +65,12 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) ->
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
-    # On a GPU the host waits here: once per new shape, and for the batches of an evaluation.
+    # On a GPU the host waits here. This happens once per new shape, and for every batch of an evaluation.
     count, *entries = header.tolist()
 
     tensors = []
-    for number in range(count):
-        dtype, dim, *shape = entries[number * _ENTRY : (number + 1) * _ENTRY]
+    for index in range(count):
+        dtype, dim, *shape = entries[index * _ENTRY : (index + 1) * _ENTRY]
         tensor = torch.empty(shape[:dim], dtype=DTYPES[dtype], device=device)
         dist.recv(tensor, group=group, group_src=source)
         tensors.append(tensor)

@@ -1,9 +1,9 @@
 """Run micro-batches through a model that is split into stages, one or more per rank, with torch's own schedules.
 
-Every rank of a pipeline reads the same micro-batches. To learn what the task passes to `model(...)`, we call its loss
-with a stand-in for the model, which records the arguments and ends the call; they are the input of the first stage. The
-last stage calls the loss again, in full, with a stand-in that returns the output of the pipeline. Gradients are those
-of sums and never divided, so micro-batches may have any weights.
+Every rank of a pipeline reads the same micro-batches. To get the arguments that the task passes to `model(...)`, we
+call its loss with a proxy of the model, which records the arguments and aborts the call. They are the input of the
+first stage. The last stage calls the loss again, with a proxy that returns the output of the pipeline. Gradients are
+sums over micro-batches and never divided, so micro-batches may have any weights.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
-MAX_PREPARED = 8  # schedules that are kept, one for each number and shape of micro-batches
+MAX_PREPARED = 8  # how many schedules are cached, one for each number and shape of micro-batches
 
-# torch's class, and the default number of stages per rank.
+# For each name: torch's class, and the default number of stages per rank.
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (ScheduleGPipe, 1),
     "1f1b": (Schedule1F1B, 1),
@@ -44,48 +44,45 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 }
 
 
-# ---- the task's view of the model ----
+# ---- the arguments that the task passes to the model ----
 
 
 class _ModelCalled(BaseException):
-    """The task called the model with (args, kwargs).
-
-    It is not an Exception, so that no `except` in the task catches it.
-    """
+    """Ends a loss when it calls the model, with (args, kwargs). A BaseException, so that no `except` catches it."""
 
 
-class StandIn:
-    """Takes the place of the model in a task's loss. It has the attributes of the model, and `answer` as its call."""
+class ModelProxy:
+    """A proxy of the model in a task's loss. It has the model's attributes, but a call runs `function` instead."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any]):
+    def __init__(self, model: nn.Module, function: Callable[..., Any]):
         self._model = model
-        self._answer = answer
+        self._function = function
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._calls += 1
         if self._calls > 1:
             raise _not_one_call("more than once")
-        return self._answer(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
 def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
-    """Return what the task passes to the model for this batch."""
+    """Return the arguments that the task passes to the model for this batch."""
 
     trains = torch.is_grad_enabled()
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        # The stages run outside the loss, with gradients.
+        # The stages run outside the loss, so a `no_grad` around the call would have no effect on them. Refuse it.
         if trains and not torch.is_grad_enabled():
             raise no_gradient()
         raise _ModelCalled(args, kwargs)
 
     try:
-        # Everything before the call of the model (masks, shifted targets) runs; the rest of the loss does not.
-        loss_fn(StandIn(model, record), data)
+        # This runs the loss up to the call of the model (masks, shifted targets), and not further.
+        loss_fn(ModelProxy(model, record), data)
     except _ModelCalled as call:
         args, kwargs = call.args
         return args, kwargs
@@ -104,19 +101,19 @@ class Pipeline:
         model: nn.Module,
         stages: Sequence[Stage],
         schedule: str,
-        along: Collectives,
+        pp: Collectives,
         autocast: Autocast,
         foreign: ForeignTensors,
         shard_group: Collectives | None = None,
         before_forward: Callable[[MicroBatch], None] = lambda micro: None,
     ):
-        """Set up this rank's end of the pipeline.
+        """Set up this rank's stages.
 
-        stages: those of all ranks
-        along: the ranks of the pipeline
+        stages: the stages of all ranks
+        pp: the ranks of the pipeline
         foreign: the tensors that only other stages hold
-        shard_group: the ranks that hold the other shards of the same stages, whose forwards and backwards wait for each
-            other; None: the stages are not sharded
+        shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
+            collective; None: the stages are not sharded
         before_forward: called before each stage's forward of a micro-batch
         """
         self.model = model
@@ -124,76 +121,79 @@ class Pipeline:
         self.autocast = autocast
         self.foreign = foreign
         self.shard_group = shard_group
-        self.along = along
+        self.pp = pp
         self.before_forward = before_forward
         self.count = len(stages)
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
-        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % along.world.size == along.world.rank}
+        self.local_stages = {n: stage for n, stage in enumerate(stages) if n % pp.world.size == pp.world.rank}
 
-        # Of this step, where this rank computes the loss: what that was refused for, and whether a backward from it
-        # reached the output of the model.
-        self.refused: UserError | None = None
+        # On the rank that computes the loss: the error that the loss raised, and whether a backward from the loss
+        # reached the model's output in this step.
+        self.refusal: UserError | None = None
         self.reached = False
         self.outputs: list[Tensor] = []  # of the model, while the loss of a micro-batch is computed with gradients
         self._prepared: dict[Any, _PreparedSchedule] = {}
-        self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}  # as `_walk` returns them, by shape of the input
+        # The result of `_forward_once`, by the shapes of the model's arguments.
+        self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}
 
-        # model.train() does not reach modules that stages(model) wrapped around parts of the model.
+        # model.train() does not reach the modules that stages(model) created around parts of the model.
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
     def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
         """Run forward and backward of all micro-batches.
 
-        Micro-batches of another shape (the short one at the end of an epoch) get a separate pass.
+        Micro-batches of different shapes (a short one at the end of an epoch) go through separate passes.
         """
         self._set_mode()
         self.reached = False
 
-        # Every rank finds the arguments itself, since every rank has the samples.
+        # Every rank has the samples, so it gets the model's arguments itself.
         inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(arguments) for arguments in inputs]
 
         for group, is_new in self._passes(shapes):
             shape = shapes[group[0]]
             if is_new:
-                _, self._stage_inputs[shape] = self._walk(inputs[group[0]])
+                _, self._stage_inputs[shape] = self._forward_once(inputs[group[0]])
             self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, control)
 
-    def marks(self) -> list[bool]:
-        """Return whether this rank's loss was refused, and whether its backward reached the model, in this step."""
-        return [self.refused is not None, self.reached]
+    def step_flags(self) -> list[bool]:
+        """Return whether the loss raised a UserError, and whether its backward reached the model's output."""
+        return [self.refusal is not None, self.reached]
 
     def note_gradient(self, gradient: Tensor) -> None:
+        """A hook on the model's output."""
         self.reached = True
 
     def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
         """Return which micro-batches go through the schedule together, and whether their shapes must be inferred first.
 
-        Ranks that wait for each other get the same answer, whatever shapes their own micro-batches have.
+        The result is the same on all ranks of a shard group, even if their micro-batches have different shapes.
         """
         indices = range(len(shapes))
-        # Neighbours of the same shape go together, which keeps the order of micro-batches.
+        # Only consecutive micro-batches of the same shape go together, which keeps their order.
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
         new = [shape not in self._stage_inputs and shape not in shapes[:index] for index, shape in enumerate(shapes)]
 
         # FSDP inside the stages makes every forward and backward collective within the group.
         if self.shard_group is not None:
-            answers = self.shard_group.gather_json([groups, new])
-            # Ranks may group their micro-batches differently, by other shapes: then each micro-batch goes alone.
-            if any(peer_groups != groups for peer_groups, _ in answers):
+            peers = self.shard_group.gather_json([groups, new])
+            # If the ranks group their micro-batches differently, each micro-batch goes alone.
+            if any(peer_groups != groups for peer_groups, _ in peers):
                 groups = [[index] for index in indices]
-            new = [any(flags) for flags in zip(*(peer_new for _, peer_new in answers), strict=True)]
+            # A shape that is new on one rank is inferred on all of them.
+            new = [any(flags) for flags in zip(*(peer_new for _, peer_new in peers), strict=True)]
 
         return [(group, any(new[index] for index in group)) for group in groups]
 
     def forward(self, loss_fn: LossFn, data: Any) -> Loss | None:
-        """Run one batch without gradients, leaving the model's buffers as they are.
+        """Run one batch without gradients, and without changing the model's buffers.
 
         Returns the loss on the rank of the last stage, None on the others.
         """
         self._set_mode()
-        output, _ = self._walk(model_input(loss_fn, self.model, data))
+        output, _ = self._forward_once(model_input(loss_fn, self.model, data))
         if self.count - 1 not in self.local_stages:
             return None
 
@@ -201,27 +201,27 @@ class Pipeline:
             return self.loss(loss_fn, data, output)
 
     def loss(self, loss_fn: LossFn, data: Any, output: Any) -> Loss:
-        """Return the task's loss for the model's `output`, which only the rank of the last stage has."""
+        """Return the task's loss for the model's `output`. Only the rank of the last stage has it."""
         with self.autocast():
-            return loss_fn(StandIn(self.model, lambda *a, **k: output), data)
+            return loss_fn(ModelProxy(self.model, lambda *a, **k: output), data)
 
-    def _walk(self, arguments: ModelInput) -> tuple[Any, dict[int, list[Tensor]]]:
+    def _forward_once(self, arguments: ModelInput) -> tuple[Any, dict[int, list[Tensor]]]:
         """Run one batch through all stages, one after another, without changing running statistics.
 
-        Returns the output of this rank's last stage, and the inputs of this rank's stages and of those after them, as
-        meta tensors: torch's schedules must know shapes beforehand.
+        Returns the output of this rank's last stage, and the inputs of this rank's stages and of the stages that follow
+        each, as meta tensors: torch's schedules need shapes in advance.
         """
         output = None
         stage_inputs: dict[int, list[Tensor]] = {}
-        # In evaluation mode no buffer changes. In training mode the forward that counts is still to come.
+        # In train mode a forward changes buffers. They are restored below.
         changing = self.local_stages.values() if self.model.training else ()
         buffers = [(buffer, buffer.clone()) for stage in changing for buffer in stage.mutable_buffers()]
 
         for number, stage in self.local_stages.items():
             received = None
-            # A pipeline has at least two ranks, so the previous stage is always on another one.
+            # A pipeline has at least two ranks, so the previous stage is always on another rank.
             if number > 0:
-                received = receive((number - 1) % self.along.world.size, self.along.group, self.along.device)
+                received = receive((number - 1) % self.pp.world.size, self.pp.group, self.pp.device)
                 stage_inputs[number] = [_meta(tensor) for tensor in received]
 
             with torch.no_grad(), self.autocast():
@@ -230,7 +230,7 @@ class Pipeline:
             if number < self.count - 1:
                 passed = sendable(output, number)
                 stage_inputs[number + 1] = [_meta(tensor) for tensor in passed]
-                send(passed, (number + 1) % self.along.world.size, self.along.group)
+                send(passed, (number + 1) % self.pp.world.size, self.pp.group)
 
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -240,7 +240,7 @@ class Pipeline:
     def _prepare(self, shape: Any, count: int) -> _PreparedSchedule:
         key = (shape, count)
         if key not in self._prepared:
-            # The oldest one goes: usually only a few shapes recur.
+            # Drop the oldest schedule: usually only a few shapes recur.
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
 
@@ -253,19 +253,21 @@ class Pipeline:
             module.training = self.model.training
 
 
-# ---- what torch's schedules call ----
+# ---- the modules that torch's schedules call ----
 
 _Work = Sequence[tuple[MicroBatch, ModelInput]]  # the micro-batches of one pass, each with the model's arguments
 
 
 class _ScheduledStage(nn.Module):
+    """A stage as torch's schedules call it. The last stage returns the loss."""
+
     def __init__(self, number: int, stage: Stage, pipeline: Pipeline):
         super().__init__()
         self.number = number
-        self._behind = (pipeline, stage)  # in a tuple, so that they do not become submodules
+        self._context = (pipeline, stage)  # in a tuple, so that the stage does not become a submodule
 
-        # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard what
-        # FSDP accumulated, so such a stage stays hidden from torch.
+        # A new schedule clears the gradients of its modules' parameters. For a sharded stage that would discard the
+        # gradients that FSDP has accumulated, so a sharded stage is not registered as a submodule.
         if pipeline.shard_group is None:
             self.stage = stage
 
@@ -275,7 +277,7 @@ class _ScheduledStage(nn.Module):
         self._control = control
 
     def forward(self, *received: Tensor) -> Any:
-        pipeline, stage = self._behind
+        pipeline, stage = self._context
         micro, arguments = next(self._work)
         self._control.before_forward(micro, self.number)
         pipeline.before_forward(micro)
@@ -290,26 +292,26 @@ class _ScheduledStage(nn.Module):
         for leaf in leaves:
             leaf.register_hook(pipeline.note_gradient)
 
-        loss_of = partial(pipeline.loss, self._loss_fn, micro.data)
+        compute_loss = partial(pipeline.loss, self._loss_fn, micro.data)
         total: Tensor | None = None
         pipeline.outputs = leaves
         try:
-            loss = loss_of(output)
-            start = self._control.record(loss)  # may replace loss.total, by an injected fault
-            if not pipeline.foreign.are_read(loss, output, again=loss_of):
-                total = loss.total * start
+            loss = compute_loss(output)
+            grad_output = self._control.record(loss)  # may replace loss.total, by an injected fault
+            if not pipeline.foreign.were_read(loss, output, compute_loss):
+                total = loss.total * grad_output
         except UserError as error:
-            pipeline.refused = pipeline.refused or error
+            pipeline.refusal = pipeline.refusal or error
         finally:
             pipeline.outputs = []
 
-        # An error will be raised at the end of the step, on all ranks; until then the backward must still work, and
-        # reach every tensor of the output. Without any that has a gradient it reaches nothing.
+        # All ranks will raise an error at the end of the step. Until then the other stages wait for a backward, which
+        # must reach every tensor of the output. Without any that has a gradient it reaches nothing.
         if total is None:
-            nothing = torch.zeros((), device=pipeline.along.device, requires_grad=True)
+            nothing = torch.zeros((), device=pipeline.pp.device, requires_grad=True)
             total = torch.stack([nothing, *(leaf.float().sum() for leaf in leaves)]).sum()
 
-        # torch was told that the loss is float32; the gradient that starts here is 1 in any dtype.
+        # _PreparedSchedule declares a float32 loss. The backward starts with a gradient of 1 in any dtype.
         return total.float()
 
 
@@ -331,23 +333,23 @@ class _SendingStage(PipelineStage):
 
 
 class _PreparedSchedule:
-    """A schedule for a fixed number of micro-batches of one shape, with the buffers they are received in."""
+    """A schedule for a fixed number of micro-batches of one shape, with its receive buffers."""
 
     def __init__(self, pipeline: Pipeline, stage_inputs: dict[int, list[Tensor]], count: int):
         # The last stage returns the loss, a single number.
         loss = torch.empty((), device="meta", requires_grad=True)
         self.modules = [_ScheduledStage(n, stage, pipeline) for n, stage in pipeline.local_stages.items()]
 
-        # Given the shapes, torch need not run the stages to learn them.
+        # With input_args and output_args, torch need not run the stages to infer the shapes.
         self.stages = [
             _SendingStage(
                 module,
                 module.number,
                 pipeline.count,
-                pipeline.along.device,
+                pipeline.pp.device,
                 input_args=tuple(stage_inputs.get(module.number, ())),
                 output_args=tuple(stage_inputs.get(module.number + 1, (loss,))),
-                group=pipeline.along.group,
+                group=pipeline.pp.group,
             )
             for module in self.modules
         ]
@@ -357,14 +359,14 @@ class _PreparedSchedule:
     def run(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work, loss_fn, control)
-            # torch sets these in its own step(), which splits a batch; our micro-batches are split already.
+            # torch does this in schedule.step(), which we do not call: it would split a batch into micro-batches.
             stage.has_backward = True
             stage.clear_runtime_states()
 
         try:
             self.schedule._step_microbatches(target_mbs=[None] * len(work), return_outputs=False)
         except RuntimeError as error:
-            # torch wraps an error that was raised in a stage in its own.
+            # torch wraps an error from a stage in a RuntimeError.
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
@@ -373,24 +375,25 @@ class _PreparedSchedule:
 def make_schedule(name: str, stages: Sequence[PipelineStage], count: int) -> Any:
     """Return the schedule `name` for `count` micro-batches.
 
-    If it cannot take that number (a short last step), all forwards run, then all backwards, with the same sums.
+    If it does not support that number (in a short last step), all forwards run first and then all backwards, with the
+    same sums.
     """
     kind, _ = SCHEDULES[name]
     if not fits(name, stages[0].group_size, count):
         kind = ScheduleLoopedBFS if len(stages) > 1 else ScheduleGPipe
 
     return kind(
-        # These two take one stage, the others a list.
+        # These two classes take one stage, the others a list of stages.
         stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else list(stages),
         count,
-        # A copy: torch detaches the stage's output in place and still needs the loss.
+        # A copy, because torch detaches the stage's output in place before it uses the loss.
         loss_fn=lambda output, _: output.clone(),
         scale_grads=False,
     )
 
 
 def fits(name: str, ranks: int, count: int) -> bool:
-    """Return whether the schedule can run `count` micro-batches: these are torch's own conditions."""
+    """Whether the schedule supports `count` micro-batches. These are torch's own conditions."""
     if name == "gpipe":
         return True
     return count >= ranks and (name == "1f1b" or count % (count // ranks) == 0)
@@ -411,5 +414,5 @@ def _not_one_call(how_often: str) -> UserError:
     return UserError(
         f"loss(model, batch) calls model(...) {how_often}; in a pipeline it must call it exactly once",
         "",
-        "give the model's forward what it needs to compute everything in one call; or choose strategy=fsdp",
+        "let the model's forward compute everything in one call; or type strategy=fsdp",
     )

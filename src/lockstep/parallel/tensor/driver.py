@@ -1,9 +1,9 @@
 """Tensor parallelism: layers sharded over the ranks of a tp group, which all train on the same samples.
 
-Sharded weights and activations are DTensors; every plain tensor is full, and equal on all ranks of the group. So the
-layers between two sharded ones compute what they would on one device, or torch refuses them; a shard is never mistaken
-for the full tensor. Random numbers are seeded per micro-batch, so dropout on plain activations drops the same elements
-on every rank; on sharded activations torch draws its own numbers, which differ from those of a single process.
+Sharded weights and activations are DTensors. Every plain tensor is full, and equal on all ranks of the group. So layers
+between two sharded layers compute the same as on one device, or DTensor raises an error: a shard is never mistaken for
+the full tensor. Random numbers are seeded per micro-batch, so dropout on plain activations drops the same elements on
+every rank. For sharded activations torch draws its own numbers, and dropout differs from a single process.
 """
 
 from __future__ import annotations
@@ -40,82 +40,81 @@ class TensorDriver(ShardedDriver):
         refuse_second_derivative(inner, self.leaf_names())
 
     def _reduce_gradients(self) -> None:
-        # First within a tp group: only gradients that are laid out alike can be summed over replicas.
+        # First within the tp group: only gradients with equal placements can be summed over replicas.
         for p in self.parameters:
             redistribute_gradient(p)
 
         reduce_replicas(self.parameters, self._replicas)
-        agree_on_plain(self.parameters, self._tp)
+        broadcast_unsharded_gradients(self.parameters, self._tp)
 
 
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
-    """Replace the weights that the plan names with this rank's shards; all others stay as they are."""
-    ways = axes.mesh.sizes["tp"]
-    # A bad plan is refused before any rank waits for another.
-    plan = choose_plan(model, task, ways, runtime.world.size // ways)
+    """Replace the weights of the layers in the plan with this rank's shards, in place."""
+    tp_size = axes.mesh.sizes["tp"]
+    # Choose the plan before the first collective, so that a bad plan raises on all ranks.
+    plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size)
 
     gathered = [name for name, style in plan.items() if style == "gathered"]
     if gathered and runtime.device.type == "cuda" and runtime.backend == "gloo":
         # Torch 2.11 crashes there, in `wait_tensor`.
         raise UserError(
-            "tensor parallelism (mesh.tp) on GPUs cannot run over gloo where the output of a layer is gathered",
+            "tensor parallelism (mesh.tp) on GPUs cannot run over gloo if the output of a layer is gathered",
             f"{gathered[0]} is sharded as {plan[gathered[0]]!r}, and ranks share a GPU",
             "give every rank a GPU of its own (nccl), or type device=cpu",
         )
 
     broadcast_model(model, runtime.collectives)
     apply_plan(model, plan, axes, runtime)
-    explain_mixtures(model)
+    explain_dtensor_errors(model)
 
 
 def apply_plan(model: nn.Module, plan: Mapping[str, LayerStyle], axes: Axes, runtime: Runtime) -> None:
-    """Shard the layers of the plan. Every rank of a tp group holds them in full already."""
+    """Shard the layers in the plan. Every rank of a tp group must hold the same full weights."""
     styles = {name: style_of(model.get_submodule(name), style) for name, style in plan.items()}
-    # src_data_rank=None: nothing is sent, each rank takes its shard from its own full copy.
-    parallelize_module(model, axes.devices["tp"], styles, src_data_rank=None)
+    # src_data_rank=None: each rank takes its shard from its own full weights, without communication.
+    parallelize_module(model, axes.device_mesh["tp"], styles, src_data_rank=None)
     if runtime.device.type == "cpu":
         _register_cpu_attention()
 
 
 def _register_cpu_attention() -> None:
-    """Register how attention is sharded by heads on a CPU. torch knows it for its GPU kernels only."""
+    """Register how CPU attention is sharded by heads. torch itself only registers its GPU kernels."""
     placements: list[Placement] = [Shard(1), Replicate()]  # along heads, or not at all
 
     @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
     def forward(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
-        return [([place] * 2, [place] * 3 + [None] * len(rest)) for place in placements]
+        return [([placement] * 2, [placement] * 3 + [None] * len(rest)) for placement in placements]
 
     @register_sharding(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rest: Any, **options: Any) -> Any:
-        return [([place] * 3, [place] * 6 + [None] * len(rest)) for place in placements]
+        return [([placement] * 3, [placement] * 6 + [None] * len(rest)) for placement in placements]
 
 
-def explain_mixtures(model: nn.Module) -> None:
-    """Turn torch's error about an operation that mixes shards and full tensors into advice for the plan."""
+def explain_dtensor_errors(model: nn.Module) -> None:
+    """Replace torch's errors about operations that DTensor cannot shard with advice for the plan."""
     original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            # torch has no special error class for this; all other errors pass through unchanged.
-            if not any(
-                word in str(error) for word in ("DTensor", "sharding strategy", "Sharding prop", "unevenly sharded")
-            ):
+            # torch has no error class for this, so the text must tell. All other errors pass through unchanged.
+            texts = ("DTensor", "sharding strategy", "Sharding prop", "unevenly sharded")
+            if not any(text in str(error) for text in texts):
                 raise
 
             raise UserError(
                 f"torch cannot shard an operation between two sharded layers of {type(model).__name__} (mesh.tp)",
                 str(error).splitlines()[0],
-                'in tensor_plan(model) write "gathered" instead of "colwise" for the layer before it: its output is '
-                "then full on every rank",
+                'in tensor_plan(model) write "gathered" instead of "colwise" for the layer before it, so that its '
+                "output is full on every rank",
             ) from error
 
     model.forward = forward
 
 
 def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> None:
-    """Sum gradients over `replicas`. A parameter that no rank used keeps none, as in a single process."""
+    """Sum gradients over `replicas`. A parameter that no rank used keeps no gradient, as in a single process."""
     if replicas.world.alone or not parameters:
         return
 
@@ -123,7 +122,7 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
     users = replicas.sum_(used.to(replicas.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
 
-    # Zeros where another rank used a parameter, and this one did not.
+    # A rank that did not use a parameter adds zeros to the gradients of the others.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
@@ -139,24 +138,24 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
         return
 
     shards = [local(p.grad) for p in parameters if p.grad is not None]
-    for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in one order on all ranks
+    for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in the same order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
         sums = replicas.sum_(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
 
 
 def redistribute_gradient(parameter: nn.Parameter) -> None:
-    """Lay a gradient out like its parameter. Autograd may leave it on each rank as a term of a sum."""
+    """Give a gradient the placements of its parameter. Autograd may leave it as Partial, a term of a sum."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def agree_on_plain(parameters: list[nn.Parameter], tp: Collectives) -> None:
-    """Give all ranks of a tp group the first rank's gradients of the parameters that are not sharded.
+def broadcast_unsharded_gradients(parameters: list[nn.Parameter], tp: Collectives) -> None:
+    """Broadcast the gradients of unsharded parameters from the first rank of a tp group to its other ranks.
 
-    Each rank computes these by itself. On a GPU some kernels add in any order, and replicas that differ in the last bit
-    would drift apart.
+    Each rank computes these gradients itself. On a GPU, some kernels add in varying order, and parameters whose
+    gradients differ in the last bit would drift apart.
     """
     if tp.device.type == "cuda" and not tp.world.alone and not torch.are_deterministic_algorithms_enabled():
         tp.broadcast_([local(p.grad) for p in parameters if p.grad is not None and not is_sharded_along_tp(p)])

@@ -1,8 +1,8 @@
-"""Decide which layers are sharded over a tp group, and how: by the task's own plan, or by well-known layer names.
+"""Choose which layers are sharded over a tp group, and how: by the task's own plan, or by well-known layer names.
 
-colwise    the output features are sharded; what follows computes with shards, up to a "rowwise" layer
-rowwise    the input features are sharded, and the sum over the group is a full tensor again
-gathered   the output features are sharded, and gathered at once: what follows computes with the full tensor
+colwise    shard the output features; the layers after it compute with shards, up to a "rowwise" layer
+rowwise    shard the input features; the sum over the group is a full tensor again
+gathered   shard the output features, and gather the output at once; the layers after it compute with the full tensor
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from lockstep.errors import UserError
 LayerStyle = str | ParallelStyle  # how one layer is sharded
 
 
-# A model may write into the output of a layer (`mlp_output += attention_output`), which autograd refuses for the view
-# that torch's styles return.
+# A model may write into the output of a layer (`mlp_output += attention_output`). The classes below return a clone,
+# since autograd does not allow writing into the view that torch's styles return.
 class _Gathered(ColwiseParallel):
     @staticmethod
     def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
-        plain = ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        return plain.clone()
+        output = ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return output.clone()
 
 
 class _Rowwise(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
-        plain = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        return plain.clone()
+        output = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return output.clone()
 
 
 STYLES: dict[str, ColwiseParallel | RowwiseParallel] = {
     "colwise": ColwiseParallel(use_local_output=False),
-    "rowwise": _Rowwise(input_layouts=Replicate()),  # a plain input is full, a sharded one stays where it is
+    "rowwise": _Rowwise(input_layouts=Replicate()),  # for plain inputs; a DTensor keeps its own placement
     "gathered": _Gathered(output_layouts=Replicate()),
 }
 EXAMPLE = '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
 
-# (opening layers, names of the closing layer, how the opening ones are sharded). Names are relative to some module. An
-# entry applies if the module has all opening layers and one of the closing ones, which is rowwise.
+# (opening layers, possible closing layers, style of the opening layers). Names are relative to some module. An entry
+# applies if the module has all opening layers and one of the closing layers, whose style is "rowwise".
 #
-# Attention is "gathered" where code between its layers mixes in full tensors (rotary positions, a bias for positions),
-# as in most models of transformers, and where one layer computes queries, keys and values: a shard of its output may
-# hold queries only. Then the weights are sharded, and attention itself is not.
-KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+# Attention is "gathered" if code between its layers adds full tensors (rotary embeddings, a position bias), as in most
+# Hugging Face models, or if one layer computes queries, keys and values: a shard of its output might hold only queries.
+# Then the weights are sharded, but attention itself is not.
+KNOWN_LAYERS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), ("down_proj",), "colwise"),
     (("w1", "w3"), ("w2",), "colwise"),
     (("up",), ("down",), "colwise"),
@@ -80,18 +80,18 @@ KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("c_attn",), ("c_proj",), "gathered"),
     (("Wqkv",), ("out_proj", "Wo"), "gathered"),
 )
-MAX_PARTS = 3  # of a relative name
+MAX_PARTS = 3  # the most parts that a relative name in KNOWN_LAYERS may have
 
 
 def features(layer: nn.Module) -> tuple[int, int] | None:
-    """Return the input and output features of a layer that the words of a plan are for; None: it is another one."""
+    """Return the input and output features of a linear layer; None for any other layer."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return _transposed_features(layer)
 
 
 def _transposed_features(layer: nn.Module) -> tuple[int, int] | None:
-    # `Conv1D` of transformers: a linear layer whose weight is (inputs, outputs). Recognised without importing it.
+    # transformers' `Conv1D`, a linear layer whose weight is (inputs, outputs). Recognised without importing it.
     weight = getattr(layer, "weight", None)
     if type(layer).__name__ != "Conv1D" or not hasattr(layer, "nf") or weight is None:
         return None
@@ -99,7 +99,7 @@ def _transposed_features(layer: nn.Module) -> tuple[int, int] | None:
 
 
 class _Transposed(ParallelStyle):
-    """Shards a layer whose weight is (inputs, outputs) as `style` would shard an nn.Linear."""
+    """Applies `style`, which is for nn.Linear, to a layer whose weight is (inputs, outputs)."""
 
     def __init__(self, style: ColwiseParallel | RowwiseParallel):
         super().__init__()
@@ -108,12 +108,12 @@ class _Transposed(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = self._style
-        wanted = (Shard(-1),) if self._rowwise else style.desired_input_layouts
+        desired = (Shard(-1),) if self._rowwise else style.desired_input_layouts
         return distribute_module(
             module,
             device_mesh,
             self._partition,
-            partial(style._prepare_input_fn, style.input_layouts, wanted),  # pyrefly: ignore[bad-argument-type]
+            partial(style._prepare_input_fn, style.input_layouts, desired),  # pyrefly: ignore[bad-argument-type]
             partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
         )
 
@@ -125,89 +125,91 @@ class _Transposed(ParallelStyle):
 
 
 def style_of(layer: nn.Module, style: LayerStyle) -> ParallelStyle:
-    """Return torch's style for a layer and its entry in the plan."""
+    """Return torch's ParallelStyle for a layer and its style in the plan."""
     if not isinstance(style, str):
         return style
     return _Transposed(STYLES[style]) if _transposed_features(layer) else STYLES[style]
 
 
-def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict[str, LayerStyle]:
-    """Return every sharded layer by its full name and refuse what would fail in the first forward.
+def choose_plan(model: nn.Module, task: Any, tp_size: int, tp_groups: int = 1) -> dict[str, LayerStyle]:
+    """Return the style of every layer to shard, by its full name. Refuse plans that would fail in the first forward.
 
     task: may have a `tensor_plan(model)`
-    ways: the size of a tp group
-    others: how many such groups there are
+    tp_size: the number of ranks in a tp group
+    tp_groups: the number of tp groups
     """
-    # In a custom loop there is no task, and the model may have a plan instead.
+    # In a custom loop there is no task, and the model itself may have a plan.
     if hasattr(task, "tensor_plan"):
-        asked = task.tensor_plan(model)
+        user_plan = task.tensor_plan(model)
     else:
-        asked = model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
+        user_plan = model.tensor_plan() if hasattr(model, "tensor_plan") else None  # pyrefly: ignore[not-callable]
 
-    plan = recognise(model) if asked is None else _expand(asked, model)
+    plan = recognise(model) if user_plan is None else _expand(user_plan, model)
     if not plan:
         raise UserError(
             f"mesh.tp finds no layers to shard in {type(model).__name__}",
-            "the task has no tensor_plan(model), and the model has no layer names that we know",
-            f"write def tensor_plan(self, model): return {EXAMPLE} (in a loop of your own, a method of the model, "
-            "without the argument), or type strategy=fsdp without mesh.tp",
+            "the task has no tensor_plan(model), and Lockstep does not know the model's layer names",
+            f"write def tensor_plan(self, model): return {EXAMPLE} (in your own loop: a method of the model, without "
+            "the argument), or type strategy=fsdp without mesh.tp",
         )
 
-    _check_layers(plan, model, ways)
-    _check_divisible(plan, model, ways, others, has_plan=asked is not None)
+    _check_layers(plan, model, tp_size)
+    _check_divisible(plan, model, tp_size, tp_groups, has_plan=user_plan is not None)
     return plan
 
 
 def recognise(model: nn.Module) -> dict[str, LayerStyle]:
-    """Return a plan made from the names of layers.
+    """Return a plan from well-known layer names.
 
     Embeddings and heads are not sharded: they are often tied, and the loss needs the full logits.
     """
-    # By module, the layers inside it, under their names relative to it.
+    # For each module, the names of the linear layers inside it, relative to the module.
     inside: dict[str, set[str]] = {}
     for name, layer in model.named_modules():
+        if features(layer) is None:
+            continue
         parts = name.split(".")
-        for count in range(1, min(len(parts), MAX_PARTS) + 1) if features(layer) else ():
+        for count in range(1, min(len(parts), MAX_PARTS) + 1):
             inside.setdefault(".".join(parts[:-count]), set()).add(".".join(parts[-count:]))
 
     plan: dict[str, LayerStyle] = {}
     for module, layers in inside.items():
         for layer, style in _recognised(layers - _uncalled(model.get_submodule(module))):
-            # If several entries match a layer, the first one decides.
+            # If several entries match a layer, the first one applies.
             plan.setdefault(f"{module}.{layer}" if module else layer, style)
 
     return plan
 
 
 def _uncalled(module: nn.Module) -> set[str]:
-    """Return layers whose weight `module` uses without calling them: they cannot be sharded.
+    """Return the layers whose weights `module` uses without calling them, so that they cannot be sharded.
 
-    Attention with biases for queries and values, but none for keys, does so (timm's BEiT, EVA and Swin V2).
+    Attention with biases for queries and values, but not for keys, does so (timm's BEiT, EVA and Swin V2).
     """
     return {"qkv"} if isinstance(getattr(module, "q_bias", None), nn.Parameter) else set()
 
 
 def _recognised(layers: set[str]) -> Iterator[tuple[str, LayerStyle]]:
-    for opening, closings, style in KNOWN:
+    for opening, closings, style in KNOWN_LAYERS:
         closing = next((layer for layer in closings if layer in layers), None)
         if closing and layers.issuperset(opening):
             yield from ((layer, style) for layer in opening)
             yield closing, "rowwise"
 
 
-def _expand(asked: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, LayerStyle]:
-    """Return the plan with full names in place of patterns."""
-    if not isinstance(asked, Mapping):
+def _expand(user_plan: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, LayerStyle]:
+    """Return the user's plan with full layer names instead of patterns."""
+    if not isinstance(user_plan, Mapping):
         raise UserError(
-            f"tensor_plan(model) must return a dict of layers and how each is sharded; it returned a "
-            f"{type(asked).__name__}",
+            f"tensor_plan(model) must return a dict of layer names and styles; it returned a "
+            f"{type(user_plan).__name__}",
             "",
             f"return {EXAMPLE}",
         )
 
     plan: dict[str, LayerStyle] = {}
-    for pattern, style in asked.items():
-        # Looked up in a list, not in the dict: what the user wrote may not be hashable.
+    for pattern, style in user_plan.items():
+        # Search a list, not the dict: the user's value may not be hashable.
         if not isinstance(style, ParallelStyle) and style not in list(STYLES):
             raise UserError(
                 f"tensor_plan has no style {style!r} (for {pattern!r})",
@@ -238,7 +240,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
     return names
 
 
-def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -> None:
+def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, tp_size: int) -> None:
     named = list(model.named_parameters(remove_duplicate=False))
     for name, style in plan.items():
         layer = model.get_submodule(name)
@@ -248,54 +250,57 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
             tied = [other_name for other_name, p in named if p is parameter and other_name != full_name]
             if tied:
                 raise UserError(
-                    f"{name!r} in tensor_plan cannot be sharded over {ways} ranks: it is tied to another layer",
+                    f"{name!r} in tensor_plan cannot be sharded over {tp_size} ranks: it is tied to another layer",
                     f"{full_name!r} is tied to {tied[0]!r}; sharding would untie them",
                     f"leave {name!r} out of the plan, or untie the two",
                 )
 
-        # For a ParallelStyle the user is responsible.
+        # Layers with a ParallelStyle are not checked: torch raises its own errors for them.
         if isinstance(style, str) and features(layer) is None:
             raise UserError(
                 f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",
-                "these words are for nn.Linear",
-                "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
+                "this style is for nn.Linear",
+                "name the nn.Linear layers inside it, or give your own torch ParallelStyle",
             )
 
 
-def _check_divisible(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int, others: int, has_plan: bool) -> None:
+def _check_divisible(
+    plan: Mapping[str, LayerStyle], model: nn.Module, tp_size: int, tp_groups: int, has_plan: bool
+) -> None:
     # colwise shards the output features, rowwise the input features.
     sizes: dict[str, int] = {}
     for name, style in plan.items():
-        found = features(model.get_submodule(name))
-        if isinstance(style, str) and found:
-            inputs, outputs = found
+        linear = features(model.get_submodule(name))
+        if isinstance(style, str) and linear:
+            inputs, outputs = linear
             sizes[name] = inputs if style == "rowwise" else outputs
 
-    # The first one that does not divide is named; what to type instead must suit all of them.
+    # The error names the first layer that does not fit, and suggests a size that fits all layers.
     for name, size in sizes.items():
-        if size % ways:
+        if size % tp_size:
             side = "input" if plan[name] == "rowwise" else "output"
             without = f"leave {name!r} out of tensor_plan" if has_plan else f"write a tensor_plan without {name!r}"
             raise UserError(
-                f"{name!r} cannot be sharded over {ways} ranks (mesh.tp)",
-                f"it has {size} {side} features, which {ways} does not divide",
-                ", or ".join([*_other_ways(math.gcd(*sizes.values()), ways, others), without]),
+                f"{name!r} cannot be sharded over {tp_size} ranks (mesh.tp)",
+                f"it has {size} {side} features, which {tp_size} does not divide",
+                ", or ".join([*_suggest_sizes(math.gcd(*sizes.values()), tp_size, tp_groups), without]),
             )
 
 
-def _other_ways(common: int, ways: int, others: int) -> list[str]:
-    """Return what to type so that all layers divide.
+def _suggest_sizes(common: int, tp_size: int, tp_groups: int) -> list[str]:
+    """Return a setting with which all layers can be sharded, or an empty list.
 
-    `common` is the greatest common divisor of their features. We propose the same number of ranks if possible, or else
-    fewer, or else a few more.
+    `common` is the greatest common divisor of their features. The suggestion keeps the number of ranks if possible;
+    otherwise it takes fewer ranks, or else a few more.
     """
-    # At most twice as many ranks: more would be another job.
-    fitting = [n for n in range(2, 2 * ways) if common % n == 0]
-    if same_ranks := [n for n in fitting if ways % n == 0]:
+    # Suggest less than twice as many ranks: more are hardly available.
+    fitting = [size for size in range(2, 2 * tp_size) if common % size == 0]
+    same_ranks = [size for size in fitting if tp_size % size == 0]
+    if same_ranks:
         return [f"type mesh.tp={max(same_ranks)}"]
 
     if fitting:
-        nearest = max([n for n in fitting if n < ways], default=fitting[0])
-        return [f"type mesh.tp={nearest} --nproc {nearest * others}"]
+        nearest = max([size for size in fitting if size < tp_size], default=fitting[0])
+        return [f"type mesh.tp={nearest} --nproc {nearest * tp_groups}"]
 
     return []

@@ -1,9 +1,10 @@
 """A stage that runs its part of a model's own forward, without rewriting it.
 
-All ranks of a pipeline have the same samples, so each can call the forward with them. The calls of blocks are
-intercepted. Blocks of earlier stages do not run: the last of them returns what was received, the others return NaN. The
-stage leaves the forward after its own last block. Up to there it computes what lies between blocks itself (masks,
-positions, a condition). Where it lacks the weights, the result is NaN; trace.py made sure that nothing depends on it.
+All ranks of a pipeline have the same samples, so each can call the model's forward with them. The calls of blocks are
+intercepted. Blocks of earlier stages do not run: the last of them returns the received tensors, the others return NaN.
+The stage leaves the forward after its own last block. Up to there it runs all code between blocks itself (masks,
+positions, conditions). Where that code needs weights of other stages, its result is NaN; trace.py has made sure that
+the output of the stage does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,39 +22,40 @@ from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, Stage
 
-Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> what the call returns
-TracedOutput = tuple[list[Tensor], Any]  # what a block returned: its tensors, on the meta device, and the rest
+Handler = Callable[[int, Callable[[], Any]], Any]  # (number of the block, its call) -> the result of the call
+TracedOutput = tuple[list[Tensor], Any]  # a block's flattened output: tensors on the meta device, and the spec
 
 
 class _LeaveForward(BaseException):
-    """Ends a stage, with what it passes on. Not an Exception, so that no `except` in the model catches it."""
+    """Ends the forward of a stage, with its output. A BaseException, so that no `except` in the model catches it."""
 
 
 def _nan_output(output: TracedOutput, received: Sequence[Tensor], traced_received: Sequence[Tensor]) -> Any:
-    """Return an output like the traced one, full of NaN.
+    """Return an output of the same structure as the traced `output`, full of NaN.
 
-    The micro-batch may have other sizes than the traced one. They follow from what this stage received: a dimension
-    that was as long as the same dimension of `traced_received` in the trace is as long as that of `received` now.
+    The micro-batch may have other sizes than the traced batch. They are inferred from the tensors that this stage
+    received: if a dimension was equal to the same dimension of `traced_received` in the trace, it is now equal to the
+    same dimension of `received`.
     """
     tensors = []
-    for number, tensor in enumerate(output[0]):
-        # The output at the same position is the likeliest to have the same sizes.
-        twin = number if number < len(received) else 0
+    for index, tensor in enumerate(output[0]):
+        # The received tensor at the same position is the most likely to have the same sizes.
+        peer = index if index < len(received) else 0
         sizes = list(tensor.shape)
 
-        for dim, (size, traced) in enumerate(zip(sizes, traced_received[twin].shape, strict=False)):
+        for dim, (size, traced) in enumerate(zip(sizes, traced_received[peer].shape, strict=False)):
             if size == traced:
-                sizes[dim] = received[twin].shape[dim]
+                sizes[dim] = received[peer].shape[dim]
 
-        # NaN wherever possible: if it is used after all, that shows.
+        # NaN, so that a wrong use of the tensor is detected.
         value = float("nan") if tensor.is_floating_point() else 0
-        tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[twin].device))
+        tensors.append(torch.full(sizes, value, dtype=tensor.dtype, device=received[peer].device))
 
     return unflatten(tensors, output[1])
 
 
 class BlockInterceptor:
-    """Passes every call of a block to a handler, while there is one.
+    """Passes the calls of blocks to a handler, while one is set.
 
     Everything else that wraps a block (recomputation, FSDP's gathers, compiled code) runs inside the intercepted call.
     """
@@ -65,14 +67,14 @@ class BlockInterceptor:
 
     def install(self, blocks: Sequence[nn.Module]) -> None:
         """Intercept these blocks, numbered in this order, and no others."""
-        # Numbers may change: after a trace they follow the order of calls.
+        # The numbers may change: after a trace they follow the order of calls.
         for block in self.blocks:
             CallChain.of(block).remove("intercept")
 
         self.blocks = list(blocks)
         for number, block in enumerate(self.blocks):
             chain = CallChain.of(block)
-            chain.uncompile()  # a trace must see the block's autograd graph
+            chain.uncompile()  # a trace needs the block's eager autograd graph
             chain.install("intercept", _InterceptedCall(self, number))
 
     @contextmanager
@@ -92,14 +94,14 @@ class _InterceptedCall(Link):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = self._interceptor.handler
 
-        # Without a handler (when the backward recomputes a block) the block just runs.
+        # Without a handler (when the backward recomputes a block), the block runs as usual.
         if handler is None:
             return self.inner(*args, **kwargs)
         return handler(self._number, partial(self.inner, *args, **kwargs))
 
 
 class ForwardStage(Stage):
-    """Runs blocks `first` to `last` of a model, and what lies around them."""
+    """Runs blocks `first` to `last` of a model, and the code around them."""
 
     def __init__(
         self,
@@ -112,9 +114,9 @@ class ForwardStage(Stage):
     ):
         """Set up the stage.
 
-        outputs: what each block returned in the trace
-        foreign_buffers: names of the buffers outside the blocks that the code of another stage writes into; that code
-            may also run here, and must not count twice
+        outputs: the output of each block in the trace
+        foreign_buffers: the names of buffers outside the blocks that another stage updates; the code that updates them
+            may also run in this stage, and must not have an effect twice
         """
         super().__init__()
         self.model = model
@@ -124,7 +126,7 @@ class ForwardStage(Stage):
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
 
-        # The stage of the last block also runs what follows the blocks and returns what the model returns.
+        # The stage with the last block also runs the code after the blocks, and returns the model's output.
         self._blocks = interceptor.blocks[first : last + 1]
         self._ends_model = last == len(interceptor.blocks) - 1
 
@@ -134,11 +136,11 @@ class ForwardStage(Stage):
     def mutable_buffers(self) -> list[Tensor]:
         """Return all buffers except those of other stages' blocks: code outside the blocks may run in any stage."""
         own = {id(buffer) for block in self._blocks for buffer in block.buffers()}
-        of_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
-        return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks - own]
+        in_blocks = {id(buffer) for block in self._interceptor.blocks for buffer in block.buffers()}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in in_blocks - own]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile block by block: compiled code cannot leave a forward in its middle."""
+        """Compile block by block, because an exception cannot leave a compiled forward in the middle."""
         for block in self._blocks:
             CallChain.of(block).compile()  # inside the interception
 
@@ -155,7 +157,7 @@ class ForwardStage(Stage):
             (output,) = leave.args
             left_early = True
 
-        # The forward skipped the block at the end of the stage, or the one whose output was received.
+        # The forward did not call the last block of this stage, or of the previous stage, whose output was received.
         if left_early == self._ends_model or not self._received_used:
             skipped = self.last if self._received_used else self.first - 1
             raise UserError(
@@ -167,21 +169,20 @@ class ForwardStage(Stage):
         return output
 
     def _handle(self, received: Sequence[Tensor], number: int, call: Callable[[], Any]) -> Any:
-        # Blocks of this stage run, and those after it are never reached.
+        # Blocks of this stage run. Later blocks are never reached.
         if number >= self.first:
             output = call()
             if number == self.last and not self._ends_model:
                 raise _LeaveForward(self._to_next_stage(output))
             return output
 
-        # Blocks of earlier stages do not run, and nobody uses what they return.
+        # Blocks of earlier stages do not run, and nothing in this stage depends on their outputs.
         if number < self.first - 1:
             traced_received, _ = self._outputs[self.first - 1]
             return _nan_output(self._outputs[number], received, traced_received)
 
-        # The last block before this stage: its output was received.
+        # The output of the last block before this stage was received. Cloned, since the model may write into it.
         self._received_used = True
-        # Cloned, since the model may write into it.
         return unflatten([tensor.clone() for tensor in received], self._outputs[number][1])
 
     def _to_next_stage(self, output: Any) -> tuple[Tensor, ...]:
@@ -190,21 +191,21 @@ class ForwardStage(Stage):
         except OpaqueValue as opaque:
             raise UserError(
                 f"block {self.last} returns {opaque}, which cannot be passed to the next stage",
-                "a stage must pass on plain tensors; a DTensor is sharded",
+                "a stage must pass on plain tensors, not DTensors",
                 'in tensor_plan(model) write "rowwise" or "gathered" for the last layer of a block; '
                 "or list the stages in stages(model)",
             ) from None
 
     def _protect_buffers(self, stack: ExitStack) -> None:
-        """Replace the buffers that other stages change with copies, until `stack` ends.
+        """Replace the buffers that other stages update with copies, until `stack` is closed.
 
-        Restoring the values instead would not do: a backward may still need what was written.
+        The values cannot be restored in place instead, because a backward may still need the values that were written.
         """
         for name in self._foreign_buffers:
-            module, _, own = name.rpartition(".")
+            module, _, buffer_name = name.rpartition(".")
             buffers = self.model.get_submodule(module)._buffers
             original = self.model.get_buffer(name)
 
-            # Registered first, so that an error while copying restores it as well.
-            stack.callback(buffers.__setitem__, own, original)
-            buffers[own] = original.clone()
+            # Register the callback first, so that the buffer is also restored if the clone fails.
+            stack.callback(buffers.__setitem__, buffer_name, original)
+            buffers[buffer_name] = original.clone()

@@ -1,9 +1,9 @@
-"""Find where a model can be split if only its forward knows what runs when: between blocks that are each called once.
+"""Find where a model can be split, by tracing its forward: between blocks that are each called once.
 
-The model runs once, on two samples, in host memory. The output of every block is detached from the autograd graph. So
-the graph of the next block's output shows which parameters that block needs, and whether it also needs the outputs of
-blocks before the previous one: then there is no split in between. As a final test every stage runs with NaN in place of
-all parameters that it will not have.
+The model runs once, on two samples, on the CPU. The output of every block is detached from the autograd graph. So the
+graph of the next block's output shows which parameters that block needs, and whether it also needs the outputs of
+blocks before the previous one; if so, there is no split in between. As a final test, every stage runs with NaN for all
+parameters that it will not have.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lockstep.parallel.pipeline.stages import WHAT_TO_WRITE, ModelInput, balance
 def split_forward(
     model: nn.Module, blocks: Sequence[nn.Module], arguments: ModelInput, count: int, autocast: Autocast
 ) -> tuple[list[ForwardStage], list[list[Tensor]]]:
-    """Return `count` stages with about the same number of parameters, and the tensors that each of them uses.
+    """Return `count` stages with about the same number of parameters, and the tensors that each stage uses.
 
     arguments: (args, kwargs) of the model for two samples
-    autocast: the precision that the run will have
+    autocast: autocast with the precision of the run
     """
     interceptor = BlockInterceptor(blocks)
     with StateSnapshot(model):
@@ -44,7 +44,7 @@ def split_forward(
         used = []
         for start, stop in pairwise([0, *trace.choose_stops(count)]):
             tensors = trace.tensors_used(start, stop)
-            # Buffers outside the blocks that other stages change: their code may also run here and must not count.
+            # Buffers outside the blocks that only other stages update: the code may also run here, without effect.
             foreign = set().union(*trace.changed) - {id(tensor) for tensor in tensors}
             names = [name for name, buffer in model.named_buffers() if id(buffer) in foreign]
 
@@ -58,21 +58,21 @@ def split_forward(
 
 
 class _Trace:
-    """Records what one forward of the model shows.
+    """Records one forward of the model.
 
-    Segment n of the forward ends with the output of the n-th block called; the last segment is what follows all blocks.
+    Segment n of the forward ends with the output of the n-th block called. The last segment follows all blocks.
     """
 
     def __init__(self, model: nn.Module, interceptor: BlockInterceptor):
         self.model = model
         self.interceptor = interceptor
-        self.order: list[int] = []  # blocks, as they were called
+        self.order: list[int] = []  # the numbers of the blocks, in the order of their calls
         self.outputs: list[TracedOutput] = []
-        self.needs: list[set[int]] = []  # ids of the parameters of each segment
-        self.changed: list[set[int]] = []  # ids of the buffers outside blocks that each segment writes into
-        self.closed: set[int] = set()  # segments after which there is no split
+        self.needs: list[set[int]] = []  # for each segment, the ids of the parameters that it uses
+        self.changed: list[set[int]] = []  # for each segment, the ids of buffers outside blocks that it writes into
+        self.closed: set[int] = set()  # segments after which no split is possible
 
-        # By id, the detached outputs and their segments. The tensors are kept so that no other one gets their ids.
+        # By id, the detached outputs and their segments. Holding the tensors ensures that no id is reused.
         self._detached: dict[int, tuple[Tensor, int]] = {}
         inside = {id(buffer) for block in interceptor.blocks for buffer in block.buffers()}
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in inside]
@@ -80,7 +80,7 @@ class _Trace:
     def run(self, arguments: ModelInput, autocast: Autocast) -> None:
         args, kwargs = arguments
         with ExitStack() as stack, torch.enable_grad(), autocast(), self.interceptor.handled_by(self._handle):
-            # Unfrozen for now: the autograd graph shows only parameters that require a gradient.
+            # Unfreeze all parameters for the trace: the autograd graph contains only those that require a gradient.
             for p in self.model.parameters():
                 if p.is_floating_point() and not p.requires_grad:
                     stack.callback(p.requires_grad_, False)
@@ -91,7 +91,7 @@ class _Trace:
             except UserError:  # from the handler
                 raise
             except Exception as error:
-                raise _cannot_split(self.model, f"its forward, on the CPU: {_text(error)}") from error
+                raise _cannot_split(self.model, f"its forward failed on the CPU: {_text(error)}") from error
 
             tensors, _ = _flatten(output, self.model, "it returns")
             self._end_segment(tensors, ())
@@ -102,62 +102,63 @@ class _Trace:
             raise _cannot_split(self.model, f"block {number} ({type(block).__name__}) is called twice")
 
         self.order.append(number)
-        tensors, rest = _flatten(call(), self.model, f"block {number} returns")
+        tensors, spec = _flatten(call(), self.model, f"block {number} returns")
 
         segment = len(self.outputs)
         self._end_segment(tensors, block.parameters())
 
-        # Stages pass floating-point tensors on, and nothing else.
+        # Stages can only pass on floating-point tensors.
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             self.closed.add(segment)
 
-        # A fresh leaf per output: the graph of the next segment ends here and shows that it was used.
+        # Each output becomes a new leaf: the graphs of later segments end there and show that it was used.
         detached = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         self._detached.update({id(tensor): (tensor, segment) for tensor in detached})
-        self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], rest))
-        return unflatten([tensor.clone() for tensor in detached], rest)
+        self.outputs.append(([torch.empty_like(tensor, device="meta") for tensor in tensors], spec))
+        return unflatten([tensor.clone() for tensor in detached], spec)
 
     def _end_segment(self, tensors: Sequence[Tensor], own: Iterable[nn.Parameter]) -> None:
-        """Note what the segment that ends with `tensors` depends on; `own` are the parameters of its block."""
+        """Record the dependencies of the segment that ends with `tensors`. `own` are the parameters of its block."""
         segment = len(self.needs)
         reached = leaves_reached(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
-        # An output that is itself a leaf (a parameter, say) has no graph.
+        # An output may itself be a leaf (a parameter, for example), without a graph.
         leaves = {id(tensor) for tensor in [*reached, *tensors] if tensor.is_leaf}
         earlier_outputs = leaves & self._detached.keys()
         self.needs.append(leaves - earlier_outputs | {id(p) for p in own})
 
-        # An output that is used past the next block cannot be passed on: no split between its block and this one.
+        # Stages receive only the output of the previous block. So if this segment uses an earlier output, there is no
+        # split between that output's block and this one.
         for leaf in earlier_outputs:
             _, source = self._detached[leaf]
             self.closed.update(range(source + 1, segment))
 
-        # Compared after every segment: there is no hook for a write into a buffer.
+        # Compare values after every segment, since torch has no hook for a write into a buffer.
         changed = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
         self.changed.append({id(buffer) for buffer, _ in changed})
         for buffer, before in changed:
             before.copy_(buffer)
 
     def choose_stops(self, count: int) -> list[int]:
-        """Return the first segment after each of `count` stages."""
-        # There is no split after the last block: what follows it belongs to its stage.
+        """Return, for each of `count` stages, the first segment after it."""
+        # There is no split after the last block: its stage also runs the last segment.
         stops = [n + 1 for n in range(len(self.order) - 1) if n not in self.closed] + [len(self.order) + 1]
         if len(stops) < count:
             raise too_few_splits(count, len(stops), f": {len(self.order)} blocks in {type(self.model).__name__}")
 
-        # The parameters between two possible splits; a shared one counts where it is needed first.
+        # The number of parameters between two possible splits. A shared parameter counts where it is used first.
         uncounted = {id(p): p.numel() for p in self.model.parameters()}
         sizes = []
         for start, stop in pairwise([0, *stops]):
             needed = set().union(*self.needs[start:stop])
             sizes.append(sum(uncounted.pop(parameter, 0) for parameter in needed))
 
-        return [stops[number - 1] for number in balance(sizes, count)]
+        return [stops[end - 1] for end in balance(sizes, count)]
 
     def tensors_used(self, start: int, stop: int) -> list[Tensor]:
-        """Return the tensors that a stage with the segments from `start` to before `stop` needs.
+        """Return the tensors that a stage with segments start .. stop - 1 needs.
 
-        One that no segment used is needed by all stages: the next batch may use it.
+        A tensor that no segment used is given to all stages, because the next batch may use it.
         """
         used_elsewhere = self._used_by(0, len(self.needs)) - self._used_by(start, stop)
         return [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in used_elsewhere]
@@ -174,33 +175,35 @@ def _dry_run(
     arguments: ModelInput,
     autocast: Autocast,
 ) -> None:
-    """Run every stage with NaN for all parameters that it will not have and check that its output has no NaN."""
-    passed: Any = None
+    """Run every stage with NaN for all parameters that it will not have, and check that its output has no NaN."""
+    passed: Any = None  # the output of the previous stage
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
             with torch.no_grad(), autocast(), ExitStack() as stack:
                 _hide_others(model, {id(tensor) for tensor in tensors}, stack)
                 passed = stage(arguments, passed)
         except Exception as error:
-            raise _cannot_split(model, f"stage {number}, without what the others have: {_text(error)}") from error
+            problem = f"stage {number} failed without the tensors of the other stages: {_text(error)}"
+            raise _cannot_split(model, problem) from error
 
-        # NaN in the output: a tensor of another stage came in through a path that the graph did not show.
+        # NaN in the output shows that the stage uses a tensor of another stage, in a way that the graph did not show.
         if any(bool(tensor.isnan().any()) for tensor in flatten(passed)[0]):
             block = f"block {stage.first - 1}" if number else "the first block"
             raise _cannot_split(
-                model, f"what comes after {block} depends on more than what that block returns; or on NaN"
+                model, f"the code after {block} depends on more than the output of that block (or on a NaN)"
             )
 
 
-def _flatten(output: Any, model: nn.Module, whose: str) -> tuple[list[Tensor], Any]:
+def _flatten(output: Any, model: nn.Module, subject: str) -> tuple[list[Tensor], Any]:
+    """Return `flatten(output)`, or raise an error that begins with `subject`."""
     try:
         return flatten(output)
     except OpaqueValue as opaque:
-        raise _cannot_split(model, f"{whose} {opaque}, which may hold tensors out of sight") from None
+        raise _cannot_split(model, f"{subject} {opaque}, which may contain tensors that the trace cannot see") from None
 
 
 def _hide_others(model: nn.Module, own: set[int], stack: ExitStack) -> None:
-    """Replace the parameters whose ids are not in `own` with NaN, until `stack` ends."""
+    """Replace the parameters whose ids are not in `own` with NaN, until `stack` is closed."""
     for p in model.parameters():
         if id(p) not in own:
             stack.callback(setattr, p, "data", p.data)
