@@ -1,4 +1,4 @@
-"""Make a rank fail at a chosen moment, in tests of your own, and see that your training survives it.
+"""Make a rank fail at a chosen moment, in your own tests, and see that your training survives it.
 
     with lockstep.testing.fail_at(rank=1, step=5, phase="exchange", how="kill"):
         lockstep.fit(task, nproc=2)

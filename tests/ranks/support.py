@@ -20,7 +20,7 @@ from lockstep.config import Resolved, resolve, resolve_for
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
-from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.own_loop import OwnRun, OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import UserError
@@ -165,13 +165,19 @@ def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Tr
 
 def train_by_hand(own: OwnRun, task: Task) -> None:
     """What a user's script does between `lockstep.start` and the end."""
+    for step in backward_by_hand(own, task):
+        step.apply()
+
+
+def backward_by_hand(own: OwnRun, task: Task) -> Iterator[OwnStep]:
+    """Run forward and backward of every step, and yield it: the caller applies it."""
     plain = task.model()
     model, _ = own.setup(plain, task.optimizer(plain))
     for step in own.steps(task.data(), task.collate):
         for batch in step:
             loss = task.loss(model, batch)
             step.backward(loss.total, loss.weight, **loss.metrics)
-        step.apply()
+        yield step
 
 
 class _Late:
@@ -335,6 +341,29 @@ class ReferenceTask(Task):
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+class ResidualBlocks(nn.Module):
+    """Blocks that strategies can shard and split, and a number for each sample: (samples, 6) -> (samples,)."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ResidualBlock() for _ in range(depth)])
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).squeeze(-1)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class WeightedRegression(ReferenceTask):

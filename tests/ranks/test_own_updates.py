@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -350,38 +351,51 @@ def discriminate(step: Any, model: Any) -> None:
         step.backward(model("discriminator", x), weight=len(x))
 
 
+def after_one_pass(act: Callable[..., None]) -> Callable[..., None]:
+    """Return the body of a loop: one pass over the batches, and then `act`."""
+
+    @wraps(act)
+    def body(step: Any, model: Any, first: Any, second: Any) -> None:
+        discriminate(step, model)
+        act(step, model, first, second)
+
+    return body
+
+
+@after_one_pass
 def names_none(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
     step.apply()
 
 
+@after_one_pass
 def names_the_other(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
     step.apply(first)
 
 
+@after_one_pass
 def names_a_stranger(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
     step.apply(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@after_one_pass
 def measures_last(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
     step.measure()
 
 
+@after_one_pass
 def applies_once(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
     step.apply(second)
 
 
+@after_one_pass
 def applies_without_a_pass(step: Any, model: Any, first: Any, second: Any) -> None:
-    applies_once(step, model, first, second)
+    step.apply(second)
     step.apply(first)
 
 
+@after_one_pass
 def goes_on_after_the_end(step: Any, model: Any, first: Any, second: Any) -> None:
-    applies_once(step, model, first, second)
+    step.apply(second)
     discriminate(step, model)
 
 

@@ -400,7 +400,7 @@ def own(world: World, store: Any) -> None:
 
 
 def test_a_loop_of_ones_own_is_refused(pool: Pool) -> None:
-    assert_user_errors(pool.errors(own, world=2), "loop of your own", "lockstep.fit")
+    assert_user_errors(pool.errors(own, world=2), "custom loop", "lockstep.fit")
 
 
 # ---- where the cuts are ---------------------------------------------------------------------------------

@@ -89,6 +89,10 @@ class AMPTrainer:
         self._loads = 0
         self._failed_saves = Counter[str]()
 
+        # These tell one load from another, and are equal on all ranks when they call it together.
+        self._steps_begun = 0
+        self._loads_since_step = 0
+
         # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None
         self._sized = False
@@ -201,9 +205,18 @@ class AMPTrainer:
             raise
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Load the newest intact checkpoint below `path`, or exactly this one, on every rank. Returns its step."""
+        """Load the newest intact checkpoint below `path`, or exactly this one. Returns its step.
+
+        Call it on every rank. On rank 0 alone it returns too, since rank 0 waits for no other rank; but the next
+        training step raises, because the ranks would train different weights.
+        """
+        state = self._state()
         self._loads += 1
-        return load_state(self._state(), self.runtime, Path(path))
+        self._loads_since_step += 1
+        name = f"lockstep/load/{self.number}/{self._steps_begun}/{self._loads_since_step}/{path}"
+        step = load_state(state, self.runtime, Path(path), name, self.time_limit)
+        self.stepper.request(loaded=True)
+        return step
 
     # ---- inside ----
 
@@ -234,6 +247,8 @@ class AMPTrainer:
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)
+            self._steps_begun += 1
+            self._loads_since_step = 0
             self.driver.begin()
         self._open_step.exhausted = exhausted
 
@@ -249,7 +264,9 @@ class AMPTrainer:
             return loss, None
 
         self._open_step = None
-        return loss, self.stepper.apply(self.stepper.control, self.driver.reduced())
+        reduced = self.driver.reduced()
+        self.stepper.request(loaded=False)  # the control word of this step has carried it
+        return loss, self.stepper.apply(self.stepper.control, reduced)
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""

@@ -376,7 +376,7 @@ class GradientGuard:
                     "clip_grad_norm_() compares its limit with a sum",
                     "leave zero_grad() and clip_grad_norm_() out: step.apply() does both, with clip.norm=1; what else "
                     "changes gradients belongs in weight.register_hook(...) before run.setup if it is linear, or in "
-                    "the step() of an optimizer of your own",
+                    "the step() of a custom optimizer",
                 )
 
 

@@ -47,7 +47,7 @@ class StepContext:
     reports_loss: bool  # the losses of this rank count; False if another rank reports the same losses
     word_has_loss: bool  # the control word carries the loss, for spike detection
     mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
-    requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save and save_failed
+    requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save, save_failed and loaded
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -166,6 +166,7 @@ class StepControl:
             save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),
             save_failed=int(context.requests.save_failed),
+            loaded=int(context.requests.loaded),
             loss=self._loss,
         )
 

@@ -137,7 +137,7 @@ class Stepper:
         return self._apply_now(control, reduced, norm)
 
     def request(self, **flags: bool) -> None:
-        """Set `stop`, `save` or `save_failed` for the next control word, which carries them to the other ranks."""
+        """Set `stop`, `save`, `save_failed` or `loaded` for the next control word, which all ranks receive."""
         self.context.requests = replace(self.context.requests, **flags)
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:

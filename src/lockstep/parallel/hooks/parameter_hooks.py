@@ -147,7 +147,7 @@ def _problem(
         f"{what}. It gets the gradient of one micro-batch or of a sum that is not yet divided, so it would not do what "
         "it does to the gradient of a whole batch",
         "take it off, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; what else needs the "
-        "gradient of the whole step belongs in the step() of an optimizer of your own",
+        "gradient of the whole step belongs in the step() of a custom optimizer",
     )
 
 

@@ -149,7 +149,7 @@ def choose_plan(model: nn.Module, task: Any, ways: int, others: int = 1) -> dict
         raise UserError(
             f"mesh.tp finds no layers to shard in {type(model).__name__}",
             "the task has no tensor_plan(model), and the model has no layer names that we know",
-            f"write def tensor_plan(self, model): return {EXAMPLE} (in a loop of your own, a method of the model, "
+            f"write def tensor_plan(self, model): return {EXAMPLE} (in a custom loop, a method of the model, "
             "without the argument), or type strategy=fsdp without mesh.tp",
         )
 
@@ -258,7 +258,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, ways: int) -
             raise UserError(
                 f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",
                 "these words are for nn.Linear",
-                "name the nn.Linear layers inside it, or give a torch ParallelStyle of your own",
+                "name the nn.Linear layers inside it, or give a custom ParallelStyle of torch",
             )
 
 
