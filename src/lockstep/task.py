@@ -1,6 +1,6 @@
 """The contract between the user and the engine: a Task says what to train, Lockstep decides how.
 
-A loss is a **sum with a weight**. Nothing here knows about ranks, devices or precision.
+A loss is a **sum with a weight**. Nothing here depends on ranks, devices or precision.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class MicroBatch:
     index: int  # among the micro-batches of the whole global step, not of this rank
     samples: int
     epoch: int = 0
-    ids: Any = ()  # which samples (int64); empty if the source does not know
+    ids: Any = ()  # which samples (int64); empty if the source does not say
     padding: bool = False  # it only fills up this rank's number of micro-batches, so its weight must be 0
-    first: int = 0  # position of its first sample in the global step, if the source knows it
+    first: int = 0  # position of its first sample in the global step, if the source has one
 
 
 @dataclass(slots=True)
@@ -77,9 +77,9 @@ class StepBatches:
     count: int
     micro_batches: Iterable[MicroBatch]
     samples: int  # in the whole global step, all ranks together (for a stream, an estimate)
-    total: int | None = None  # micro-batches of the whole global step, if the source knows them
+    total: int | None = None  # micro-batches of the whole global step, if the source has counted them
     exhausted: bool = False  # this rank's stream has ended
-    span: tuple[int, int] | None = None  # positions in the endless order of samples, if the source knows them
+    span: tuple[int, int] | None = None  # positions in the endless order of samples, if the source has them
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -102,7 +102,7 @@ class StepResult:
     save: bool = False  # a checkpoint is due
     preempt: bool = False  # some rank is preempted: save and exit
     save_failed: bool = False  # some rank could not write its file of the checkpoint
-    new_metrics: bool = False  # some rank saw a metric that not all ranks know
+    new_metrics: bool = False  # some rank saw a metric that not all ranks have seen
 
 
 @runtime_checkable

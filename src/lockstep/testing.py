@@ -76,7 +76,7 @@ def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
 
 
 def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
-    """Give each fault a folder of its own, in which all ranks count how often it happened."""
+    """Give each fault a separate folder, in which all ranks count how often it happened."""
     faults.check_phases(planned, PHASES)
     marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
     for fault in marked:

@@ -45,7 +45,7 @@ class TrainingStep(NamedTuple):
 
 
 class AMPTrainer:
-    """A trainer of one process. Autocast, loss scale, clipping and skipping are those of the engine's Stepper."""
+    """A trainer of one process. Autocast, loss scale, clipping and skipping are done by the engine's Stepper."""
 
     # Which of the trainers on these ranks it is, and how long a rank waits for another one.
     number = 0
@@ -104,7 +104,7 @@ class AMPTrainer:
         return make_runtime(World(), choose_device(self.config.device, World()), "none")
 
     def settings(self) -> dict[str, Any]:
-        """Return engine settings beyond those of the AMPConfig."""
+        """Return engine settings that the AMPConfig does not have."""
         return {}
 
     def wrap_own(self, module: nn.Module) -> nn.Module:
@@ -161,7 +161,7 @@ class AMPTrainer:
         result = None
         padding = False
 
-        # One batch is read ahead: the last one tells the other ranks that this rank has no more.
+        # One batch is read ahead: with its last batch a rank announces to the others that it has no more.
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)

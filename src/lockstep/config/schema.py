@@ -336,7 +336,7 @@ class RunConfig(Section):
         None, "CPU threads per rank; null: one for small layers, otherwise cores / ranks of a host", example=1, ge=1
     )
 
-    # Sections, and the options of the task, which only the task knows.
+    # Sections, and the options of the task, which only the task can check.
     lr: LrConfig = LrConfig()
     clip: ClipConfig = ClipConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()

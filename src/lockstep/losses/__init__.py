@@ -74,7 +74,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
             f"linear_cross_entropy got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
             f"{tuple(targets.shape)}, whose shapes do not fit together",
             "they must be (..., C), (V, C) and (...)",
-            "give every token one target; the weight is that of nn.Linear(C, V), not its transpose",
+            "give every token one target; pass the weight of nn.Linear(C, V), not its transpose",
         )
 
     if chunk is not None and chunk < 1:
@@ -176,7 +176,7 @@ def _row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: 
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a @ b in the format of `total`, which may be wider than that of `a` and `b`."""
+    """Compute total += a @ b in the format of `total`, which may be wider than the format of `a` and `b`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

@@ -21,7 +21,7 @@ def row_losses_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: i
     if not rows:
         return
 
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which need not be the device of the tensors.
     with torch.cuda.device(logits.device):
         _row_loss[(rows,)](
             logits,

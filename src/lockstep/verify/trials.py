@@ -97,7 +97,7 @@ def check(options: VerifyOptions) -> None:
         if options.exact and name not in exact:
             raise UserError(
                 f"--exact {typed} has {name}, which cannot be exact",
-                "it adds in an order of its own",
+                "it adds gradients in a different order",
                 f"type some of {','.join(exact)}",
             )
 
