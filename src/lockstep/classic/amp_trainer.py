@@ -147,7 +147,7 @@ class AMPTrainer:
             raise UserError(
                 "train_epoch(loader) was called with a loader that has no batch on this rank",
                 "",
-                "give every rank at least one",
+                "give every rank at least one batch",
             )
 
         # Nothing else would show that every rank has the same samples.
@@ -226,7 +226,7 @@ class AMPTrainer:
             raise UserError(
                 f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
                 "",
-                "save after the step's last batch",
+                "save or load after the last batch of the step",
             )
 
         self.stepper.wait_for_outcome()

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         check_names(values, KEYS)
         if "checkpoint" not in values:
             raise UserError(
-                "checkpoint is not set: evaluate.py does not know which run to evaluate",
+                "checkpoint is not set: it names the run to evaluate",
                 "",
                 "type checkpoint=runs/NAME",
             )
