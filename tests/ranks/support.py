@@ -133,6 +133,18 @@ def open_watched(world: World, store: Any, values: dict[str, Any]) -> Iterator[R
         yield open_run(resolved, runtime, "test", run_class=WatchedRun)
 
 
+def preempted_run(runtime: context.Runtime, leave_at: int | None) -> type[Run]:
+    """Return a Run that leaves after `leave_at` steps, because rank 0 gets SIGTERM in the step before; None: never."""
+
+    class PreemptedRun(Run):
+        def end_step(self, batches: Any, result: Any) -> None:
+            if leave_at is not None and self.stepper.counters.step == leave_at - 1 and runtime.is_main:
+                runtime.notice.signal = "SIGTERM"
+            super().end_step(batches, result)
+
+    return PreemptedRun
+
+
 def trace_of(builder: RunBuilder) -> Trace:
     assert isinstance(builder.run, WatchedRun)
     return builder.run.trace

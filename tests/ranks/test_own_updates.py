@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -351,10 +350,9 @@ def discriminate(step: Any, model: Any) -> None:
         step.backward(model("discriminator", x), weight=len(x))
 
 
-def after_one_pass(act: Callable[..., None]) -> Callable[..., None]:
+def after_one_pass(act: Callable[..., Any]) -> Callable[..., None]:
     """Return the body of a loop: one pass over the batches, and then `act`."""
 
-    @wraps(act)
     def body(step: Any, model: Any, first: Any, second: Any) -> None:
         discriminate(step, model)
         act(step, model, first, second)
@@ -362,42 +360,17 @@ def after_one_pass(act: Callable[..., None]) -> Callable[..., None]:
     return body
 
 
-@after_one_pass
-def names_none(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply()
-
-
-@after_one_pass
-def names_the_other(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply(first)
-
-
-@after_one_pass
-def names_a_stranger(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@after_one_pass
-def measures_last(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.measure()
-
-
-@after_one_pass
-def applies_once(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply(second)
-
-
-@after_one_pass
-def applies_without_a_pass(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply(second)
-    step.apply(first)
-
-
-@after_one_pass
-def goes_on_after_the_end(step: Any, model: Any, first: Any, second: Any) -> None:
-    step.apply(second)
-    discriminate(step, model)
-
+applies_once = after_one_pass(lambda step, model, first, second: step.apply(second))
+names_none = after_one_pass(lambda step, model, first, second: step.apply())
+names_the_other = after_one_pass(lambda step, model, first, second: step.apply(first))
+names_a_stranger = after_one_pass(
+    lambda step, model, first, second: step.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+)
+measures_last = after_one_pass(lambda step, model, first, second: step.measure())
+applies_without_a_pass = after_one_pass(lambda step, model, first, second: (step.apply(second), step.apply(first)))
+goes_on_after_the_end = after_one_pass(
+    lambda step, model, first, second: (step.apply(second), discriminate(step, model))
+)
 
 MISTAKES = [
     (names_none, 1, ("does not say which of the 2 optimizers to step", "step.apply(optimizer)")),
