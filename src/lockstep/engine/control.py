@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import ControlWord, Flags, step_mark
+from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
 
@@ -47,7 +47,7 @@ class StepContext:
     reports_loss: bool  # the losses of this rank count; False if another rank reports the same losses
     word_has_loss: bool  # the control word carries the loss, for spike detection
     mark_time: Callable[[], None] | None  # notes when this rank's own work ends, for load balancing
-    requests: Flags = field(default_factory=Flags)  # for the next control word: stop, save, save_failed and loaded
+    requests: dict[str, int] = field(default_factory=dict)  # `Flags` that something outside the step sets
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -158,16 +158,13 @@ class StepControl:
 
         return ControlWord(
             weight=self._weight,
-            stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
             step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
-            save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),
-            save_failed=int(context.requests.save_failed),
-            loaded=int(context.requests.loaded),
             loss=self._loss,
+            **context.requests,
         )
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
