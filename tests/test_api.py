@@ -13,6 +13,10 @@ from safetensors.torch import load_file
 
 import preloaded
 from lockstep import Task, UserError, _version, api, fit
+from lockstep.errors import RanksFailed
+from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.job import Count
+from lockstep.launch.supervisor import JobEnd
 
 ROOT = Path(__file__).parent.parent
 TASK = '''
@@ -295,3 +299,11 @@ def test_the_package_names_its_version_and_its_renamed_names():
         assert hasattr(package, new)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 failed first"), (-1, "they could not be started")])
+def test_processes_that_never_started_are_not_called_rank_minus_1(tmp_path, rank, words):
+    ending = JobEnd(1, Failure(rank, "host", 0.0, Kind.ZYGOTE, "out of memory"))
+    with pytest.raises(RanksFailed, match=words) as failed:
+        api._raise_unless_done(ending, tmp_path, Count(2, 2))
+    assert "rank -1" not in str(failed.value)

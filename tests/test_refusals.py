@@ -633,9 +633,7 @@ def by_hand(builder: RunBuilder, task: Asked) -> None:
 
 
 OWN_LOOPS = {
-    "a pipeline": Row(
-        {"strategy": "pp"}, "loop of your own", "one micro-batch after another", "fit", Asked(net_in_row), 2
-    ),
+    "a pipeline": Row({"strategy": "pp"}, "custom loop", "one micro-batch after another", "fit", Asked(net_in_row), 2),
     "meta under ddp": Row(
         {"init": "meta"},
         "init=meta cannot be combined with strategy=ddp",

@@ -96,9 +96,9 @@ def train(
 ) -> int:
     """Run `lockstep train`: in this process, or in processes of a launcher. Returns an exit code.
 
-    `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are those of a script.
+    `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are passed on to a script.
     """
-    # What was typed for the run that is resumed holds, unless it is typed again.
+    # Settings that were typed for the run that is resumed still hold, unless they are typed again.
     layers[:0] = _stored_layer(_last(layers, "resume"), layers)
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
@@ -169,7 +169,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     run = run_of(Path(resume))
     sources = stored(run, "config.sources.json")
 
-    # What the code sets comes from the code, as it is now. Where a run goes, and from where, is said again.
+    # Settings in the code are read from the code as it is now. `run_dir` and `resume` must be typed again.
     was_typed = ("command line", "file ", STORED)
     values = {
         key: value
@@ -179,7 +179,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     if not values:
         return []
 
-    # A line says what is taken over; what is typed again is compared with the checkpoint, by the line `resumed`.
+    # Print what is taken over. Settings that are typed again are compared with the checkpoint by the line `resumed`.
     typed_again = {key for _, given in typed for key in flatten(given)}
     taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in typed_again)
     if taken and World.from_env().rank == 0:
@@ -253,8 +253,8 @@ def fit(
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
     """Return the configuration of a task object, without the options that were fixed when it was made.
 
-    Options that `layers` ask for could not be applied, so they are refused. Those of a default preset are dropped, so
-    that they are not recorded as if they had been used.
+    Options that `layers` set could not be applied any more, so they are refused. Options of a default preset are
+    dropped, so that they are not recorded as if they had been used.
     """
     preset_asked = any(values.get("preset") for _, values in layers)
     name = type(task).__name__
@@ -288,14 +288,15 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Count) -> None:
     """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
+        who = f"rank {culprit.rank} failed first" if culprit.rank >= 0 else "they could not be started"
         raise RanksFailed(
-            f"lockstep.fit on {count} processes: rank {culprit.rank} failed first",
+            f"lockstep.fit on {count} processes: {who}",
             f"{culprit.kind}: {culprit.message}",
             f"fix that; {run_dir / 'logs'} holds the output of all ranks",
         )
 
     if ending.code:
-        # Only the exit code tells which signal it was, and only the checkpoints tell how far the run has come.
+        # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
         signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
         checkpoint = latest(run_dir / "checkpoints")
         step = latest_step(run_dir / "checkpoints") or 0
@@ -412,7 +413,8 @@ def _launch(
     if culprit is None or not ending.coordinated:
         return ending
 
-    # Rank 0 may only have recorded a lost peer. The launcher knows which rank failed first.
+    # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first. For a machine that
+    # fails before it has ranks, this is -1.
     message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
     with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
@@ -422,7 +424,7 @@ def _launch(
 
 
 def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
-    """Return the run folder. If the user has not named one, add a layer that tells the ranks which it is."""
+    """Return the run folder. If the user has not named one, add a layer that names it for the ranks."""
     run_dir = choose_run_dir(asked, resume, name)
     if not asked:
         layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
@@ -434,15 +436,15 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
     if not any(source == FROM_LAUNCHER for source, _ in layers):
         return
 
-    # The launcher already knows `--resume` and `run_dir=` from the command line.
+    # The launcher has read `--resume` and `run_dir=` from the command line itself.
     in_code = [values for source, values in layers if source in ("argument", "task default")]
     for key, option in (("run_dir", "run_dir="), ("resume", "--resume ")):
         value = next((values[key] for values in in_code if values.get(key)), None)
         if value:
             raise UserError(
-                f"{key}={value} is set in the code, where the launcher cannot see it",
-                "a launcher that has already chosen the run folder",
-                f"type it too: {option}{value}",
+                f"{key}={value} is set in the code, which the launcher has not read",
+                "the launcher has already chosen the run folder",
+                f"type it on the command line as well: {option}{value}",
             )
 
 

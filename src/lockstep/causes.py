@@ -27,7 +27,7 @@ _TABLE = {
         "return Loss.sum(sum of n terms, n), or Loss.mean(their mean, n); weight=1 is right only for a single term",
     ),
     "mean-for-sum": (
-        "a mean where a sum is due: the loss does not grow with the micro-batch, its weight does",
+        "a mean where a sum is needed: the weight grows with the micro-batch, and the loss does not",
         "use reduction='sum' (or .sum()), or return Loss.mean(mean, n); Lockstep divides once, by the weight of all "
         "ranks",
     ),
@@ -43,7 +43,7 @@ _TABLE = {
     "batch-coupled": (
         "a loss of one sample that depends on the others in its micro-batch",
         "a contrastive loss, mined examples, mixed samples or statistics over the batch are a different loss in every "
-        "split: fix micro_batch in the configuration, and see it as part of the model; mix samples in collate()",
+        "split: set micro_batch in the configuration, and treat it as part of the model; mix samples in collate()",
     ),
     "left-gradient": (
         "a loss that leaves gradients behind: it calls backward() itself",
@@ -52,7 +52,7 @@ _TABLE = {
     ),
     # Statistics and random numbers.
     "batchnorm": (
-        "BatchNorm: its statistics are those of a micro-batch, which another split divides differently",
+        "BatchNorm: its statistics are computed over a micro-batch, so they change with the split of the batch",
         "set micro_batch, the same on any number of ranks; or use GroupNorm or LayerNorm, or freeze it (module.eval())",
     ),
     "randomness": (
@@ -63,10 +63,10 @@ _TABLE = {
     "augmentation": (
         "augmentation that follows the rank, the process or the clock: the same sample looks different elsewhere",
         "draw in __getitem__ from torch, random or numpy (all are seeded per sample), with data.seed_samples=true and "
-        "no seeding of your own by rank, pid or time",
+        "no seeding by rank, pid or time",
     ),
     "nondeterminism": (
-        "no two runs are alike: the very same layout differs from itself",
+        "two runs in the same layout differ",
         "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
         "pid or global state; on a GPU type deterministic=true",
     ),
@@ -114,14 +114,14 @@ _TABLE = {
     # Anything else that two trials can disagree about.
     "untied": (
         "weights that were meant to be tied, and are not: they start equal and then drift apart",
-        "assign the very parameter (head.weight = embedding.weight), after any copy, and do not replace it later",
+        "assign the parameter itself (head.weight = embedding.weight), after any copy, and do not replace it later",
     ),
     "metric": (
         "a metric that is a mean: the mean of the ranks' means is not the mean",
         "return sums in Loss(metrics=...): the number of hits, or (sum, weight)",
     ),
     "changed-in-forward": (
-        "a forward that changes the model: every rank then has its own, after the micro-batches that it saw",
+        "a forward that changes the model: each rank then has another model, after the micro-batches it computed",
         "use a norm without such state (spectral norm: normalise in after_step); update averages and statistics in "
         "after_step(model, step); or name its buffers in the task's changing_buffers",
     ),
@@ -161,8 +161,8 @@ _TABLE = {
     "refused": ("a layout that Lockstep refuses", "do what the message says"),
     "failed": ("a layout that fails", "fix the error; `lockstep train` with the same settings shows all of it"),
     "unknown": (
-        "nothing that verify can name",
-        "compare the first thing that differs, by hand, at the step and in the layout named above",
+        "a difference whose cause verify cannot name",
+        "compare by hand what differs first, at the step and in the layout named above",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The command `lockstep`: every verb calls one function. No logic here, and no torch until a verb needs it."""
+"""The command `lockstep`: each verb calls one function. It imports torch only when a verb needs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(words[:end])
     options.script_arguments = words[end + 1 :]
     if options.script_arguments and not (options.verb == "train" and targets.is_script(options.target)):
-        parser.error(f"only a script (lockstep train SCRIPT.py) takes arguments of its own: {' '.join(words[end:])}")
+        parser.error(f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}")
 
     # Kept for the command that resumes a run.
     options.arguments = words
@@ -61,18 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     # In the order in which a user meets them.
-    _add_train(verbs.add_parser("train", help="train a recipe, a task of yours, or a script with its own loop"))
-    _add_verify(verbs.add_parser("verify", help="train a few steps in several layouts, and compare them"))
+    _add_train(verbs.add_parser("train", help="train a recipe, your own task, or a script with its own loop"))
+    _add_verify(
+        verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
+    )
 
-    resize = verbs.add_parser("resize", help="let a running job continue with another number of processes")
+    resize = verbs.add_parser("resize", help="change the number of processes of a running job")
     resize.add_argument("run_dir", type=Path, metavar="RUN")
     resize.add_argument("count", type=int, metavar="N")
 
-    config = verbs.add_parser("config", help="show the resolved configuration and where each value came from")
+    config = verbs.add_parser("config", help="show every setting of a target and where its value comes from")
     config.add_argument("action", choices=["show"])
     _add_target(config)
 
-    report = verbs.add_parser("report", help="write report.html for a run folder")
+    report = verbs.add_parser("report", help="write the report of a run, report.html, into its folder")
     report.add_argument("run_dir", type=Path)
 
     _add_ckpt(verbs.add_parser("ckpt", help="list, show, verify, export or prune the checkpoints of a run"))
@@ -90,23 +92,35 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument(
-        "--nproc", metavar="N|auto|1..8", help="processes on this machine, supervised (default: this one alone)"
+        "--nproc",
+        metavar="N|auto|1..8",
+        help="processes to start on this machine, and to restart after failures (default: train in this process)",
     )
-    parser.add_argument("--nnodes", metavar="M|1:4", help="machines; type the same command on each of them")
+    parser.add_argument("--nnodes", metavar="M|1:4", help="number of machines; type the same command on each of them")
     parser.add_argument(
-        "--join", metavar="HOST:PORT,...", help="rendezvous of the machines: the address of one of them, or of several"
+        "--join",
+        metavar="HOST:PORT,...",
+        help="where the machines meet: an address of one of them, or addresses of several",
     )
-    parser.add_argument("--resume", metavar="auto|PATH|never", help="resume from a checkpoint (default never)")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH|never",
+        help="continue from a checkpoint; auto: if the run has one; PATH: a run or a checkpoint (default: never)",
+    )
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
-    parser.add_argument("--worlds", metavar="1,2,3,4", help="numbers of processes (default 1,2,3,4)")
-    parser.add_argument("--strategies", metavar="ddp,fsdp", help="ways to share the model (default: the task's own)")
-    parser.add_argument("--splits", metavar="8,5", help="other micro-batches to try (default: the whole, a ragged one)")
+    parser.add_argument("--worlds", metavar="1,2,3,4", help="numbers of processes to compare (default 1,2,3,4)")
+    parser.add_argument("--strategies", metavar="ddp,fsdp", help="strategies to compare (default: the task's)")
+    parser.add_argument(
+        "--splits",
+        metavar="8,5",
+        help="further micro-batch sizes to compare (default: the whole batch, and an uneven part)",
+    )
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="steps to train in each layout (default 4)")
     parser.add_argument("--exact", action="store_true", help="require identical bits (exact=true)")
-    parser.add_argument("--json", metavar="F", help="also write the result to a file")
+    parser.add_argument("--json", metavar="F", help="also write the result to this file, as JSON")
 
 
 def _add_ckpt(parser: argparse.ArgumentParser) -> None:
@@ -118,16 +132,16 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
         action.add_argument("path", type=Path, metavar=metavar)
         return action
 
-    add("ls", "RUN", "a line for each checkpoint")
-    add("show", "RUN|CKPT", "the contents of the newest checkpoint, or of this one")
-    add("verify", "RUN|CKPT", "read every byte; the exit code is 1 if any is wrong")
+    add("ls", "RUN", "list the checkpoints of a run")
+    add("show", "RUN|CKPT", "show what is in the newest checkpoint, or in this one")
+    add("verify", "RUN|CKPT", "read every byte; exit code 1 if any differs from what was written")
 
-    export = add("export", "RUN|CKPT", "write the weights to one model.safetensors")
-    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: that of the checkpoint)")
-    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    export = add("export", "RUN|CKPT", "write the weights to a file model.safetensors")
+    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
 
-    prune = add("prune", "RUN", "delete all but the newest")
-    prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many to keep (default 3)")
+    prune = add("prune", "RUN", "delete all checkpoints but the newest")
+    prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
@@ -164,7 +178,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep import api
 
     api.resize(options.run_dir, options.count)
-    print(f"requested {options.count} processes: the launcher of {options.run_dir} prints what it does about it")
+    print(f"requested {options.count} processes; the launcher of {options.run_dir} prints whether and when it changes")
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:

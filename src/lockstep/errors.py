@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from unicodedata import category
 
-# They reorder what follows: a name may read as another one.
+# Characters that change the direction of the text after them: a name may look like another name.
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -23,7 +23,7 @@ class UserError(Exception):
     """
 
     def __init__(self, problem: str, found: str, fix: str):
-        # All three are passed on, so that the error survives pickling between processes.
+        # All three are passed on, so that the error can be pickled.
         super().__init__(problem, found, fix)
         self.problem = problem
         self.found = found
@@ -62,7 +62,7 @@ class RanksFailed(UserError):
 
 
 class OutOfStep(RuntimeError):
-    """The ranks are not in the same collective. Those that notice it are seldom those at fault, which `ranks` names."""
+    """The ranks are not in the same collective. `ranks` are at fault; the rank that raises this has only noticed it."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()):
         super().__init__(message)
@@ -113,3 +113,8 @@ def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
 def plural(count: int, one: str, many: str = "") -> str:
     """Return "1 rank" or "2 ranks"; `many` is for what needs more than an s."""
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2"."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"

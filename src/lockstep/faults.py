@@ -1,7 +1,7 @@
 """Inject faults, for tests: `lockstep.testing.fail_at` describes them, the ranks carry them out. No torch here.
 
-The description travels in an environment variable, since the ranks are other processes. Files keep count of how often a
-fault happened, since a rank that was killed comes back knowing nothing.
+The description travels in an environment variable, since the ranks are other processes. Files count how often a fault
+happened, since a process that is killed cannot.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Fault:
         if wanted_phase not in (None, phase) or self.rank not in (None, rank) or self.step not in (None, step):
             return False
 
-        # All ranks compete for the `times`: the one that creates the file has the fault.
+        # All ranks compete for the `times`: the rank that creates the file has the fault.
         claims = (self.marks is None or _created(Path(self.marks) / f"fired-{n}") for n in self._untried)
 
         return self.times is None or any(claims)

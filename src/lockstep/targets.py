@@ -200,7 +200,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     """Construct the task with `task.*` as keyword arguments; raise the problems of all of them at once."""
     parameters = _signature(kind).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return kind(**options)  # only the constructor knows what it takes
+        return kind(**options)  # which options it takes cannot be seen from outside
 
     problems = []
     values = {}

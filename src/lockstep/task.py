@@ -181,7 +181,7 @@ class Task:
     def data(self) -> Any:
         """Return a map-style or iterable dataset, or a BatchSource.
 
-        `Sampled(dataset, sampler)` is a map-style dataset with a sampler of your own.
+        `Sampled(dataset, sampler)` is a map-style dataset with a custom sampler.
         """
         raise NotImplementedError(f"{type(self).__name__}.data() must return a dataset")
 

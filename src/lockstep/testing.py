@@ -1,4 +1,4 @@
-"""Make a rank fail at a chosen moment, in tests of your own, and see that your training survives it.
+"""Make a rank fail at a chosen moment, in your own tests, and see that your training survives it.
 
     with lockstep.testing.fail_at(rank=1, step=5, phase="exchange", how="kill"):
         lockstep.fit(task, nproc=2)
@@ -76,7 +76,7 @@ def faults_environment(marks: Path, *planned: Fault) -> dict[str, str]:
 
 
 def _marked(planned: list[Fault], marks: Path) -> list[Fault]:
-    """Give each fault a folder of its own, in which all ranks count how often it happened."""
+    """Give each fault a separate folder, in which all ranks count how often it happened."""
     faults.check_phases(planned, PHASES)
     marked = [replace(fault, marks=str(marks / str(number))) for number, fault in enumerate(planned)]
     for fault in marked:

@@ -20,7 +20,7 @@ from lockstep.config import Resolved, resolve, resolve_for
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
-from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.own_loop import OwnRun, OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import UserError
@@ -133,6 +133,18 @@ def open_watched(world: World, store: Any, values: dict[str, Any]) -> Iterator[R
         yield open_run(resolved, runtime, "test", run_class=WatchedRun)
 
 
+def preempted_run(runtime: context.Runtime, leave_at: int | None) -> type[Run]:
+    """Return a Run that leaves after `leave_at` steps, because rank 0 gets SIGTERM in the step before; None: never."""
+
+    class PreemptedRun(Run):
+        def end_step(self, batches: Any, result: Any) -> None:
+            if leave_at is not None and self.stepper.counters.step == leave_at - 1 and runtime.is_main:
+                runtime.notice.signal = "SIGTERM"
+            super().end_step(batches, result)
+
+    return PreemptedRun
+
+
 def trace_of(builder: RunBuilder) -> Trace:
     assert isinstance(builder.run, WatchedRun)
     return builder.run.trace
@@ -165,13 +177,19 @@ def own_loop(world: World, store: Any, task: Task, values: dict[str, Any]) -> Tr
 
 def train_by_hand(own: OwnRun, task: Task) -> None:
     """What a user's script does between `lockstep.start` and the end."""
+    for step in backward_by_hand(own, task):
+        step.apply()
+
+
+def backward_by_hand(own: OwnRun, task: Task) -> Iterator[OwnStep]:
+    """Run forward and backward of every step, and yield it: the caller applies it."""
     plain = task.model()
     model, _ = own.setup(plain, task.optimizer(plain))
     for step in own.steps(task.data(), task.collate):
         for batch in step:
             loss = task.loss(model, batch)
             step.backward(loss.total, loss.weight, **loss.metrics)
-        step.apply()
+        yield step
 
 
 class _Late:
@@ -336,6 +354,29 @@ class ReferenceTask(Task):
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+class ResidualBlocks(nn.Module):
+    """Blocks that strategies can shard and split, and a number for each sample: (samples, 6) -> (samples,)."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ResidualBlock() for _ in range(depth)])
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).squeeze(-1)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class WeightedRegression(ReferenceTask):

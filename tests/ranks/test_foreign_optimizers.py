@@ -13,7 +13,7 @@ from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_param
 from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, TrialFailed, classify_update
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
+from ranks.support import ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
 
 STEPS, BATCH, SAMPLES = 3, 8, 20
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS, "lr.schedule": "constant"}
@@ -165,27 +165,6 @@ def test_a_trial_never_proves_that_shards_are_enough() -> None:
 # ---- as in plain PyTorch ----
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
-        self.out = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x).squeeze(-1)
-
-
 class Foreign(Task):
     """Every block under another optimizer, or all of them under one."""
 
@@ -193,7 +172,7 @@ class Foreign(Task):
         self.kind = kind
 
     def model(self) -> nn.Module:
-        return Blocks().double()
+        return ResidualBlocks(depth=6).double()
 
     def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
         return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

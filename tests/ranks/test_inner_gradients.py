@@ -14,31 +14,10 @@ from lockstep.errors import UserError
 from lockstep.parallel import inner_gradients
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Rows, assert_user_errors, fit, open_watched, trace_of, windows
+from ranks.support import ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
 
 STEPS, BATCH, SAMPLES = 3, 8, 20
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS, "lr.schedule": "constant"}
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Critic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Half() for _ in range(2)])
-        self.out = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x).squeeze(-1)
 
 
 class Trained(Task):
@@ -46,7 +25,7 @@ class Trained(Task):
         self.terms = loss
 
     def model(self) -> nn.Module:
-        return Critic().double()
+        return ResidualBlocks(depth=2).double()
 
     def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
         return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -203,26 +182,30 @@ def test_a_loss_of_gradients_only(pool: Pool) -> None:
     assert_as_by_hand(pool, Trained(penalty_alone), {"strategy": "fsdp"}, 2)
 
 
+def errors_of(pool: Pool, loss: Any, strategy: str) -> list[BaseException | None]:
+    return pool.errors(fit, Trained(loss), VALUES | {"strategy": strategy}, world=2)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "tp"])
 def test_gradients_of_sharded_parameters_are_refused(pool: Pool, strategy: str) -> None:
-    errors = pool.errors(fit, Trained(of_parameters), VALUES | {"strategy": strategy}, world=2)
+    errors = errors_of(pool, of_parameters, strategy)
     assert_user_errors(errors, "the gradient of 'blocks.0.up.weight', which is sharded", "strategy=zero1")
     assert_user_errors(errors, "slopes = torch.autograd.grad(total")
 
 
 def test_tensor_parallelism_refuses_what_it_would_get_wrong(pool: Pool) -> None:
-    errors = pool.errors(fit, Trained(penalised), VALUES | {"strategy": "tp"}, world=2)
+    errors = errors_of(pool, penalised, "tp")
     assert_user_errors(errors, "cannot differentiate again", "test_inner_gradients.py", "borrowed_grad(")
 
 
 def test_a_pipeline_refuses_gradients_inside_a_loss(pool: Pool) -> None:
-    errors = pool.errors(fit, Trained(penalised), VALUES | {"strategy": "pp"}, world=2)
+    errors = errors_of(pool, penalised, "pp")
     assert_user_errors(errors, "a pipeline (mesh.pp)", "borrowed_grad(")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_backward_inside_a_loss_is_named_with_its_line(pool: Pool, strategy: str) -> None:
-    errors = pool.errors(fit, Trained(own_backward), VALUES | {"strategy": strategy}, world=2)
+    errors = errors_of(pool, own_backward, strategy)
     assert_user_errors(errors, "the loss calls backward() itself", "test_inner_gradients.py")
     assert_user_errors(errors, "total.backward(retain_graph=True)  # the line to name")
 

@@ -14,7 +14,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import assert_user_errors, open_watched
+from ranks.support import assert_user_errors, open_watched, train_by_hand
 
 VALUES: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "steps": 2}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -147,14 +147,7 @@ def test_a_second_forward_without_gradients_is_no_mistake(pool: Pool) -> None:
 
 def own_loop(world: World, store: Any) -> None:
     with open_watched(world, store, VALUES) as builder:
-        own, task = OwnRun(builder), OfNothing()
-        plain = task.model()
-        model, _ = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-        for step in own.steps(task.data()):
-            for batch in step:
-                loss = task.loss(model, batch)
-                step.backward(loss.total, loss.weight)
-            step.apply()
+        train_by_hand(OwnRun(builder), OfNothing())
 
 
 def test_a_loop_of_ones_own_is_refused_too(pool: Pool) -> None:

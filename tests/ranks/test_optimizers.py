@@ -20,7 +20,7 @@ from lockstep.plan.plan import make_plan
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.task import Loss
 from pool import Pool
-from ranks.support import Regression, WatchedRun, assert_user_errors, fit, open_watched
+from ranks.support import Regression, WatchedRun, assert_user_errors, backward_by_hand, fit, open_watched
 
 VALUES = {"global_batch": 4, "micro_batch": 2, "steps": 6}
 
@@ -162,13 +162,7 @@ def leaves_alone(world: Any, store: Any, launchers_folder: Path | None = None) -
         open_watched(world, store, VALUES) as builder,
     ):
         own = module.OwnRun(builder)
-        task = Regression()
-        model = task.model()
-        model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in own.steps(task.data()):
-            for batch in step:
-                loss = task.loss(model, batch)
-                step.backward(loss.total, loss.weight)
+        for step in backward_by_hand(own, Regression()):
             step.apply()
             if world.rank == 0 and step.index == 2:
                 break
@@ -185,23 +179,51 @@ def test_a_launchers_heartbeats_show_at_once_that_the_others_wait(pool: Pool, tm
     assert_user_errors(errors[:1], "rank 0 of 2 left `for step", "sys.exit() at script.py:7")
 
 
+def leave_before_apply(world: Any, store: Any, launchers_folder: Path) -> int:
+    """All ranks leave between the last backward and apply(), rank 1 some time after the others."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from lockstep.engine.own_loop import OwnRun
+    from lockstep.runtime import context
+
+    looks = timedelta(milliseconds=20)
+    environment = {FOLDER: str(launchers_folder)}
+    with (
+        mock.patch.object(context, "BARRIER_LOOK", looks),
+        mock.patch.dict(os.environ, environment),
+        open_watched(world, store, VALUES) as builder,
+    ):
+        own = OwnRun(builder)
+        for step in backward_by_hand(own, Regression()):
+            if step.index == 2:
+                break
+            step.apply()
+        if world.rank == 1:
+            # Rank 0 waits in close(), and looks at the heartbeats again and again.
+            dist.distributed_c10d._get_default_store().wait(["left-at-2/1/0"], timedelta(seconds=60))
+            time.sleep(5 * looks.total_seconds())
+        own.close()
+        return builder.runtime.heartbeat.step
+
+
+def test_a_rank_that_leaves_before_apply_exchanges_nothing_any_more(pool: Pool, tmp_path: Path) -> None:
+    """Its heartbeat still said "exchange", so that it took itself for a rank that waits for the others."""
+    assert pool.run(leave_before_apply, tmp_path, world=2) == [2, 2]
+
+
 def ends_early(world: Any, store: Any, way: str) -> dict[str, Any]:
     """Train 3 steps, with log lines that are further apart, and return the last line."""
     from lockstep.engine.own_loop import OwnRun
 
     with open_watched(world, store, VALUES | {"log.every": 100, "steps": 3 if way == "plan" else 6}) as builder:
         own = OwnRun(builder)
-        task = Regression()
-        model = task.model()
-        model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in own.steps(task.data()):
-            # The request travels with this step, which is then the last one.
-            if way == "stop" and world.rank == 1 and step.index == 2:
-                own.stop()
-            for batch in step:
-                loss = task.loss(model, batch)
-                step.backward(loss.total, loss.weight)
+        for step in backward_by_hand(own, Regression()):
             step.apply()
+            # The request travels with the next step, which is then the last one.
+            if way == "stop" and world.rank == 1 and step.index == 1:
+                own.stop()
             if way == "break" and own.agree(step.index == 2):
                 break
         own.close()

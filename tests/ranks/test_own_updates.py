@@ -350,40 +350,27 @@ def discriminate(step: Any, model: Any) -> None:
         step.backward(model("discriminator", x), weight=len(x))
 
 
-def names_none(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
-    step.apply()
+def after_one_pass(act: Callable[..., Any]) -> Callable[..., None]:
+    """Return the body of a loop: one pass over the batches, and then `act`."""
+
+    def body(step: Any, model: Any, first: Any, second: Any) -> None:
+        discriminate(step, model)
+        act(step, model, first, second)
+
+    return body
 
 
-def names_the_other(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
-    step.apply(first)
-
-
-def names_a_stranger(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
-    step.apply(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def measures_last(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
-    step.measure()
-
-
-def applies_once(step: Any, model: Any, first: Any, second: Any) -> None:
-    discriminate(step, model)
-    step.apply(second)
-
-
-def applies_without_a_pass(step: Any, model: Any, first: Any, second: Any) -> None:
-    applies_once(step, model, first, second)
-    step.apply(first)
-
-
-def goes_on_after_the_end(step: Any, model: Any, first: Any, second: Any) -> None:
-    applies_once(step, model, first, second)
-    discriminate(step, model)
-
+applies_once = after_one_pass(lambda step, model, first, second: step.apply(second))
+names_none = after_one_pass(lambda step, model, first, second: step.apply())
+names_the_other = after_one_pass(lambda step, model, first, second: step.apply(first))
+names_a_stranger = after_one_pass(
+    lambda step, model, first, second: step.apply(torch.optim.SGD(model.parameters(), lr=0.1))
+)
+measures_last = after_one_pass(lambda step, model, first, second: step.measure())
+applies_without_a_pass = after_one_pass(lambda step, model, first, second: (step.apply(second), step.apply(first)))
+goes_on_after_the_end = after_one_pass(
+    lambda step, model, first, second: (step.apply(second), discriminate(step, model))
+)
 
 MISTAKES = [
     (names_none, 1, ("must name the optimizers to step, because there are 2", "step.apply(optimizer)")),

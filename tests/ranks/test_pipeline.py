@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
-from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.pipeline.pipeline import fits
@@ -25,7 +24,7 @@ from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import assert_user_errors, configured
+from ranks.support import assert_user_errors, configured, preempted_run
 
 BASE = {"global_batch": 12, "micro_batch": 3, "steps": 6, "clip.norm": 0.5, "strategy": "pp"}
 
@@ -116,14 +115,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
     """A job: the whole model after a run."""
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
-
-        class PreemptedRun(Run):
-            def end_step(self, batches: Any, result: Any) -> None:
-                if leave_at is not None and self.stepper.counters.step == leave_at - 1 and world.rank == 0:
-                    runtime.notice.signal = "SIGTERM"
-                super().end_step(batches, result)
-
-        builder = open_run(resolved, runtime, "test", run_class=PreemptedRun)
+        builder = open_run(resolved, runtime, "test", run_class=preempted_run(runtime, leave_at))
         summary: dict[str, Any] = {}
         try:
             summary = loop.fit(task, builder)
@@ -400,7 +392,7 @@ def own(world: World, store: Any) -> None:
 
 
 def test_a_loop_of_ones_own_is_refused(pool: Pool) -> None:
-    assert_user_errors(pool.errors(own, world=2), "loop of your own", "lockstep.fit")
+    assert_user_errors(pool.errors(own, world=2), "custom loop", "lockstep.fit")
 
 
 # ---- where the cuts are ---------------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from torch.utils.data import TensorDataset
 from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.diagnose import explained
-from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import ALL_PAIRS, assert_user_errors, configured
+from ranks.support import ALL_PAIRS, assert_user_errors, configured, preempted_run
 
 LENGTH, WIDTH, VOCABULARY = 32, 8, 13
 
@@ -113,14 +112,7 @@ def final(
     resolved = configured(BASE | values)
     with context.start(world, resolved.config, store=store) as runtime:
         task = kind()
-
-        class PreemptedRun(Run):
-            def end_step(self, batches: Any, result: Any) -> None:
-                if leave_at is not None and self.stepper.counters.step == leave_at - 1 and world.rank == 0:
-                    runtime.notice.signal = "SIGTERM"
-                super().end_step(batches, result)
-
-        builder = open_run(resolved, runtime, "test", run_class=PreemptedRun)
+        builder = open_run(resolved, runtime, "test", run_class=preempted_run(runtime, leave_at))
         try:
             summary = loop.fit(task, builder)
         except Preempted as left:

@@ -21,15 +21,7 @@ from small_trader import SETTINGS, attached, tiny
 from torch import nn
 
 import lockstep
-from lockstep.classic.clstm_ppo import setup_check
-from lockstep.classic.clstm_ppo.gpu_optimizations import (
-    launch_distributed_training,
-    price_per_hour,
-    print_gpu_info,
-    print_training_speedup_estimates,
-    processes,
-    speedup_table,
-)
+from lockstep.classic.clstm_ppo import gpu_optimizations, setup_check
 from lockstep.classic.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.classic.clstm_ppo.trainer import main as train_script
 from lockstep.errors import ConfigError, UserError
@@ -391,17 +383,18 @@ def test_the_script_takes_a_precision_and_fp16_on_a_cpu_is_answered_in_words(tmp
 
 def test_processes_are_never_made_up(monkeypatch):
     with pytest.raises(UserError, match="--num_gpus 0"):
-        processes(0)
+        gpu_optimizations.processes(0)
     with pytest.raises(UserError, match="--batch_size 12"):
         DistributedCLSTMPPOTrainer(1, 10, 9)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert processes(-1) == 4  # torchrun's: all of them share the number of episodes
+    assert gpu_optimizations.processes(-1) == 4  # torchrun's: all of them share the number of episodes
 
 
 def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
-    words = [line.split() for line in speedup_table(10.2 / 60, price_per_hour("NVIDIA H100 80GB HBM3"))[1:]]
+    price = gpu_optimizations.price_per_hour("NVIDIA H100 80GB HBM3")
+    words = [line.split() for line in gpu_optimizations.speedup_table(10.2 / 60, price)[1:]]
     assert [(row[0], row[1], row[2], row[3], row[5]) for row in words] == [
         ("1", "1.0x", "100%", "10.2", "$0.17"),
         ("2", "1.9x", "95%", "5.4", "$0.18"),
@@ -409,10 +402,10 @@ def test_time_and_cost_are_those_of_the_document_and_measurements_are_marked():
         ("8", "6.8x", "85%", "1.5", "$0.20"),
     ]
     assert {row[-1] for row in words} == {"estimate"}
-    rows = {line.split()[0]: line for line in speedup_table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
+    rows = {line.split()[0]: line for line in gpu_optimizations.speedup_table(1.0, None, {1: 100.0, 2: 150.0})[1:]}
     assert "75%" in rows["2"]
     assert [rows[gpus].split()[-1] for gpus in "1248"] == ["measured", "measured", "estimate", "estimate"]
-    assert price_per_hour("Some GPU") is None
+    assert gpu_optimizations.price_per_hour("Some GPU") is None
 
 
 def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
@@ -447,11 +440,13 @@ def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monke
 
 def test_training_is_launched_without_touching_the_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "12355")
-    done = launch_distributed_training(tiny(), 1, config=SETTINGS | {"steps": 4, "run_dir": str(tmp_path / "run")})
+    done = gpu_optimizations.launch_distributed_training(
+        tiny(), 1, config=SETTINGS | {"steps": 4, "run_dir": str(tmp_path / "run")}
+    )
     assert done.summary["step"] == 4
     assert os.environ["MASTER_PORT"] == "12355"
-    print_gpu_info()
-    print_training_speedup_estimates(1.0)
+    gpu_optimizations.print_gpu_info()
+    gpu_optimizations.print_training_speedup_estimates(1.0)
     assert "8      6.8x" in capsys.readouterr().out
 
 

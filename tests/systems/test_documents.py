@@ -209,6 +209,49 @@ def test_rank_0_alone_can_save(pool: Pool, tmp_path: Path) -> None:
         assert lines[1]["grad_norm"] == lines[2]["grad_norm"] > 0
 
 
+def load_on_rank_0(world: World, store: Any, folder: Path) -> list[str]:
+    """`if rank == 0: trainer.load_checkpoint(path)` leaves the ranks with different weights."""
+    among(world, store)
+    trainer = DistributedAMPTrainer(net(), FP32)
+    batch = numbers(8)[0][world.rank :: 2], numbers(8)[1][world.rank :: 2]
+    trainer.training_step(batch)
+    trainer.save_checkpoint(folder)
+    found = []
+
+    # A folder without a checkpoint is refused on all ranks alike; then all load, and train on.
+    with pytest.raises(UserError) as nothing:
+        trainer.load_checkpoint(folder / "empty")
+    found.append(str(nothing.value))
+    assert trainer.load_checkpoint(folder) == 1
+    trainer.training_step(batch)
+
+    # Rank 0 does not wait for the others. The next step shows on all of them what is wrong, even where the checkpoint
+    # is of the step at which they all are.
+    trainer.save_checkpoint(folder)
+    if world.rank == 0:
+        assert trainer.load_checkpoint(folder) == 2
+    with pytest.raises(UserError) as alone:
+        trainer.training_step(batch)
+    found.append(str(alone.value))
+
+    # The others do not wait for ever for a rank 0 that never loads.
+    if world.rank == 1:
+        trainer.time_limit = trainer.time_limit / 3000
+        with pytest.raises(UserError, match="waited for rank 0, which has not called it"):
+            trainer.load_checkpoint(folder)
+    trainer.cleanup()
+    return found
+
+
+def test_a_checkpoint_that_rank_0_alone_loads_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(load_on_rank_0, tmp_path, world=2)
+    assert found[0] == found[1]
+    nothing, alone = found[0]
+    assert "found no checkpoint there" in nothing
+    assert "1 of 2 ranks loaded a checkpoint before step 2" in alone
+    assert "call load_checkpoint(path) on every rank" in alone
+
+
 class Halting(Net):
     """One layer has no part in the loss."""
 

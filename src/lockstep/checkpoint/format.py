@@ -143,8 +143,8 @@ def read_header(checkpoint: Checkpoint, name: str) -> Header:
 def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tuple[str, tuple[int, ...], int]:
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
     dtype = fields["dtype"]
-    shape = check_counts(fields["shape"], f"the shape of {what}")
-    offsets = check_counts(fields["data_offsets"], f"an offset of {what}")
+    shape = check_counts(fields["shape"], what, "shape")
+    offsets = check_counts(fields["data_offsets"], what, "data_offsets")
     require(dtype in SIZES and len(offsets) == 2, f"{what} has an unknown dtype, or not two offsets")
 
     # Python's integers do not overflow, so this also refuses a huge shape.

@@ -9,6 +9,7 @@ that could be mistaken for this (its only key begins with "$") gets one more "$"
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -16,8 +17,8 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -41,6 +42,9 @@ _LARGEST = 2**60
 
 # The most bytes of a manifest, which is read into memory.
 _LARGEST_MANIFEST = 2**28
+
+# Pieces of one tensor that do not lie in a grid: each may have to be compared with every other.
+_MOST_IRREGULAR = 4096
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -69,8 +73,7 @@ class File:
     digest: str
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A slice of a tensor as one file stores it: it begins at `offset` in the full tensor."""
 
     file: str
@@ -117,30 +120,59 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the contents of `manifest.json`, including a digest of them."""
-    content = {**asdict(manifest), "values": to_json(manifest.values)}
-    return _canonical({"format": FORMAT, "digest": _digest(content), "content": content})
+    """Return the contents of `manifest.json`, which include a digest of the rest."""
+    # Not `dataclasses.asdict`, which copies every number and takes longer than everything else here.
+    tensors = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
+        for name, entry in manifest.tensors.items()
+    }
+    files = [vars(file) for file in manifest.files]
+    content = {**vars(manifest), "files": files, "tensors": tensors, "values": to_json(manifest.values)}
+
+    # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
+    text = _canonical(content)
+    digest = xxhash.xxh3_128(text).hexdigest()
+    return b'{"content":%b,"digest":"%b","format":%d}' % (text, digest.encode(), FORMAT)
 
 
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse `data`, the contents of `manifest.json`. Raise Damaged if they are invalid in any way."""
     try:
-        outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
-
-        # True equals 1, but is not a version.
-        version = outer["format"]
-        require(
-            version == FORMAT and not isinstance(version, bool),
-            f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
-        )
-
-        require(
-            outer["digest"] == _digest(outer["content"]),
-            "the contents do not match their digest",
-        )
-        return _manifest(outer["content"])
+        with _collector_paused():
+            return _decode(data)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
+
+
+def _decode(data: bytes) -> Manifest:
+    outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
+
+    # True equals 1, but is not a version.
+    version = outer["format"]
+    require(
+        version == FORMAT and not isinstance(version, bool),
+        f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
+    )
+
+    digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
+    require(outer["digest"] == digest, "the contents do not have the digest that was written with them")
+    return _manifest(outer["content"])
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from running.
+
+    A large manifest becomes millions of objects, none of them garbage, and the collector would go through all of them
+    again and again: it takes as long as the rest.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # ---- files ----
@@ -273,11 +305,9 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _digest(content: Any) -> str:
-    return xxhash.xxh3_128(_canonical(content)).hexdigest()
-
-
 # ---- checks of all fields ----
+#
+# A manifest of a large model has millions of fields, so the text of a message is put together only if it is needed.
 
 
 def require(condition: bool, message: str) -> None:
@@ -289,23 +319,30 @@ def require(condition: bool, message: str) -> None:
 def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     """Return the JSON object `value` if it has exactly these keys, with values of these types (`object`: any type)."""
     fields = _check(value, dict, what)
-    wrong_keys = sorted(fields.keys() ^ kinds.keys())
-    require(not wrong_keys, f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
+    if fields.keys() != kinds.keys():
+        wrong_keys = sorted(fields.keys() ^ kinds.keys())
+        raise ValueError(f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
     for key, kind in kinds.items():
-        _check(fields[key], kind, f"{what}: {key}")
+        # Most are right at first sight, and then there is nothing to call.
+        if kind is not object and (kind is int or type(fields[key]) is not kind):
+            _check(fields[key], kind, what, key)
     return fields
 
 
-def check_counts(value: list[Any], what: str) -> tuple[int, ...]:
-    """Return a shape or an offset, if it is valid for torch."""
-    require(len(value) <= 64, f"{what} has too many dimensions")
-    return tuple(_check(item, int, what) for item in value)
+def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
+    """Return a shape or an offset, if it is one that torch could have. `field` names it, `what` is its owner."""
+    if len(value) > 64:
+        raise ValueError(f"{what}: {field} has too many dimensions")
+    # True is no int here, see `_check`.
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _LARGEST):
+        raise ValueError(f"{what}: {field} is not {_KINDS[int]}")
+    return tuple(value)
 
 
-def _check(value: Any, kind: type, what: str) -> Any:
+def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
     # Not isinstance: True is an instance of int.
-    if (kind is not object and type(value) is not kind) or (kind is int and not 0 <= value <= _LARGEST):
-        raise ValueError(f"{what} is not {_KINDS[kind]}")
+    if type(value) is not kind or (kind is int and not 0 <= value <= _LARGEST):
+        raise ValueError(f"{what}{': ' * bool(field)}{field} is not {_KINDS[kind]}")
     return value
 
 
@@ -351,48 +388,69 @@ def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     dtype = fields["dtype"]
     require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
-    # Count a dimension of 0 as 1: torch multiplies the other sizes too, and they may overflow.
-    shape = check_counts(fields["shape"], f"the shape of {what}")
+    # A dimension of 0 must not hide the size of the others, which torch multiplies as well.
+    shape = check_counts(fields["shape"], what, "shape")
     require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _LARGEST, f"{what} would be too large")
 
-    pieces = tuple(_piece(piece, f"a piece of {what}", shape, files) for piece in fields["pieces"])
+    what_piece = f"a piece of {what}"
+    pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])
     _check_cover(what, shape, pieces)
     return TensorEntry(dtype, shape, pieces)
 
 
 def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -> Piece:
     fields = check_fields(item, what, file=str, key=str, offset=list, shape=list)
-    offset = check_counts(fields["offset"], f"the offset of {what}")
-    shape = check_counts(fields["shape"], f"the shape of {what}")
+    offset = check_counts(fields["offset"], what, "offset")
+    shape = check_counts(fields["shape"], what, "shape")
 
     # A file that is not listed has no digest.
-    require(fields["file"] in files, f"{what} is in {fields['file'][:60]!r}, which is not listed")
+    if fields["file"] not in files:
+        raise ValueError(f"{what} is in {fields['file'][:60]!r}, which is not listed")
 
-    require(len(offset) == len(shape) == len(full_shape), f"{what} has another number of dimensions")
-    bounds = zip(offset, shape, full_shape, strict=True)
-    require(all(start + length <= limit for start, length, limit in bounds), f"{what} exceeds the tensor's shape")
+    if not len(offset) == len(shape) == len(full_shape):
+        raise ValueError(f"{what} has another number of dimensions")
+    for start, length, limit in zip(offset, shape, full_shape, strict=True):
+        if start + length > limit:
+            raise ValueError(f"{what} exceeds the tensor's shape")
     return Piece(fields["file"], fields["key"], offset, shape)
 
 
 def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
     """Check that every element is in exactly one piece: the sizes add up, and no two pieces overlap."""
     # Empty pieces overlap nothing.
-    nonempty = [piece for piece in pieces if math.prod(piece.shape)]
-    require(
-        sum(math.prod(piece.shape) for piece in nonempty) == math.prod(shape),
-        f"the pieces of {what} do not add up to the full tensor",
-    )
-    if len(nonempty) < 2:
+    nonempty = [piece for piece in pieces if 0 not in piece.shape]
+    if sum(math.prod(piece.shape) for piece in nonempty) != math.prod(shape):
+        raise ValueError(f"the pieces of {what} do not add up to the full tensor")
+    if len(nonempty) < 2 or _is_grid(shape, nonempty):
         return
 
-    # Sweep along the dimension with the most pieces. Each piece is compared only with earlier ones that end after its
-    # start.
+    # Ranks that shard a tensor make a grid. Nothing that is not one has many pieces, and comparing pairs takes long.
+    require(len(nonempty) <= _MOST_IRREGULAR, f"{what} has {len(nonempty):,} pieces that are not a grid")
+
+    # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in nonempty}))
     active: list[Piece] = []
     for piece in sorted(nonempty, key=lambda piece: piece.offset[dim]):
         active = [earlier for earlier in active if earlier.offset[dim] + earlier.shape[dim] > piece.offset[dim]]
         require(not any(_overlap(piece, earlier) for earlier in active), f"two pieces of {what} overlap")
         active.append(piece)
+
+
+def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+    """Return whether the pieces are all cells of a grid, each once: then they cover the tensor without overlaps."""
+    cells = 1
+    for dim, length in enumerate(shape):
+        # The intervals of one dimension, in order, must lie end to end.
+        end = 0
+        intervals = sorted({(piece.offset[dim], piece.shape[dim]) for piece in pieces})
+        for start, size in intervals:
+            if start != end:
+                return False
+            end = start + size
+        if end != length:
+            return False
+        cells *= len(intervals)
+    return cells == len(pieces) == len({piece.offset for piece in pieces})
 
 
 def _overlap(a: Piece, b: Piece) -> bool:

@@ -45,7 +45,7 @@ class TrainingStep(NamedTuple):
 
 
 class AMPTrainer:
-    """A trainer of one process. Autocast, loss scale, clipping and skipping are those of the engine's Stepper."""
+    """A trainer of one process. Autocast, loss scale, clipping and skipping are done by the engine's Stepper."""
 
     # Which of the trainers on these ranks it is, and how long a rank waits for another one.
     number = 0
@@ -89,6 +89,10 @@ class AMPTrainer:
         self._loads = 0
         self._failed_saves = Counter[str]()
 
+        # These tell one load from another, and are equal on all ranks when they call it together.
+        self._steps_begun = 0
+        self._loads_since_step = 0
+
         # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None
         self._sized = False
@@ -100,7 +104,7 @@ class AMPTrainer:
         return make_runtime(World(), choose_device(self.config.device, World()), "none")
 
     def settings(self) -> dict[str, Any]:
-        """Return engine settings beyond those of the AMPConfig."""
+        """Return engine settings that the AMPConfig does not have."""
         return {}
 
     def wrap_own(self, module: nn.Module) -> nn.Module:
@@ -143,7 +147,7 @@ class AMPTrainer:
             raise UserError(
                 "train_epoch(loader) was called with a loader that has no batch on this rank",
                 "",
-                "give every rank at least one",
+                "give every rank at least one batch",
             )
 
         # Nothing else would show that every rank has the same samples.
@@ -157,7 +161,7 @@ class AMPTrainer:
         result = None
         padding = False
 
-        # One batch is read ahead: the last one tells the other ranks that this rank has no more.
+        # One batch is read ahead: with its last batch a rank announces to the others that it has no more.
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
@@ -201,9 +205,18 @@ class AMPTrainer:
             raise
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Load the newest intact checkpoint below `path`, or exactly this one, on every rank. Returns its step."""
+        """Load the newest intact checkpoint below `path`, or exactly this one. Returns its step.
+
+        Call it on every rank. On rank 0 alone it returns too, since rank 0 waits for no other rank; but the next
+        training step raises, because the ranks would train different weights.
+        """
+        state = self._state()
         self._loads += 1
-        return load_state(self._state(), self.runtime, Path(path))
+        self._loads_since_step += 1
+        name = f"lockstep/load/{self.number}/{self._steps_begun}/{self._loads_since_step}/{path}"
+        step = load_state(state, self.runtime, Path(path), name, self.time_limit)
+        self.stepper.request(loaded=True)
+        return step
 
     # ---- inside ----
 
@@ -213,7 +226,7 @@ class AMPTrainer:
             raise UserError(
                 f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
                 "",
-                "save after the step's last batch",
+                "save or load after the last batch of the step",
             )
 
         self.stepper.wait_for_outcome()
@@ -234,6 +247,8 @@ class AMPTrainer:
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)
+            self._steps_begun += 1
+            self._loads_since_step = 0
             self.driver.begin()
         self._open_step.exhausted = exhausted
 
@@ -249,7 +264,9 @@ class AMPTrainer:
             return loss, None
 
         self._open_step = None
-        return loss, self.stepper.apply(self.stepper.control, self.driver.reduced())
+        reduced = self.driver.reduced()
+        self.stepper.request(loaded=False)  # the control word of this step has carried it
+        return loss, self.stepper.apply(self.stepper.control, reduced)
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""

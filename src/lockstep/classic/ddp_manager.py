@@ -41,7 +41,7 @@ class DDPManager:
         """
         limit = time_limit(timeout_mins)
 
-        # Train alone only if nothing announces other ranks. A script that has joined by itself knows.
+        # Train alone only if nothing announces other ranks. A process group that the script has joined counts.
         if not dist.is_initialized():
             check_announced()
         self.world = current_world()
@@ -179,7 +179,7 @@ class RankBatches(Sampler[list[int]]):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Every pass advances the epoch by itself: nobody can forget to call set_epoch.
+        # Every pass advances the epoch by itself: set_epoch cannot be forgotten.
         epoch = self.epoch
         self.epoch += 1
         for number in range(len(self)):

@@ -56,9 +56,9 @@ class DistributedAMPTrainer(AMPTrainer):
 
         `distributed` replaces the four arguments before it, and has options of DDP. A rank waits `timeout_mins` for
         the others at most, and then raises; a process group that the script has joined keeps its own limit. With
-        `log_dir` every rank writes a line for each step to a file of its own there.
+        `log_dir` every rank writes a line for each step to its own file there.
         """
-        # In a DistributedConfig `device_ids` are those of all processes of this machine.
+        # In a DistributedConfig `device_ids` name the devices of all processes of this machine.
         self._ids_of_node = distributed is not None
         if distributed is not None:
             distributed.validate()
@@ -127,7 +127,7 @@ class DistributedAMPTrainer(AMPTrainer):
     @staticmethod
     def is_distributed() -> bool:
         """Return whether this process is one rank of several."""
-        # The process group knows better than the environment.
+        # A process group that exists counts more than the environment.
         if dist.is_initialized():
             return dist.get_world_size() > 1
         check_announced()
@@ -163,7 +163,7 @@ class ReducedByTheStep(Wrapper, DistributedDataParallel):
 
 
 def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:
-    """Return the GPU of this process: the first of its own `ids`, or its own among those of the machine."""
+    """Return the GPU of this process: the first of its own `ids`, or the one at its local rank among the machine's."""
     if not ids:
         return usual
     if not of_node:

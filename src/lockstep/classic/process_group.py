@@ -98,11 +98,11 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
     """
     found = [f"{name}={env[name]}" for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in env]
     missing = [name for name in ("WORLD_SIZE", "RANK") if name not in env]
-    # A WORLD_SIZE of 1 announces nobody.
+    # A WORLD_SIZE of 1 announces no other rank.
     if not found or found == ["WORLD_SIZE=1"] or switched_off(env):
         return
     if not missing:
-        # Without LOCAL_RANK they may be those of a machine.
+        # Without LOCAL_RANK they may have been set once for each machine.
         World.from_env(env)
         return
 
@@ -112,6 +112,6 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
         return
     raise UserError(
         f"{missing[0]} is not set, but {' and '.join(found)} {'is' if len(found) == 1 else 'are'}",
-        "a process that does not know its rank would train alone, and so would all the others",
+        "without its rank this process would train alone, and so would all the others",
         "use torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK for every process",
     )

@@ -1,4 +1,4 @@
-"""What one rank did in each optimizer step, as lines of JSON in a file of its own."""
+"""What one rank did in each optimizer step, as lines of JSON in a separate file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankLog:
         self._lines: list[tuple[dict[str, Any], Tensor]] = []
 
     def add(self, loss: Loss) -> None:
-        """Add the loss of one batch to that of the step."""
+        """Add the loss of one batch to the loss of the step."""
         weight = torch.as_tensor(loss.weight, device=loss.total.device)
         self._sums.append(torch.stack([loss.total.detach().double(), weight.double()]))
 

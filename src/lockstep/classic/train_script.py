@@ -121,9 +121,7 @@ def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
     for key, flag in RIVALS.items():
         # Equal values do not contradict each other.
         if getattr(options, flag) and key in typed and settings.get(key) != typed[key]:
-            raise UserError(
-                f"--{flag} and {key}={typed[key]} are two values for one thing", "", "type only one of them"
-            )
+            raise UserError(f"--{flag} and {key}={typed[key]} set the same thing twice", "", "type only one of them")
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 Values arrive in layers (task default, preset, file, command line, argument); a later layer wins, key by key.
 All problems of all layers are reported together. Nothing is derived here (that is the Plan's job), and `task.*` is
-passed on unchanged: only the task knows its own options.
+passed on unchanged: only the task can check its options.
 
 schema        the keys with their meaning, and settings: values with their source
 strategies    what a configuration must know about each strategy

@@ -216,7 +216,7 @@ def _pairs(settings: Settings) -> Iterator[UserError]:
 EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "strategy": (
         with_trait("exact"),
-        "a strategy that adds in an order of its own",
+        "a strategy that adds gradients in a different order",
         "type strategy=ddp, or strategy=fsdp",
     ),
     "mesh.tp": ((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),

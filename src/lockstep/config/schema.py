@@ -19,7 +19,7 @@ RENAMED = {"speed_weights": "load_balance"}
 
 
 def _key(default: Any, about: str, *, example: Any = None, **limits: Any) -> Any:
-    """Declare one key: its default, its meaning and unit, and where it helps a value to type."""
+    """Declare one key: its default, its meaning with its unit, and an example of a value if that helps."""
     return Field(default, description=about, examples=None if example is None else [example], **limits)
 
 
@@ -54,7 +54,7 @@ Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-# Causes (see causes.py) that the check at the start of a run finds, and that one may mean: `checks.loss=batch-coupled`.
+# Causes (see causes.py) that the check at the start of a run finds, and that a user may intend.
 LossTrait = Literal[
     "mean-of-means",
     "mean-for-sum",
@@ -81,16 +81,20 @@ PrecisionName = Literal[
 
 class LrConfig(Section):
     # Steps are optimizer steps in all keys, however many micro-batches they take.
-    peak: float | None = _key(None, "highest learning rate; null: the optimizer's own", example=0.001, ge=0)
-    schedule: str = _key("constant", "shape after the warm-up, by its name in optim/schedule.py")
-    warmup: int = _key(0, "optimizer steps of linear warm-up", ge=0)
-    min_ratio: float = _key(0.0, "final rate as a fraction of the peak", ge=0, le=1)
-    # A fifth of the run is the usual length of the decay in warmup-stable-decay schedules.
-    decay: float = _key(0.2, "wsd: last fraction of the run, in which the rate falls", ge=0, le=1)
-    scaling: Annotated[Literal["none", "sqrt", "linear"], _NONE] = _key(
-        "none", "how the peak scales with global batch / reference_batch"
+    peak: float | None = _key(
+        None, "highest learning rate; null: the rate that the task's optimizer was made with", example=0.001, ge=0
     )
-    reference_batch: int | None = _key(None, "samples per step that lr.peak was tuned for", example=256, ge=1)
+    schedule: str = _key("constant", "how the rate changes after the warm-up")
+    warmup: int = _key(0, "optimizer steps in which the rate rises linearly from 0", ge=0)
+    min_ratio: float = _key(0.0, "rate at the end of the run, as a fraction of lr.peak", ge=0, le=1)
+    # A fifth of the run is the usual length of the decay in warmup-stable-decay schedules.
+    decay: float = _key(0.2, "schedule wsd: fraction of the run, at its end, in which the rate falls", ge=0, le=1)
+    scaling: Annotated[Literal["none", "sqrt", "linear"], _NONE] = _key(
+        "none", "how lr.peak grows with the global batch, relative to lr.reference_batch"
+    )
+    reference_batch: int | None = _key(
+        None, "global batch that lr.peak was tuned for; needed by lr.scaling", example=256, ge=1
+    )
 
 
 class ClipConfig(Section):
@@ -103,67 +107,76 @@ class ClipConfig(Section):
 
 class NonfiniteConfig(Section):
     # Skipping survives a rare overflow. After five in a row the run would hardly recover.
-    policy: Literal["skip", "rewind", "stop"] = _key("skip", "what a step with a NaN or infinite gradient does")
-    max_in_a_row: int = _key(5, "skipped steps, or rewinds, in a row that end the run", ge=1)
+    policy: Literal["skip", "rewind", "stop"] = _key("skip", "what to do with a step whose gradient is NaN or infinite")
+    max_in_a_row: int = _key(5, "end the run after this many skipped steps or rewinds in a row", ge=1)
 
 
 class SpikeConfig(Section):
     # Off by default: what counts as a spike depends on the data, and skipping a step changes the training.
     policy: Annotated[Literal["off", "skip", "rewind", "stop"], _OFF] = _key(
-        "off", "what a step with a loss spike does"
+        "off", "what to do with a step whose loss is a spike"
     )
-    factor: float = _key(10.0, "a loss is a spike this many median absolute deviations above the median", gt=0)
-    window: int = _key(64, "steps that the median is taken over", ge=8)
+    factor: float = _key(10.0, "a spike is this many median absolute deviations above the median loss", gt=0)
+    window: int = _key(64, "number of recent steps that the median is taken over", ge=8)
 
 
 class ScalerConfig(Section):
     # The values of torch.amp.GradScaler, but half its initial scale, and bounds, which it does not have.
     initial: float = _key(2.0**15, "fp16: loss scale at the start", gt=0)
-    growth: float = _key(2.0, "fp16: factor after `interval` finite steps", ge=1)
-    backoff: float = _key(0.5, "fp16: factor after an overflow", gt=0, lt=1)
+    growth: float = _key(2.0, "fp16: the loss scale grows by this factor after scaler.interval finite steps", ge=1)
+    backoff: float = _key(0.5, "fp16: the loss scale is multiplied by this after an overflow", gt=0, lt=1)
     interval: int = _key(2000, "fp16: finite steps in a row before the scale grows", ge=1)
     minimum: float = _key(1.0, "fp16: smallest loss scale", gt=0)
     maximum: float = _key(2.0**24, "fp16: largest loss scale", gt=0)
-    hysteresis: int = _key(1, "fp16: overflows before the scale shrinks", ge=1)
+    hysteresis: int = _key(1, "fp16: number of overflows after which the loss scale shrinks", ge=1)
 
 
 class EvaluateConfig(Section):
-    every: int | None = _key(None, "optimizer steps between evaluations; null: at the end only", example=100, ge=1)
+    every: int | None = _key(None, "optimizer steps between evaluations; null: only at the end", example=100, ge=1)
     batch: int | None = _key(
-        None, "samples per evaluation forward; null: micro_batch if set, else at most 32", example=8, ge=1
+        None,
+        "samples per forward of an evaluation; null: micro_batch if it is set, otherwise at most 32",
+        example=8,
+        ge=1,
     )
     at_end: bool = _key(True, "evaluate after the last step")
 
 
 class DataConfig(Section):
     # No workers by default: most small datasets load faster than processes start.
-    workers: int = _key(0, "worker processes per rank; 0: load in the training process", ge=0)
+    workers: int = _key(0, "worker processes per rank that load samples; 0: the training process loads them", ge=0)
     prefetch: int = _key(2, "micro-batches that each worker prefetches", ge=1)
-    pin_memory: Literal["auto"] | bool = _key("auto", "page-locked host memory; auto: on for CUDA")
+    pin_memory: Literal["auto"] | bool = _key("auto", "load batches into page-locked host memory; auto: on for CUDA")
     shuffle: bool = _key(True, "shuffle the samples again in every epoch")
     # Otherwise random transforms, and so the trained model, depend on the number of ranks.
-    seed_samples: bool = _key(True, "seed random transforms per sample, independent of ranks and workers")
+    seed_samples: bool = _key(
+        True, "seed random transforms for each sample, so that they do not depend on ranks and workers"
+    )
     sharding: Literal["stride", "own"] = _key(
-        "stride", "iterable datasets: stride: Lockstep shards them; own: they shard themselves"
+        "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
     )
 
 
 class DDPConfig(Section):
     # 25 MiB is torch's default.
-    bucket_mb: float = _key(25.0, "gradient bucket of one all-reduce, in MiB", gt=0)
-    find_unused_parameters: bool = _key(False, "allow parameters without a gradient; all-reduces after backward")
+    bucket_mb: float = _key(25.0, "size of the gradient buckets, each of which is one all-reduce, in MiB", gt=0)
+    find_unused_parameters: bool = _key(
+        False, "allow parameters that get no gradient; gradients are then all-reduced after the backward"
+    )
     hook: Annotated[Literal["none", "fp16", "bf16", "powersgd"], _NONE] = _key(
-        "none", "gradient compression for the all-reduce; all but none are lossy"
+        "none", "gradient compression for the all-reduce; every choice but none is lossy"
     )
     # PowerSGD approximates a gradient matrix by one of low rank; the first steps are too rough for that.
     powersgd_rank: int = _key(4, "powersgd: rank of the compressed gradient matrices", ge=1)
-    powersgd_start: int = _key(100, "powersgd: steps at the start without compression", ge=0)
+    powersgd_start: int = _key(100, "powersgd: optimizer steps at the start that are not compressed", ge=0)
     error_feedback: bool = _key(True, "powersgd: add the compression error of a step to the next one")
-    gradient_as_bucket_view: bool = _key(True, "gradients are views of the buckets; false: one more copy of them")
+    gradient_as_bucket_view: bool = _key(
+        True, "gradients share the memory of the buckets; false: they take as much memory again"
+    )
     # A promise that torch relies on and does not check.
     static_graph: bool = _key(False, "promise that every step uses the same parameters in the same way")
     broadcast_buffers: bool = _key(False, "broadcast rank 0's buffers at the start of every step")
-    sync_batchnorm: bool = _key(False, "BatchNorm statistics over the micro-batches of all ranks")
+    sync_batchnorm: bool = _key(False, "compute BatchNorm statistics over the micro-batches of all ranks together")
 
 
 class FSDPConfig(Section):
@@ -179,54 +192,70 @@ class MeshConfig(Section):
     """The device mesh: how many ranks along each axis."""
 
     # In the order of the mesh's dimensions: neighbours along the last axis are closest, as tensor parallelism needs.
-    pp: int | None = _key(None, "pipeline-parallel stages", example=2, ge=1)
-    dp: int | None = _key(None, "data-parallel groups; null: all remaining ranks", example=2, ge=1)
-    tp: int | None = _key(None, "tensor-parallel ranks that shard every layer (task.tensor_plan)", example=2, ge=1)
+    pp: int | None = _key(None, "ranks of a pipeline, each with a part of the layers", example=2, ge=1)
+    dp: int | None = _key(
+        None, "groups of ranks that train on different samples; null: all ranks that pp and tp leave", example=2, ge=1
+    )
+    tp: int | None = _key(
+        None, "ranks that share each layer (tensor parallelism, see Task.tensor_plan)", example=2, ge=1
+    )
 
 
 class PPConfig(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = _key("1f1b", "order of forwards and backwards")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = _key(
+        "1f1b", "order of the forwards and backwards in a pipeline"
+    )
     stages_per_rank: int | None = _key(
-        None, "stages of the model on each rank; null: interleaved 2, otherwise 1", example=2, ge=1
+        None, "stages of the model on each rank; null: 2 if pp.schedule is interleaved, otherwise 1", example=2, ge=1
     )
 
 
 class CheckpointConfig(Section):
     # By time rather than by steps, because what a failure costs is time.
     every: int | None = _key(None, "optimizer steps between checkpoints", example=500, ge=1)
-    minutes: float | None = _key(10.0, "minutes between checkpoints; null: only by steps", gt=0)
-    at_end: bool = _key(True, "save a checkpoint after the last step, so that the run can be prolonged")
-    asynchronous: bool = _key(True, "write in the background while training continues")
-    keep: int = _key(3, "newest checkpoints to keep", ge=1)
-    keep_every: int | None = _key(None, "also keep those whose step is a multiple of this", example=10000, ge=1)
-    best: str | None = _key(None, "also keep the best by this: eval_loss, or a metric's name", example="eval_loss")
-    best_mode: Literal["min", "max"] = _key("min", "whether the best is the smallest or the largest")
+    minutes: float | None = _key(10.0, "minutes between checkpoints; null: only checkpoint.every decides", gt=0)
+    at_end: bool = _key(True, "save a checkpoint after the last step, from which the run can be continued")
+    asynchronous: bool = _key(True, "write checkpoints in the background while training continues")
+    keep: int = _key(3, "how many of the newest checkpoints to keep", ge=1)
+    keep_every: int | None = _key(None, "also keep checkpoints whose step is a multiple of this", example=10000, ge=1)
+    best: str | None = _key(
+        None,
+        "also keep the checkpoint that is best by this metric: eval_loss, or the name of another",
+        example="eval_loss",
+    )
+    best_mode: Literal["min", "max"] = _key(
+        "min", "whether the smallest or the largest value of checkpoint.best is the best"
+    )
     # A large frozen backbone need not be in every checkpoint.
-    frozen: bool = _key(True, "save frozen parameters too; false: only their digest, compared on resume")
+    frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
 
 
 class RestartConfig(Section):
     # A failure that recurs more often needs a person.
-    per_hour: int = _key(10, "most restarts after failures within an hour; 0: none", ge=0)
+    per_hour: int = _key(10, "restarts after failures that are allowed within an hour; 0: none", ge=0)
     grace: float = _key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
 
 class HangConfig(Section):
     action: Literal["restart", "stop"] = _key("restart", "what the watchdog does when no rank makes progress")
     # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
-    first: float = _key(900.0, "timeout in seconds the first time a phase runs; always for start, compile, ...", gt=0)
-    least: float = _key(
-        5.0, "shortest timeout of a step, in seconds; data, evaluation and checkpoint phases get six times this", gt=0
+    first: float = _key(
+        900.0,
+        "timeout of a phase that runs for the first time, in seconds; start, compile and the like always have it",
+        gt=0,
     )
-    factor: float = _key(5.0, "timeout as a multiple of the longest time that the phase has taken", ge=1)
+    least: float = _key(
+        5.0, "shortest timeout of a step, in seconds; loading, evaluating and saving get at least six times this", gt=0
+    )
+    factor: float = _key(5.0, "timeout of a phase, as a multiple of the longest time that it has taken so far", ge=1)
 
 
 class LogConfig(Section):
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "log which samples every step was trained on")
-    sinks: list[str] = _key([], "where metrics go besides metrics.jsonl, by name (observe/sinks)", example=["csv"])
+    sinks: list[str] = _key([], "further outputs for the metrics, besides metrics.jsonl", example=["csv"])
     progress: Annotated[Literal["auto", "live", "plain", "off"], _OFF] = _key(
-        "auto", "how progress is shown; auto: live on a terminal, else plain"
+        "auto", "how progress is shown; auto: live on a terminal, otherwise plain"
     )
 
 
@@ -234,10 +263,12 @@ class ChecksConfig(Section):
     # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
     first_batch: bool = _key(
         True,
-        "check on the first step that ranks read different samples, and worker processes the right ones",
+        "check in the first step that the ranks read different samples, and that worker processes read the right ones",
     )
     loss: LossCheck = _key(
-        "all", "check the loss before the first step; off: not; or what is meant to be so", example="batch-coupled"
+        "all",
+        "checks of the loss before the first step; off: none; or the findings that you intend, which are then accepted",
+        example="batch-coupled",
     )
     every: int = _key(500, "optimizer steps between checks that replicated weights are equal on all ranks", ge=1)
     slow_rank: float = _key(1.3, "report a rank that takes this many times as long as the others", gt=1)
@@ -251,31 +282,37 @@ class RunConfig(Section):
 
     # How long, and how much per step.
     preset: str | None = _key(None, "name of a preset of the task", example="tiny")
-    steps: int | None = _key(None, "optimizer steps to train (this or epochs)", example=1000, ge=1)
-    epochs: float | None = _key(None, "passes over the data to train (this or steps)", example=3, gt=0)
+    steps: int | None = _key(None, "optimizer steps to train; set this or epochs", example=1000, ge=1)
+    epochs: float | None = _key(None, "passes over the data to train; set this or steps", example=3, gt=0)
     seed: int = _key(0, "seed of all random streams", ge=0)
-    global_batch: int | None = _key(None, "samples per optimizer step, all ranks together", example=64, ge=1)
-    local_batch: int | None = _key(None, "samples per optimizer step and rank", example=8, ge=1)
+    global_batch: int | None = _key(None, "samples per optimizer step, on all ranks together", example=64, ge=1)
+    local_batch: int | None = _key(None, "samples per optimizer step on each rank", example=8, ge=1)
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
-        None, "samples per forward and backward; null: derived; auto: halved when memory runs out", example=8
+        None,
+        "samples per forward and backward; null: the batch is divided evenly; auto: halved when memory runs out",
+        example=8,
     )
     load_balance: LoadBalance = _key(
-        "none", "distribute micro-batches by rank speed: auto: measured; or one number per rank", example=[1, 2]
+        "none",
+        "divide micro-batches by the speed of the ranks; auto: as measured; or one number per rank",
+        example=[1, 2],
     )
-    tail: Literal["short", "drop"] = _key("short", "last incomplete step of an epoch: train it, or drop it")
+    tail: Literal["short", "drop"] = _key(
+        "short", "last, incomplete step of an epoch; short: train it; drop: leave it out"
+    )
 
     # How the model is computed and shared.
-    precision: PrecisionName = _key("auto", "number format of the compute; bf16-*: also of the stored parameters")
-    optimizer: str = _key("task", "the task's own, or one of optim/registry.py by name, with the task's groups")
+    precision: PrecisionName = _key("auto", "number format to compute in; with bf16-*, parameters are stored in it too")
+    optimizer: str = _key("task", "task: the task's own; any other replaces it and keeps its parameter groups")
     strategy: StrategyName = _key("ddp", "how the ranks share the model")
     blocks: list[str] | None = _key(
-        None, "classes of the modules that are sharded, or recomputed, as a unit; null: detected", example=["Block"]
+        None, "class names of the modules to shard or recompute as a unit; null: detected", example=["Block"]
     )
     init: Literal["host", "meta"] = _key(
         "host", "device for model construction; `meta` allocates and initialises one block at a time (fsdp only)"
     )
     remat: Remat = _key(
-        "none", "activation checkpointing by blocks: none, full, selective, or every-N: each N-th", example="full"
+        "none", "activation checkpointing: none, full, selective, or every-N for every N-th block", example="full"
     )
     compile: Literal["auto"] | bool = _key("auto", "torch.compile the model; auto: on for CUDA")
     graph: Literal["auto"] | bool = _key(
@@ -286,20 +323,20 @@ class RunConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "device to train on")
     gpu_memory: float | None = _key(None, "most GPU memory that a rank may allocate, in GiB", example=20, gt=0)
-    exact: bool = _key(False, "identical bits on any number of ranks, from 1 to the number of micro-batches")
+    exact: bool = _key(False, "give identical bits on any number of ranks, from 1 to the number of micro-batches")
     deterministic: bool = _key(False, "use deterministic kernels; fail where torch has none")
 
     # Where it starts and ends.
     resume: PathText = _key("never", "resume from a checkpoint: auto, never, or the folder of a run or a checkpoint")
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
     goals: list[Goal] = _key(
-        [], "what the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
+        [], "values that the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
     )
     threads: int | None = _key(
         None, "CPU threads per rank; null: one for small layers, otherwise cores / ranks of a host", example=1, ge=1
     )
 
-    # Sections, and the options of the task, which only the task knows.
+    # Sections, and the options of the task, which only the task can check.
     lr: LrConfig = LrConfig()
     clip: ClipConfig = ClipConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()

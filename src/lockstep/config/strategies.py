@@ -11,7 +11,7 @@ from typing import Literal
 
 StrategyName = Literal["ddp", "zero1", "fsdp-grads", "fsdp", "hsdp", "tp", "pp"]
 
-# What a rank keeps in memory from step to step; the names are those of a memory Footprint.
+# What a rank keeps in memory from step to step; the names are fields of a memory Footprint.
 STATE = ("parameters", "gradients", "optimizer")
 
 

@@ -49,7 +49,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "the training data must be a dataset; data() returned a torch DataLoader",
             "it has already decided batch size, order and sharding",
             "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration; its "
-            "collate_fn becomes Task.collate, and a sampler of your own Sampled(dataset, sampler): see docs/data.md",
+            "collate_fn becomes Task.collate, and a custom sampler Sampled(dataset, sampler): see docs/data.md",
         )
 
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)

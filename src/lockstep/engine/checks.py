@@ -410,7 +410,7 @@ class GradientGuard:
                     "and clip_grad_norm_() compares its limit with a sum",
                     "remove zero_grad() and clip_grad_norm_(): step.apply() does both, with clip.norm=1; other changes "
                     "of gradients belong in weight.register_hook(...) before run.setup if they are linear, or in the "
-                    "step() of an optimizer of your own",
+                    "step() of a custom optimizer",
                 )
 
 

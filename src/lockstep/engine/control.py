@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import ControlWord, Flags, step_mark
+from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, StepBatches, Weight
 
@@ -47,7 +47,7 @@ class StepContext:
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
     word_has_loss: bool  # whether the control word includes the loss, for spike detection
     mark_time: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
-    requests: Flags = field(default_factory=Flags)  # stop, save and save_failed, for the next control word
+    requests: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -159,15 +159,13 @@ class StepControl:
 
         return ControlWord(
             weight=self._weight,
-            stop=int(context.requests.stop),
             exhausted=int(self.batches.exhausted),
             step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
-            save=int(context.requests.save),
             preempt=int(context.runtime.notice.signal is not None),
-            save_failed=int(context.requests.save_failed),
             loss=self._loss,
+            **context.requests,
         )
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:

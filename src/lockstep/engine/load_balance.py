@@ -86,7 +86,7 @@ def open_load_balancer(
     if not isinstance(source, MapSource):
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
-            "with a stream, or a source of your own, every rank reads its own samples",
+            "every rank reads its own samples of a stream, or of a custom source",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
 

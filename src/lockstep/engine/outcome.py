@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
 from lockstep.engine.control import StepControl
-from lockstep.errors import OutOfStep, UserError, plural
-from lockstep.launch.hangs.flight_recorder import listed
+from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
 from lockstep.runtime.context import EventLogger, Runtime
@@ -116,7 +115,13 @@ class Outcomes:
         step = outcome.control.step
         ranks = self._runtime.world.size
 
-        # An accepted step has been applied by now: these two checks cannot prevent it, they end the run.
+        # An accepted step is applied by now: these checks do not prevent it, they only end the run.
+        if 0 < word.loaded < ranks:
+            raise UserError(
+                f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step}, and the others did not",
+                "the ranks no longer have the same weights",
+                "call load_checkpoint(path) on every rank, not under `if rank == 0:`",
+            )
         if word.step != ranks * step_mark(step):
             raise self._out_of_step(step, word.step)
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
@@ -162,8 +167,8 @@ class Outcomes:
         # still wait in their own collective.
         reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in reported]
-        who = listed(odd) if odd else "another rank"
-        whom = listed(reported) if odd else "this one"
+        who = listed_ranks(odd) if odd else "another rank"
+        whom = listed_ranks(reported) if odd else "this one"
         return OutOfStep(
             f"the ranks are out of step: {who} {'were' if len(odd) > 1 else 'was'} in a collective that {whom} never "
             f"called, and the tensor was taken for gradients of step {step} (the marks of the step add up to {marks}, "

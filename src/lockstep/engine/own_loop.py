@@ -26,7 +26,7 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
-from lockstep.parallel.driver import BaseDriver
+from lockstep.parallel.driver import BaseDriver, Reduced
 from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
@@ -96,7 +96,7 @@ class OwnRun:
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         if not setup.driver.role.runs_whole_model:
             raise UserError(
-                "a pipeline (mesh.pp) cannot run in a loop of your own",
+                "a pipeline (mesh.pp) cannot run in a custom loop",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
                 "flight together, and only the last stage computes the loss",
                 "write a Task and use lockstep.fit or `lockstep train`; or type strategy=fsdp",
@@ -210,21 +210,30 @@ class OwnRun:
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
         step = run.stepper.counters.step
-        others_wait = partial(heartbeat.waits_in_step, step, self.world_size)
-        if self._in_loop and not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, others_wait):
-            raise UserError(
-                f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
-                "of the others did",
-                left_by,
-                "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
-                "`if run.agree(...): break`",
-            )
+        beats = run.runtime.heartbeat
+        if self._in_loop:
+            beats.beat("collective")
+            beats.set_detail("leaving the loop")
+            waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
+            if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
+                raise self._left_alone(step, left_by)
+            beats.set_detail("")
+        beats.beat("end")
 
         rate = run.stepper.learning_rate
         if isinstance(rate, SchedulerRate) and rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
         run.end_training()
         run.close()
+
+    def _left_alone(self, step: int, left_by: str) -> UserError:
+        return UserError(
+            f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
+            "of the others did",
+            left_by,
+            "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
+            "`if run.agree(...): break`",
+        )
 
     def _check_passes(self, passes: int) -> None:
         if passes < 1:
@@ -321,6 +330,8 @@ class OwnStep:
         with pause_watching(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
         self._gradients.note()
+        if self._control.backwards_done == self._batches.count:
+            self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers.
@@ -330,7 +341,7 @@ class OwnStep:
         """
         self._check_pass("step.apply()")
         to_step = self._indices(optimizers)
-        reduced = self._driver.reduced()
+        reduced = self._reduced()
         if to_step is not None:
             reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(to_step))
             if not reduced.parameters:
@@ -359,9 +370,14 @@ class OwnStep:
 
         # On a GPU the host may not have read the outcome of the previous update yet.
         self._run.end_pass(self._run.stepper.wait_for_outcome())
-        self.result = self._run.stepper.measure(self._control, self._driver.reduced())
+        self.result = self._run.stepper.measure(self._control, self._reduced())
         self._end_pass()
         return self.result
+
+    def _reduced(self) -> Reduced:
+        """Return the reduced gradients. Some drivers exchange them only now."""
+        self._run.runtime.heartbeat.beat("exchange")
+        return self._driver.reduced()
 
     def _begin_pass(self) -> None:
         self._yielded = 0

@@ -137,8 +137,8 @@ class Stepper:
         return self._apply_now(control, reduced, norm)
 
     def request(self, **flags: bool) -> None:
-        """Set `stop`, `save` or `save_failed` in the next control word, which all ranks receive."""
-        self.context.requests = replace(self.context.requests, **flags)
+        """Set `Flags` of the next control words, which all ranks receive: `stop`, `save`, ..."""
+        self.context.requests |= {name: int(value) for name, value in flags.items()}
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""

@@ -59,6 +59,9 @@ _ABORT_REASON = re.compile(
     re.MULTILINE,
 )
 
+# `sys.exit(main())` and `raise SystemExit(main())`.
+_EXIT_WITH_CALL = re.compile(r"\b(?:exit|SystemExit)\(\s*[\w.]+\(")
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -144,9 +147,15 @@ def note_end(folder: Path, rank: int, place: str = "") -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return FILE:LINE of the line that raised an error; "" if the error has no traceback."""
+    """Return FILE:LINE of the line that raised an error; "" if that is unknown.
+
+    It is "" as well for `sys.exit(main())`, the last line of many scripts: it runs on every rank, whatever ended its
+    work.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if not frames or (frames[-1].name == "<module>" and _EXIT_WITH_CALL.search(frames[-1].line or "")):
+        return ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
 
 
 def _end_note(folder: Path, rank: int) -> Path:
@@ -218,7 +227,7 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
 def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
     """Return the failure of a rank that ended with code 0 while other ranks still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    why = f"sys.exit at {place}" if place else "sys.exit on one rank, or a loop that is shorter there"
+    why = f"sys.exit at {place}" if place else "its script came to its end: look for a loop that is shorter there"
     return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
 
 

@@ -73,7 +73,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
             f"linear_cross_entropy got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
             f"{tuple(targets.shape)}, whose shapes do not fit together",
             "they must be (..., C), (V, C) and (...)",
-            "give every token one target; the weight is that of nn.Linear(C, V), not its transpose",
+            "give every token one target; pass the weight of nn.Linear(C, V), not its transpose",
         )
 
     if chunk is not None and chunk < 1:

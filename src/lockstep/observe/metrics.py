@@ -95,7 +95,7 @@ class Sums:
 
 
 class ExactSums(Sums):
-    """Sums that are rounded once, after those of all ranks are added, so that the number of ranks cannot show.
+    """Sums that are rounded once, after all ranks are added, so that they do not depend on the number of ranks.
 
     Reading them makes the host wait for the device.
     """
@@ -147,7 +147,7 @@ class ExactSums(Sums):
 
 
 def metric_terms(loss: Loss) -> Iterator[Term]:
-    """Yield each metric, detached. A metric without a weight has that of the loss."""
+    """Yield each metric, detached. A metric without a weight has the weight of the loss."""
     for name, value in loss.metrics.items():
         if name == "loss":
             raise UserError(

@@ -100,7 +100,7 @@ class Recorder:
         names = list(self.names)
         packed = self.runtime.collectives.sum_(torch.cat([sums.take(names, self.runtime.device), self._times(steps)]))
 
-        # Time and memory are those of rank 0, which writes the line.
+        # Time and memory are measured on rank 0, which writes the line.
         seconds = time.perf_counter() - self._since
         on_gpu = self.runtime.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss

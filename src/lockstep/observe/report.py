@@ -227,7 +227,7 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
     if last.get("event") == "error":
         return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
-    # Without readable events the summary tells, which is only written at the end.
+    # Without readable events the summary decides: it is only written at the end.
     if last.get("event") == "end" or (run.summary and not run.events):
         return "good", "finished", ""
 

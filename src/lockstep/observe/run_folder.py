@@ -42,11 +42,11 @@ class RunFolder:
     """The folder of a run, and where the run starts from."""
 
     path: Path
-    shown: str  # the path as the user knows it
+    shown: str  # the path as the user typed it
     origin: Path | None  # a checkpoint, or another run, to start from
     continues: bool  # whether to start from the newest checkpoint in this folder, if it has one
     attempt: int  # how often the launcher restarted this run
-    token: str  # tells this attempt from an earlier one that may still be writing
+    token: str  # distinguishes this attempt from an earlier one that may still be writing
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, path: Path) -> str:

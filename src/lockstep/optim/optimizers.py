@@ -150,6 +150,10 @@ class Optimizers:
                 self._step_one(optimizer)
 
         self._updating = False
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """Do nothing: every rank has stepped all of its parameters."""
 
     def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._stand_ins:
@@ -220,18 +224,8 @@ class ShardedOptimizers(Optimizers):
             for p in [p for p in optimizer.state if id(p) not in own]:
                 del optimizer.state[p]
 
-    def step(
-        self,
-        update_count: int,
-        to_step: Sequence[int] | None = None,
-        divisor: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
-        """Step this rank's parameters, then broadcast them. Collective: every rank must call it.
-
-        The arguments are those of `Optimizers.step`.
-        """
-        super().step(update_count, to_step, divisor, skip)
+    def _after_step(self) -> None:
+        """Broadcast every rank's parameters. Collective: every rank must step."""
         with torch.no_grad():
             for owner, parameters in enumerate(self._owned):
                 # A flat buffer has one dtype.

@@ -82,7 +82,7 @@ class GuardedRates:
     """The learning rates of all parameter groups. Raises if other code sets them, which would be lost silently."""
 
     advice = (
-        "pass the scheduler to Lockstep: run.setup(model, optimizer, scheduler) in a loop of your own, "
+        "pass the scheduler to Lockstep: run.setup(model, optimizer, scheduler) in a custom loop, "
         "scheduler(optimizer) in a task; or use lr.schedule, lr.warmup and the other settings in docs/schedules.md"
     )
     needs_evaluations = False  # whether a rate depends on the results of evaluations

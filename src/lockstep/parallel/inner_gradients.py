@@ -116,7 +116,7 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
         raise UserError(
             f"the loss calls backward() itself, which adds to the gradient of {reached!r}",
             inner.call_site,
-            "return the loss and leave backward() to Lockstep (in a loop of your own: step.backward(loss_sum, "
+            "return the loss and leave backward() to Lockstep (in a custom loop: step.backward(loss_sum, "
             "weight)); for a gradient inside the loss use torch.autograd.grad(...), or backward(inputs=[x])",
         )
 

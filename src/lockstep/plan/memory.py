@@ -72,7 +72,7 @@ def options(
     """
     advice = []
 
-    # Fewer activations: those of half the micro-batch, or of one block at a time.
+    # Fewer activations: of half the micro-batch, or of one block at a time.
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
         advice.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))

@@ -64,7 +64,7 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     if config.ddp.static_graph and data_size > 1 and accumulation > 1:
         raise UserError(
             f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
-            "torch's DDP, which counts the gradients of all of them in the first step, and of the last one afterwards",
+            "torch's DDP expects gradients of all micro-batches in the first step, and of the last one afterwards",
             f"type micro_batch={math.ceil(global_batch / data_size)}, or leave ddp.static_graph out",
         )
 
@@ -109,7 +109,7 @@ def _global_batch(config: RunConfig, data_size: int) -> tuple[int, str]:
         raise UserError(
             "neither global_batch nor local_batch is set",
             "",
-            "type global_batch=32 (all ranks together: the same model on any number of them)",
+            "type global_batch=32, the samples of all ranks together (the same model on any number of ranks)",
         )
     return config.global_batch, "as asked"
 
@@ -172,7 +172,7 @@ def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:
     if per_epoch is None:
         raise UserError(
             f"epochs={config.epochs} cannot be counted: the dataset is a stream without a length",
-            "a schedule that would not know where it ends",
+            "the learning-rate schedule needs the number of steps",
             "type steps=1000",
         )
 

@@ -185,8 +185,8 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
 def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
     """Return the causes, with what the check at the start of a run found.
 
-    That check sees one call of the loss and its halves, and so it knows better than a comparison of runs, except where
-    something shows on several ranks only.
+    That check sees one call of the loss and its halves, and so it is more precise than a comparison of runs, except
+    for what shows on several ranks only.
     """
     # A run that differs from its own repetition explains everything, and its halves differ by chance.
     if not found or any(cause.key in (*SHOWN_BY_RANKS, "nondeterminism") for cause in causes):
@@ -253,7 +253,8 @@ def _about_rounding(case: Case) -> list[str]:
         return []
     return [
         f"a change in the last bit of the weights changes the gradients of step {step} by as much as their own size (a "
-        "decision that depends on a single bit, or chaos): from that step on, a mistake cannot be told from rounding"
+        "decision that depends on a single bit, or chaos): from that step on, verify cannot distinguish a mistake from "
+        "rounding"
     ]
 
 

@@ -118,7 +118,7 @@ def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequ
 def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (name, value, value in the reference) of everything of one kind in one step."""
     values = _of(kind, step, record)
-    missing = np.empty(0)  # its shape differs from that of any value, so it diverges
+    missing = np.empty(0)  # no value has its shape, so it diverges
     expected = _of(kind, step, reference).items()
     return [(name, values.get(name, missing), b) for name, b in expected if kind in ALWAYS or name in values]
 

@@ -32,7 +32,7 @@ class Case:
     comparisons: dict[Trial, Comparison] = field(default_factory=dict)
 
     def need(self, trials: Sequence[Trial]) -> list[Record]:
-        """Return the records of the trials. Those that did not run yet run now, in parallel."""
+        """Return the records of the trials. Trials that have not run yet run now, in parallel."""
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
@@ -133,7 +133,7 @@ def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
 
 
 def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, Micro]]:
-    """Pair the micro-batches of a step with those of the reference, where both have them."""
+    """Pair the micro-batches of a step with the same micro-batches of the reference, where both have them."""
     expected = {micro.index: micro for micro in reference.micros[step]}
     return [(micro, expected[micro.index]) for micro in record.micros[step] if micro.index in expected]
 
@@ -181,7 +181,7 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
 
 
 def _settings_differ(record: Record, reference: Record, step: int) -> Cause | None:
-    """Look for a rank whose learning rate, momentum or decay is not that of the reference.
+    """Look for a rank whose learning rate, momentum or decay differs from the reference.
 
     A difference after `step`, which diverged, would be a consequence and not the cause.
     """
@@ -244,7 +244,7 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
                 rank = f"rank {changed.rank} of {world}"
                 return named("data", f"sample {changed.ids[0]} of data() is another one on {rank} than on one process")
             return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
-        return named("data", f"{of_step} are not those of one process")
+        return named("data", f"{of_step} differ from the samples of one process")
     return None
 
 
@@ -321,7 +321,7 @@ def _same_totals(record: Record, reference: Record) -> bool:
 
 
 def _ratios(record: Record, reference: Record, step: int) -> list[float]:
-    """Return each loss of a step divided by that of the reference, where that is not 0."""
+    """Return each loss of a step divided by the loss of the reference, where the latter is not 0."""
     return [a.total / b.total for a, b in _matched(record, reference, step) if b.total]
 
 
@@ -373,7 +373,7 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
             "in two splits of the same samples",
         )
 
-    # The weights agree and the sums do not. A probe tells why, except for a stream, which cannot be read twice.
+    # The weights agree and the sums do not. A probe shows why, except for a stream, which cannot be read twice.
     if first.kind == "loss" and not record.facts["stream"]:
         return _of_sum(case, evidence)
     if first.kind == "loss":

@@ -60,7 +60,7 @@ class Record:
         """
         from safetensors.numpy import load_file
 
-        # They stay in memory, because every comparison needs those of the reference.
+        # They stay in memory, because every comparison needs the reference's.
         name = f"{kind}-{step}"
         if name not in self._loaded:
             self._loaded[name] = load_file(str(self.folder / f"{name}.safetensors"))

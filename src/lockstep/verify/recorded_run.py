@@ -141,7 +141,7 @@ class RecordedRun(Run):
             self._facts["found"] = cause and [cause.key, cause.evidence]
 
     def step_batches(self) -> Iterator[StepBatches]:
-        """Yield the first few steps; the schedule stays that of the full run."""
+        """Yield the first few steps; the schedule stays the one of the full run."""
         for number, batches in enumerate(super().step_batches()):
             self._snapshot(number)
 
@@ -257,7 +257,7 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
-        # The compute format may differ from that of storage: tf32 keeps 10 bits of a float32.
+        # The format of the compute may differ from the format of storage: tf32 keeps 10 bits of a float32.
         precision = self.stepper.context.precision
         size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
         with torch.no_grad():
@@ -274,7 +274,7 @@ class RecordedRun(Run):
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, in a format that numpy knows."""
+    """Return a copy on the CPU, in a format that numpy supports."""
     # numpy has no bfloat16; float32 holds every bfloat16 and float16 exactly.
     wide = tensor.detach().cpu()
     if wide.is_floating_point() and wide.element_size() < 4:

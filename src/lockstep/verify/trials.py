@@ -97,13 +97,13 @@ def check(options: VerifyOptions) -> None:
         if options.exact and name not in exact:
             raise UserError(
                 f"--exact {typed} has {name}, which cannot be exact",
-                "it adds in an order of its own",
+                "it adds gradients in a different order",
                 f"type some of {','.join(exact)}",
             )
 
     for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
-            raise UserError(f"{option} {_listed(counts)} has a count below 1", "", f"type {option} 1 or more")
+            raise UserError(f"{option} {_as_typed(counts)} has a count below 1", "", f"type {option} 1 or more")
 
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
@@ -132,7 +132,7 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _as_typed(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
@@ -149,13 +149,15 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
     if not left_out:
         return fitting, []
 
-    problem = f"a global batch of {facts['global_batch']} samples cannot be divided among {_listed(left_out)} processes"
+    problem = (
+        f"a global batch of {facts['global_batch']} samples cannot be divided among {_as_typed(left_out)} processes"
+    )
     # World sizes that were asked for are not left out silently.
     if options.worlds is not None:
         raise UserError(
-            f"--worlds {_listed(options.worlds)} cannot be used: {problem}",
+            f"--worlds {_as_typed(options.worlds)} cannot be used: {problem}",
             "",
-            f"type --worlds {_listed([1, *fitting])}",
+            f"type --worlds {_as_typed([1, *fitting])}",
         )
     return fitting, [f"{problem}: left out"]
 
@@ -180,7 +182,7 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
         large = [size for size in options.splits if size > batch]
         if large:
             raise UserError(
-                f"--splits {_listed(options.splits)} has {large[0]}, more than the global batch of {batch} samples",
+                f"--splits {_as_typed(options.splits)} has {large[0]}, more than the global batch of {batch} samples",
                 "",
                 f"type --splits {batch} or less",
             )

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (the names are imported so that they can be imported from here)
 """GPUs for a training script: which there are, how many processes to start, and what time and money it takes."""
 
 from lockstep.classic.clstm_ppo.gpu_optimizations import (
@@ -10,14 +11,3 @@ from lockstep.classic.clstm_ppo.gpu_optimizations import (
     processes,
     speedup_table,
 )
-
-__all__ = [
-    "estimate_training_speedup",
-    "get_gpu_info",
-    "launch_distributed_training",
-    "price_per_hour",
-    "print_gpu_info",
-    "print_training_speedup_estimates",
-    "processes",
-    "speedup_table",
-]

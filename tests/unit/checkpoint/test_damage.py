@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.format import file_name, find_problems
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged, decode, encode, read_manifest
+from lockstep.checkpoint.manifest import Damaged, File, Manifest, Piece, TensorEntry, decode, encode, read_manifest
 from lockstep.checkpoint.storage import Checkpoint, FileStore
 from lockstep.errors import UserError
 
@@ -395,23 +395,35 @@ def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_an
     }
 
 
-def test_many_pieces_are_checked_quickly(tmp_path):
-    """A comparison of each piece with each would take a minute."""
-    count = 30_000
-    piece = {"file": "part", "shape": [1, 1]}
-    content = {
-        "step": 1, "time": 0, "lockstep": "", "aliases": {}, "values": {},
-        "files": [{"name": "part", "size": 1, "digest": ""}],
-        "tensors": {
-            "x": {
-                "dtype": "U8", "shape": [1, count],
-                "pieces": [{**piece, "key": str(n), "offset": [0, n]} for n in range(count)],
-            }
-        },
-    }  # fmt: skip
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    document = {"format": 1, "digest": xxhash.xxh3_128(text.encode()).hexdigest(), "content": content}
-    assert len(decode(json.dumps(document).encode(), Checkpoint.at(tmp_path)).tensors["x"].pieces) == count
+def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Manifest:
+    """Return the manifest of one tensor, in pieces (offset, shape) of one file."""
+    pieces = tuple(Piece("part", str(key), offset, size) for key, (offset, size) in enumerate(boxes))
+    return Manifest(1, 0.0, "", (File("part", 1, ""),), {"x": TensorEntry("U8", shape, pieces)})
+
+
+def test_pieces_in_a_grid_are_not_compared_with_each_other(tmp_path, monkeypatch):
+    """Of 200,000 pieces in rows and columns, each was compared with the hundreds that share its row: a minute."""
+    compared = []
+    monkeypatch.setattr("lockstep.checkpoint.manifest._overlap", lambda a, b: compared.append(a))
+    side = 40
+    whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
+    assert decode(encode(whole), Checkpoint.at(tmp_path)) == whole
+    assert not compared
+
+
+def test_pieces_that_are_not_a_grid_are_few(tmp_path):
+    """Every row is cut in another place, so that each piece must be compared with others."""
+    rows = [((row, start), (1, size)) for row in range(3000) for start, size in ((0, row + 1), (row + 1, 3999 - row))]
+    few = of_pieces((30, 4000), rows[:60])
+    assert decode(encode(few), Checkpoint.at(tmp_path)) == few
+    with pytest.raises(Damaged, match="6,000 pieces that are not a grid"):
+        decode(encode(of_pieces((3000, 4000), rows)), Checkpoint.at(tmp_path))
+
+
+def test_a_manifest_is_written_in_one_fixed_way(pristine):
+    """Its digest is that of its contents, with sorted keys and without spaces; so is the whole file."""
+    data = (pristine / "step-00000020" / "manifest.json").read_bytes()
+    assert json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode() == data
 
 
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import signal
 import time
 from dataclasses import asdict, replace
@@ -280,3 +281,26 @@ def test_a_failure_of_another_rank_does_not_get_the_place_of_the_rank_that_notic
     assert (noticed.rank, noticed.host, noticed.step, noticed.phase) == (1, "", None, None)
     own = recorded(tmp_path, 0, ValueError("its own"))
     assert (own.rank, own.host, own.step, own.phase) == (0, "node-a", 7, "exchange")
+
+
+def test_the_last_line_of_a_script_is_no_place_where_a_rank_left(tmp_path):
+    """`sys.exit(main())` runs on every rank: to name it would send the reader to the wrong line."""
+    texts = {
+        "main.py": "import sys\ndef main(): return 0\nsys.exit(main())\n",
+        "raises.py": "def main(): return 0\nraise SystemExit(main())\n",
+        "inside.py": "import sys\nfor step in range(3):\n    sys.exit(0)\n",
+    }
+    places = {}
+    for name, text in texts.items():
+        script = tmp_path / name
+        script.write_text(text)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(script))
+        places[name] = failure.place_of(left.value)
+    assert places == {"main.py": "", "raises.py": "", "inside.py": f"{tmp_path / 'inside.py'}:3"}
+
+
+def test_a_rank_whose_script_ended_is_not_said_to_have_called_exit():
+    complaint = failure.Failure(0, "host", 1.0, "RuntimeError", "Connection closed by peer")
+    assert "sys.exit" not in failure.left_early(1, "host", complaint, "").message
+    assert "sys.exit at a.py:3" in failure.left_early(1, "host", complaint, "a.py:3").message

@@ -46,7 +46,7 @@ def launch_distributed_training(
     """Train on `world_size` GPUs (-1: all of them), one process each, and wait for the end.
 
     Without `train_fn` the trading agent is trained, as `train_distributed_clstm_ppo.py` does, and its metrics are
-    returned; further arguments are those of its trainer. A function is called in every process as `train_fn(rank,
+    returned; further arguments are passed to its trainer. A function is called in every process as `train_fn(rank,
     world_size, *args, **kwargs)`, with the environment that `init_process_group` needs. A Task is trained by
     `lockstep.fit`, with `kwargs` as settings. MASTER_ADDR and MASTER_PORT are used if they are set, and never changed.
     """
@@ -110,7 +110,7 @@ def processes(num_gpus: int) -> int:
             f"--num_gpus {num_gpus} is not a number of GPUs", "", "type --num_gpus -1 for all GPUs, or 1 to 8"
         )
 
-    # All GPUs of all machines: only the launcher knows how many there are.
+    # All GPUs of all machines: only the launcher can count them.
     check_announced()
     if launched():
         return current_world().size
@@ -247,7 +247,7 @@ def print_training_speedup_estimates(
 ) -> None:
     """Print the table of speed-ups; for a run that takes `hours` on one GPU also its time and cost.
 
-    Without a `price`, that of this machine's GPU is taken, if it is known.
+    Without a `price`, the price of this machine's GPU is taken, if it is known.
     """
     print("\n".join(speedup_table(hours, price_here() if price is None else price, rates)))
 

@@ -46,8 +46,8 @@ class DistributedCLSTMPPOTrainer:
     ):
         """Plan a run on `num_gpus` GPUs (-1: all), with `batch_size` environments per process and step.
 
-        `precision` fp16 has a loss scale that adapts itself; None means the preset's. `settings` are those of any run,
-        such as run_dir or seed.
+        `precision` fp16 has a loss scale that adapts itself; None means the preset's. `settings` are keys of any run's
+        configuration, such as run_dir or seed.
         """
         for name, value in (("num_episodes", num_episodes), ("batch_size", batch_size)):
             if value < 1:
@@ -129,7 +129,7 @@ class DistributedCLSTMPPOTrainer:
         The checkpoints to resume from are in the run's own folder.
         """
         if current_world().rank == 0:
-            # Renamed when it is complete: nobody reads half a file.
+            # Renamed when it is complete, so that no reader finds half a file.
             unfinished = Path(f"{path}.unfinished")
             save_model(self.agent, str(unfinished))
             unfinished.replace(path)

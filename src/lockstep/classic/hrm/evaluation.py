@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         check_names(values, KEYS)
         if "checkpoint" not in values:
             raise UserError(
-                "checkpoint is not set: evaluate.py does not know which run to evaluate",
+                "checkpoint is not set: it names the run to evaluate",
                 "",
                 "type checkpoint=runs/NAME",
             )
@@ -123,7 +123,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
 
 
 def _other_recipe(run: Path) -> str | None:
-    """Return the recipe of the run if it is not hrm. A task of your own, derived from HRM, may have any name."""
+    """Return the recipe of the run if it is not hrm. A custom task, derived from HRM, may have any name."""
     with (run / "events.jsonl").open() as lines:
         events = [json.loads(line) for line in lines]
     # A resumed run has several starts. A class that was passed to `fit` is recorded without underscores.

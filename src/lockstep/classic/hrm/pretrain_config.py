@@ -105,7 +105,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     if "data_path" not in values:
         similar = difflib.get_close_matches("data_path", values, n=1)
         raise UserError(
-            "data_path is not set: pretrain.py does not know the folder of the puzzles",
+            "data_path is not set: it names the folder of the puzzles",
             f"{similar[0]} instead" if similar else "",
             "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
         )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from lockstep.errors import plural
+from lockstep.errors import listed_ranks, plural
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, loaders, main_thread
@@ -109,7 +109,7 @@ def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) ->
         f"{entered[first.rank]} collectives by step {first.step}, "
         f"rank {others.rank} {entered[others.rank]} by step {others.step}"
     )
-    return f"{flight_recorder.listed(ahead)} {verb} ahead: {counts}. Look for a collective that not every rank calls"
+    return f"{listed_ranks(ahead)} {verb} ahead: {counts}. Look for a collective that not every rank calls"
 
 
 def _who(suspicion: Suspicion, awaited: list[int]) -> str:
@@ -165,7 +165,7 @@ def _groups_of(
     for frames, members in groups:
         if ranks := [rank for rank in members if rank not in awaited]:
             phases = sorted({suspicion.views[rank].phase for rank in ranks})
-            where = f"{line_of(frames)} ({flight_recorder.listed(ranks)}), phase {', '.join(phases)}"
+            where = f"{line_of(frames)} ({listed_ranks(ranks)}), phase {', '.join(phases)}"
             lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
 
     return lines

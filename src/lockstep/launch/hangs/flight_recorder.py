@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import listed_ranks
 from lockstep.launch import records
 
 REQUEST = "dump-request"
@@ -172,7 +173,7 @@ def _mismatch(history: History) -> str | None:
                 seen.setdefault(entered[number].signature, []).append(rank)
 
         if len(seen) > 1:
-            parts = [f"{listed(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
+            parts = [f"{listed_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
             return f"collective {number} differs: {'; '.join(parts)}"
 
     return None
@@ -200,9 +201,9 @@ class _Wait:
             return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
         verb = "waits" if len(self.inside) == 1 else "wait"
-        lasts = [f"{listed([rank])} never entered it ({_last(self.history[rank])})" for rank in self.late]
+        lasts = [f"{listed_ranks([rank])} never entered it ({_last(self.history[rank])})" for rank in self.late]
 
-        return f"{listed(self.inside)} {verb} in {collective}; {'; '.join(lasts)}"
+        return f"{listed_ranks(self.inside)} {verb} in {collective}; {'; '.join(lasts)}"
 
 
 def _last_ones(history: History) -> list[Collective]:
@@ -211,9 +212,3 @@ def _last_ones(history: History) -> list[Collective]:
 
 def _last(entered: dict[int, Collective]) -> str:
     return f"its last was {max(entered)}, {entered[max(entered)]}" if entered else "it entered none"
-
-
-def listed(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2"."""
-    noun = "ranks" if len(ranks) > 1 else "rank"
-    return f"{noun} {', '.join(map(str, ranks))}"

@@ -149,7 +149,7 @@ def _problem(
         f"{symptom}. The hook gets the gradient of one micro-batch, or a sum that is not yet divided, so its result "
         "would differ from a hook on the gradient of the whole batch",
         "remove it, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
-        "gradient of the whole step belongs in the step() of your own optimizer",
+        "gradient of the whole step belongs in the step() of a custom optimizer",
     )
 
 

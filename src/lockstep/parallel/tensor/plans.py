@@ -149,7 +149,7 @@ def choose_plan(model: nn.Module, task: Any, tp_size: int, tp_groups: int = 1) -
         raise UserError(
             f"mesh.tp finds no layers to shard in {type(model).__name__}",
             "the task has no tensor_plan(model), and Lockstep does not know the model's layer names",
-            f"write def tensor_plan(self, model): return {EXAMPLE} (in your own loop: a method of the model, without "
+            f"write def tensor_plan(self, model): return {EXAMPLE} (in a custom loop: a method of the model, without "
             "the argument), or type strategy=fsdp without mesh.tp",
         )
 
@@ -260,7 +260,7 @@ def _check_layers(plan: Mapping[str, LayerStyle], model: nn.Module, tp_size: int
             raise UserError(
                 f"{name!r} in tensor_plan cannot be {style!r}: it is a {type(layer).__name__}",
                 "this style is for nn.Linear",
-                "name the nn.Linear layers inside it, or give your own torch ParallelStyle",
+                "name the nn.Linear layers inside it, or give a custom torch ParallelStyle",
             )
 
 

@@ -52,7 +52,7 @@ class DataOptions:
     # Give every picture the caption of another one: a control that must learn nothing from pictures.
     unrelated_captions: bool = False
 
-    # A folder with pictures and captions of your own, instead of generated scenes.
+    # A folder with your own pictures and captions, instead of generated scenes.
     folder: Path | None = None
 
 
