@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import preloaded
 import zoo  # noqa: F401 (before transformers and timm)
 from pool import Pool
 
@@ -86,6 +87,13 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def zygotes() -> Iterator[None]:
+    """For modules whose tests start runs on several processes from the process of pytest: their zygotes have torch."""
+    with preloaded.zygotes():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 IMPORTED = (
@@ -136,6 +138,7 @@ class Command:
         stdout: Any = None,
         stderr: Any = None,
         path: str | None = None,
+        pass_fds: Sequence[int] = (),
     ):
         self.args, self.returncode = list(words), None
         self._line = socket.socket(socket.AF_UNIX)
@@ -143,10 +146,9 @@ class Command:
         out = 1 if stdout is None else stdout if isinstance(stdout, int) else stdout.fileno()
         err = 2 if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
         with open(os.devnull) as nothing:
-            files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err]
-            spares = 1 if words[: len(COMMAND)] == COMMAND else SPARES
-            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd()), "spares": spares}
-            _send(self._line, request, files)
+            files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err, *pass_fds]
+            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd())}
+            _send(self._line, request | {"files": [0, 1, 2, *pass_fds], "new_session": True}, files)
         (self.pid,) = _PID.unpack(_exactly(self._line, _PID.size))
 
     def poll(self) -> int | None:
@@ -167,6 +169,9 @@ class Command:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def start(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any) -> Any:
@@ -203,6 +208,27 @@ def run_python(
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(list(words), code, output.read().decode(), errors.read().decode())
+
+
+@contextmanager
+def zygotes() -> Iterator[None]:
+    """Let launchers of this process, that of `lockstep.fit` for one, have zygotes that are forked from the server."""
+    from lockstep.launch import zygote
+
+    def popen(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> Command:
+        assert _known(list(words)), words
+        return Command(*words[1:], env=env, pass_fds=pass_fds)
+
+    if fresh():
+        yield
+        return
+    real = zygote.subprocess
+    names = {"Popen": popen, "DEVNULL": real.DEVNULL, "TimeoutExpired": real.TimeoutExpired}
+    zygote.subprocess = SimpleNamespace(**names)  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        zygote.subprocess = real  # pyrefly: ignore
 
 
 SHIMS = {"lockstep": COMMAND, "torchrun": TORCHRUN, "python": ()}
@@ -271,7 +297,7 @@ def _keep(line: socket.socket) -> Callable[[], None]:
     pid = os.fork()
     if pid == 0:
         line.close()
-        return _settle_in(request, files)
+        return _become(request, files)
     for file in files:
         os.close(file)
     os.close(1)
@@ -290,14 +316,16 @@ def _keep(line: socket.socket) -> Callable[[], None]:
 # ---- in a command -----------------------------------------------------------------------------------------
 
 
-def _settle_in(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
-    os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
+def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
+    """The process that was asked for, with those that wait to become what it starts."""
+    if request["new_session"]:
+        os.setsid()
+    _take(files, request["files"])
     _move(request["env"], request["cwd"])
+    words = request["words"]
+    count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
     spares: list[tuple[int, socket.socket]] = []
-    for _ in range(request["spares"]):
+    for _ in range(count):
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -307,7 +335,7 @@ def _settle_in(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
         theirs.close()
         spares.append((pid, ours))
     subprocess.Popen = _popen(spares)  # pyrefly: ignore
-    return _work(request["words"])
+    return _work(words)
 
 
 def _move(env: Mapping[str, str], folder: str) -> None:
@@ -340,15 +368,19 @@ def _spare(line: socket.socket) -> Callable[[], None]:
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     line.close()
-    if request["new_session"]:
-        os.setsid()
-    # First out of the way: a number that is wanted may be that of another file that came.
-    files = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 100) for file in files]
-    for file, number in zip(files, request["files"], strict=True):
+    return _become(request, files)
+
+
+def _take(files: list[int], numbers: list[int]) -> None:
+    """Give files that came the numbers under which they are known."""
+    # First out of the way: a number that is wanted may be that of another file.
+    moved = []
+    for file in files:
+        moved.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000))
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
-    _move(request["env"], request["cwd"])
-    return _work(request["words"])
 
 
 def _popen(spares: list[tuple[int, socket.socket]]) -> Any:

@@ -31,8 +31,11 @@ QUICK = VerifyOptions(worlds=(1, 2), steps=3)
 FULL = VerifyOptions(strategies=("ddp", "fsdp"), steps=3)
 
 
+pytestmark = pytest.mark.usefixtures("zygotes")
+
+
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+def runner(zygotes: None) -> Iterator[Runner]:
     """The processes of all verifications are forked from one."""
     with Runner(borrowed.PRELOAD) as made:
         yield made
