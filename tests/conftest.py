@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 import preloaded
 import zoo  # noqa: F401 (before transformers and timm)
 from pool import Pool
+from sampled import SAMPLED
 
 HERE = Path(__file__).parent
 UNIT = HERE / "unit"
@@ -72,8 +73,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(UNIT) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
+    _leave_to_test_long(items)
     order = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))
+
+
+def _leave_to_test_long(items: list[pytest.Item]) -> None:
+    """Mark what tests/sampled.py leaves out as long; all cases of a test have to be among the items."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        cases.setdefault(f"{item.path.relative_to(HERE).as_posix()}::{name}", []).append(item)
+    for test, places in SAMPLED.items():
+        found = cases.get(test, [])
+        if len(found) <= max(places, default=0):
+            continue  # one case was asked for by its name
+        for place, item in enumerate(found):
+            if place not in places:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
