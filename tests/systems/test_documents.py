@@ -461,7 +461,6 @@ def write_rank(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("zygotes")
 def test_a_function_is_launched_on_several_processes(tmp_path):
     before = dict(os.environ)
     lockstep.classic.launch_distributed_training(write_rank, 2, str(tmp_path))
