@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
-LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/faults tests/golden tests/recipes tests/systems tests/test_api.py tests/test_classic_manager.py tests/test_docs.py tests/test_verify.py
+LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/ranks/test_tensor.py tests/faults tests/golden tests/recipes tests/systems tests/test_api.py tests/test_classic_manager.py tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo pictures quick test test-long zoo lint format clean

@@ -181,7 +181,7 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_killed_rank_is_named(trained, rank):
     """Its peers see a closed connection within milliseconds, and say so: they must not get the blame."""
-    arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2")
+    arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2", "restart.per_hour=1")
     done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained)
     assert done.returncode == 1
     assert first_line(done).startswith(f"lockstep: rank {rank} on ")
