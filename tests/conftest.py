@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import preloaded
-import zoo  # noqa: F401 (before transformers and timm)
-from pool import Pool
 from sampled import SAMPLED
+
+if TYPE_CHECKING:
+    from pool import Pool
 
 HERE = Path(__file__).parent
 UNIT = HERE / "unit"
@@ -70,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args)
     if not asked and "LOCKSTEP_TEST_DEVICE" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # it runs tests itself
+        importlib.import_module("zoo")  # before transformers and timm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -123,6 +128,8 @@ def zygotes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for multi-process tests; they start with the first job."""
+    from pool import Pool
+
     made = Pool()
     yield made
     made.close()
