@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
-LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/faults tests/golden tests/test_docs.py tests/test_verify.py
+LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/ranks/test_tensor.py tests/faults tests/golden tests/recipes tests/systems tests/test_api.py tests/test_classic_manager.py tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo pictures quick test test-long zoo lint format clean
@@ -37,13 +37,15 @@ quick: $(READY_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m quick -n 2
 
 # Three files at a time, on two cores too: most tests wait for processes that they have started. The longest files come first (tests/conftest.py).
+# What costs most are processes that import torch, seconds of CPU time each: commands and scripts are forked from one
+# that has it (tests/preloaded.py), ranks from another (tests/pool.py). Of products of cases a sample runs (tests/sampled.py).
 # A worker that dies of a hang is not replaced: its replacement would begin with the same test. One thread each: on
 # shared cores two that wait for each other take many times as long.
 test: $(READY_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# Too long for every change: all pairs of strategies and signals, the exact mode in every combination, a hundred kills
-# in one run, every command a fresh process, and the recorded loss curves compared to the last bit (they belong to one CPU and one torch).
+# Too long for every change: all pairs of strategies and signals, the exact mode in every combination, the cases that
+# tests/sampled.py leaves out, a hundred kills in one run, every command a fresh process, and the recorded loss curves compared to the last bit (they belong to one CPU and one torch).
 test-long: $(READY_DEV)
 	OMP_NUM_THREADS=1 LOCKSTEP_ALL_PAIRS=1 LOCKSTEP_ALL_EXACT=1 LOCKSTEP_FRESH=1 $(BIN)/python -m pytest $(LONG)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-import zoo  # noqa: F401 (before transformers and timm)
-from pool import Pool
+import preloaded
+from sampled import SAMPLED
+
+if TYPE_CHECKING:
+    from pool import Pool
 
 HERE = Path(__file__).parent
 UNIT = HERE / "unit"
@@ -19,26 +24,33 @@ UNIT = HERE / "unit"
 # The files that take longest, the longest first.
 LONGEST = (
     "test_docs.py",
-    "test_api.py",
-    "faults/test_takeover.py",
-    "faults/test_preemption.py",
-    "test_verify.py",
-    "faults/test_first_screen.py",
-    "systems/test_documents.py",
-    "test_start_check.py",
-    "faults/test_exact.py",
-    "faults/test_disks.py",
-    "faults/test_torture.py",
     "ranks/test_strategies.py",
+    "test_verify.py",
     "ranks/test_exact.py",
     "ranks/test_tensor.py",
-    "systems/test_elastic.py",
-    "ranks/test_parameter_hooks.py",
-    "ranks/test_exact_borrowed.py",
-    "ranks/test_own_updates.py",
+    "ranks/test_hooks.py",
+    "test_api.py",
+    "recipes/test_clstm_ppo.py",
+    "recipes/test_pixel_llm.py",
+    "ranks/test_data.py",
+    "ranks/test_resume.py",
     "ranks/test_gradient_exact.py",
-    "golden/test_golden.py",
+    "ranks/test_guards.py",
+    "ranks/test_zoo.py",
+    "ranks/test_parameter_hooks.py",
+    "ranks/test_storage.py",
+    "ranks/test_own_updates.py",
+    "ranks/test_own_schedulers.py",
+    "test_start_check.py",
+    "faults/test_preemption.py",
+    "faults/test_torture.py",
+    "faults/test_launcher.py",
+    "faults/test_takeover.py",
     "unit/checkpoint/test_kill.py",
+    "faults/test_first_screen.py",
+    "faults/test_door.py",
+    "faults/test_disks.py",
+    "systems/test_documents.py",
 )
 
 # Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
@@ -61,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args)
     if not asked and "LOCKSTEP_TEST_DEVICE" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # it runs tests itself
+        importlib.import_module("zoo")  # before transformers and timm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,8 +85,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(UNIT) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
+    _leave_to_test_long(items)
     order = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))
+
+
+def _leave_to_test_long(items: list[pytest.Item]) -> None:
+    """Mark what tests/sampled.py leaves out as long; all cases of a test have to be among the items."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        cases.setdefault(f"{item.path.relative_to(HERE).as_posix()}::{name}", []).append(item)
+    for test, places in SAMPLED.items():
+        found = cases.get(test, [])
+        if len(found) <= max(places, default=0):
+            continue  # one case was asked for by its name
+        for place, item in enumerate(found):
+            if place not in places:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -88,9 +118,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def zygotes() -> Iterator[None]:
+    """For modules whose tests start runs on several processes from the process of pytest: their zygotes have torch."""
+    with preloaded.zygotes():
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for multi-process tests; they start with the first job."""
+    from pool import Pool
+
     made = Pool()
     yield made
     made.close()

@@ -1,12 +1,14 @@
-"""`lockstep` commands without the seconds of CPU time that importing torch takes in each of them.
+"""`lockstep` and `python` commands without the seconds of CPU time that importing torch takes in each of them.
 
-    process = preloaded.Command("train", "char_lm", env=..., cwd=..., stdout=file)    # a `subprocess.Popen`, nearly
-    done = preloaded.run("train", "char_lm", cwd=..., env=...)                       # a `subprocess.run`, nearly
+    process = preloaded.start("train", "char_lm", env=..., cwd=..., stdout=file, ...)  # a `subprocess.Popen`, nearly
+    done = preloaded.run("train", "char_lm", cwd=..., env=...)                        # a `subprocess.run`, nearly
+    done = preloaded.run_python("script.py", "--fast", cwd=..., env=...)              # the same, of `python`
 
 A server, one for each session of pytest, has imported torch and other packages, and nothing of Lockstep. Every command
 is forked from it, as a session of its own, with the environment, the folder and the files that were asked for; it then
-runs `lockstep.cli` as `python -m lockstep.cli` does, from the sources on its own PYTHONPATH. The launcher's zygote is
-forked before that, as a child of the command, so that the tree of processes is the real one, too.
+runs a script, a module or a text as `python` does, from the sources on its own PYTHONPATH. Processes that it may start
+with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of the command, so
+that the tree of processes is the real one, too.
 
 What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py and
 LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
@@ -15,6 +17,7 @@ LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import os
 import select
@@ -25,8 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 IMPORTED = (
@@ -39,10 +45,16 @@ IMPORTED = (
     "safetensors.torch",
     "cloudpickle",
     "psutil",
-    "pydantic",
+    "pydantic.main",
+    "pydantic.functional_validators",
+    "pydantic.types",
     "yaml",
 )
+COMMAND = ("-m", "lockstep.cli")
+TORCHRUN = ("-m", "torch.distributed.run")
 ZYGOTE = "lockstep.launch.zygote"
+OPTIONS = ("-P", "-u")  # of Python, which `_work` knows
+SPARES = 3  # processes that wait to become one that a command starts; a `lockstep` command rarely starts a second one
 START_S = 120.0  # for importing torch, on a busy machine
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LENGTH = struct.Struct("<I")
@@ -116,7 +128,7 @@ def fresh() -> bool:
 
 
 class Command:
-    """One forked `lockstep` command; it has what tests use of a `subprocess.Popen`."""
+    """One forked `python` command; it has what tests use of a `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -126,6 +138,7 @@ class Command:
         stdout: Any = None,
         stderr: Any = None,
         path: str | None = None,
+        pass_fds: Sequence[int] = (),
     ):
         self.args, self.returncode = list(words), None
         self._line = socket.socket(socket.AF_UNIX)
@@ -133,9 +146,9 @@ class Command:
         out = 1 if stdout is None else stdout if isinstance(stdout, int) else stdout.fileno()
         err = 2 if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
         with open(os.devnull) as nothing:
-            files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err]
+            files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err, *pass_fds]
             request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd())}
-            _send(self._line, request, files)
+            _send(self._line, request | {"files": [0, 1, 2, *pass_fds], "new_session": True}, files)
         (self.pid,) = _PID.unpack(_exactly(self._line, _PID.size))
 
     def poll(self) -> int | None:
@@ -157,11 +170,19 @@ class Command:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 def start(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any) -> Any:
     """A `lockstep` command that leads a session of its own: a `Command`, or a fresh process."""
+    return start_python(*COMMAND, *words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+
+
+def start_python(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any) -> Any:
+    """The same with any words that follow `python`: a script, -m and a module, or -c and a text."""
     if fresh():
-        command = [sys.executable, "-m", "lockstep.cli", *words]
+        command = [sys.executable, *words]
         return subprocess.Popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True)
     return Command(*words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
 
@@ -170,8 +191,15 @@ def run(
     *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """A `lockstep` command from its start to its end, with what it printed."""
+    return run_python(*COMMAND, *words, env=env, cwd=cwd, timeout=timeout)
+
+
+def run_python(
+    *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """The same with any words that follow `python`."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start(*words, env=env, cwd=cwd, stdout=output, stderr=errors)
+        process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -182,10 +210,36 @@ def run(
         return subprocess.CompletedProcess(list(words), code, output.read().decode(), errors.read().decode())
 
 
-def shim(path: str, file: Path) -> None:
-    """Write the command `lockstep`, for a folder on the PATH of a shell."""
-    file.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "{__file__}" command "{path}" "$@"\n')
-    file.chmod(0o755)
+@contextmanager
+def zygotes() -> Iterator[None]:
+    """Let launchers of this process, that of `lockstep.fit` for one, have zygotes that are forked from the server."""
+    from lockstep.launch import zygote
+
+    def popen(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> Command:
+        assert _known(list(words)), words
+        return Command(*words[1:], env=env, pass_fds=pass_fds)
+
+    if fresh():
+        yield
+        return
+    real = zygote.subprocess
+    names = {"Popen": popen, "DEVNULL": real.DEVNULL, "TimeoutExpired": real.TimeoutExpired}
+    zygote.subprocess = SimpleNamespace(**names)  # pyrefly: ignore
+    try:
+        yield
+    finally:
+        zygote.subprocess = real  # pyrefly: ignore
+
+
+SHIMS = {"lockstep": COMMAND, "torchrun": TORCHRUN, "python": ()}
+
+
+def shims(path: str, folder: Path) -> None:
+    """Write the commands `lockstep`, `torchrun` and `python`, in a folder for the PATH of a shell."""
+    for name, words in SHIMS.items():
+        start = f'"{sys.executable}" -S -E "{__file__}" command "{path}"'
+        (folder / name).write_text(f'#!/bin/sh\nexec {start} {" ".join(words)} "$@"\n')
+        (folder / name).chmod(0o755)
 
 
 def be_a_command(path: str, words: list[str]) -> None:
@@ -243,7 +297,7 @@ def _keep(line: socket.socket) -> Callable[[], None]:
     pid = os.fork()
     if pid == 0:
         line.close()
-        return _settle_in(request, files)
+        return _become(request, files)
     for file in files:
         os.close(file)
     os.close(1)
@@ -262,20 +316,26 @@ def _keep(line: socket.socket) -> Callable[[], None]:
 # ---- in a command -----------------------------------------------------------------------------------------
 
 
-def _settle_in(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
-    os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
+def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
+    """The process that was asked for, with those that wait to become what it starts."""
+    if request["new_session"]:
+        os.setsid()
+    _take(files, request["files"])
     _move(request["env"], request["cwd"])
-    ours, theirs = socket.socketpair()
-    zygote = os.fork()
-    if zygote == 0:
-        ours.close()
-        return _zygote(theirs)
-    theirs.close()
-    subprocess.Popen = _popen(ours, zygote)  # pyrefly: ignore
-    return lambda: _run_module("lockstep.cli", request["words"])
+    words = request["words"]
+    count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
+    spares: list[tuple[int, socket.socket]] = []
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            for line in (ours, *(line for _, line in spares)):
+                line.close()
+            return _spare(theirs)
+        theirs.close()
+        spares.append((pid, ours))
+    subprocess.Popen = _popen(spares)  # pyrefly: ignore
+    return _work(words)
 
 
 def _move(env: Mapping[str, str], folder: str) -> None:
@@ -287,17 +347,17 @@ def _move(env: Mapping[str, str], folder: str) -> None:
     os.environ.update(env)
     time.tzset()
     asked = [os.path.abspath(part) for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
-    sys.path[:] = [folder, *asked, *(part for part in sys.path if os.path.abspath(part) not in before)]
+    sys.path[:] = [*asked, *(part for part in sys.path if os.path.abspath(part) not in before)]
     if env.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)  # pyrefly: ignore
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or every command would draw the same
 
 
-def _zygote(line: socket.socket) -> Callable[[], None]:
-    """Wait until the launcher starts its zygote, and become it; or until it has ended without one."""
+def _spare(line: socket.socket) -> Callable[[], None]:
+    """Wait until the command starts a process, and become it; or until it has ended without one."""
     for number in FORWARDED:
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole session before there is a zygote
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole session before there is such a process
     try:
         received = _receive(line)
     except ConnectionResetError:
@@ -308,40 +368,82 @@ def _zygote(line: socket.socket) -> Callable[[], None]:
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     line.close()
-    os.setsid()
-    for file, number in zip(files, request["files"], strict=True):
-        if file != number:
-            os.dup2(file, number)
-            os.close(file)
-        os.set_inheritable(number, True)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    _move(request["env"], request["cwd"])
-    return lambda: _run_module(ZYGOTE, request["words"])
+    return _become(request, files)
 
 
-def _popen(line: socket.socket, zygote: int) -> Any:
+def _take(files: list[int], numbers: list[int]) -> None:
+    """Give files that came the numbers under which they are known."""
+    # First out of the way: a number that is wanted may be that of another file.
+    moved = []
+    for file in files:
+        moved.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000))
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _popen(spares: list[tuple[int, socket.socket]]) -> Any:
     import inspect
 
     real: Any = subprocess.Popen
     parameters = inspect.signature(real._execute_child)
 
     class Popen(real):
-        """The first zygote is the process that waits to become one; everything else starts as it always does."""
+        """A process of Python is one that waits to become it, while there are any; everything else starts as ever."""
 
         def _execute_child(self, args: Any, *rest: Any) -> None:
-            words = [] if isinstance(args, str) else list(args)
-            if words[1:3] != ["-m", ZYGOTE] or line.fileno() < 0:
+            words = [] if isinstance(args, str) else [str(word) for word in args]
+            given = parameters.bind(self, args, *rest).arguments
+            if not spares or not _known(words) or given["preexec_fn"] is not None:
                 super()._execute_child(args, *rest)
                 return
-            given = parameters.bind(self, args, *rest).arguments
-            env = os.environ if given["env"] is None else given["env"]
-            files = list(given["pass_fds"])
-            _send(line, {"words": words[3:], "env": dict(env), "cwd": os.getcwd(), "files": files}, files)
+            self.pid, line = spares.pop(0)
+            pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+            standard = {0: given["p2cread"], 1: given["c2pwrite"], 2: given["errwrite"]}
+            files = {number: number if file == -1 else file for number, file in standard.items()}
+            files |= {number: number for number in given["pass_fds"]}
+            request = {
+                "words": words[1:],
+                "env": dict(os.environ if given["env"] is None else given["env"]),
+                "cwd": os.path.abspath(given["cwd"] or os.getcwd()),
+                "files": list(files),
+                "new_session": given["start_new_session"],
+            }
+            _send(line, request, list(files.values()))
             line.close()
-            self.pid, self._child_created = zygote, True
+            self._child_created = True
+            self._close_pipe_fds(*pipes)
 
     return Popen
+
+
+def _known(words: list[str]) -> bool:
+    """Whether this is a command of Python that `_work` can be asked for."""
+    first = next((word for word in words[1:] if word not in OPTIONS), "-")
+    known = words[:1] == [sys.executable] and (first in ("-m", "-c") or not first.startswith("-"))
+    assert known or ZYGOTE not in words, f"how a zygote starts has changed, and this file has not: {words}"
+    return known
+
+
+def _work(words: Sequence[str]) -> Callable[[], None]:
+    """What `python` does with these words."""
+    words, options = list(words), set()
+    while words[0] in OPTIONS:
+        options.add(words.pop(0))
+    if "-u" in options:
+        sys.stdout.reconfigure(write_through=True)  # pyrefly: ignore
+    kind = words.pop(0)
+    if kind == "-m":
+        first, work = os.getcwd(), partial(_run_module, words[0], words[1:])
+    elif kind == "-c":
+        first, work = "", partial(_run_text, words[0], "<string>", ["-c", *words[1:]])
+    else:
+        assert not kind.startswith("-"), f"{kind} is not an option that a preloaded Python knows"
+        first, work = os.path.dirname(os.path.realpath(kind)), partial(_run_text, None, kind, [kind, *words])
+    if "-P" not in options:
+        sys.path.insert(0, first)
+    return work
 
 
 def _run_module(name: str, words: list[str]) -> None:
@@ -353,9 +455,45 @@ def _run_module(name: str, words: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def _run_text(text: str | None, file: str, argv: list[str]) -> None:
+    import types
+
+    sys.argv = argv
+    main: Any = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if text is None:
+        main.__file__, text = os.path.abspath(file), Path(file).read_text()
+    exec(compile(text, file, "exec"), main.__dict__)
+
+
+def leave(code: Any) -> None:
+    """End as Python does, but tear nothing down: what this process shares with the server would be copied for it."""
+    import atexit
+    import threading
+
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # pyrefly: ignore
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     mode, place, *rest = sys.argv[1:]
     if mode == "command":
         be_a_command(place, rest)
     work = serve(place)
-    work()  # here, where the stack holds nothing of the server's
+    try:
+        work()  # here, where the stack holds nothing of the server's
+    except SystemExit as ended:
+        leave(ended.code)
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        leave(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+    leave(0)

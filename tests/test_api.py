@@ -76,9 +76,9 @@ class Plain(nn.Module):
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a fresh process; it must succeed."""
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+def python(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python that has torch already; it must succeed."""
+    done = preloaded.run_python(*words, env=ENVIRONMENT, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -106,9 +106,12 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     (folder / "my_task.py").write_text(TASK)
     (folder / "wide.yaml").write_text("task: {width: 16}\nlr: {peak: 1e-2}\n")
-    for nproc in ("1", "3"):
-        arguments = ("train", "my_task.py:Fit", "--config", "wide.yaml", "--nproc", nproc, f"run_dir=world-{nproc}")
-        run(sys.executable, "-m", "lockstep", *arguments, "lr.warmup=3", folder=folder)
+    words = ("train", "my_task.py:Fit", "--config", "wide.yaml", "lr.warmup=3")
+    done = lockstep(*words, "--nproc", "1", "run_dir=world-1", folder=folder)
+    assert done.returncode == 0, done.stderr
+    # In a fresh process, which has to find all it needs.
+    command = [sys.executable, "-m", "lockstep", *words, "--nproc", "3", "run_dir=world-3"]
+    subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, timeout=240, check=True)
     return folder
 
 
@@ -165,7 +168,7 @@ def test_fit_from_a_script_starts_its_own_workers(trained):
         "print(result.summary['step'], result.run_dir, sum(p.numel() for p in result.model.parameters()))\n"
     )
     (trained / "script.py").write_text(script)
-    done = run(sys.executable, "script.py", folder=trained)
+    done = python("script.py", folder=trained)
     assert done.stdout.splitlines()[-1] == f"12 fitted {4 * 16 + 16 + 16 + 1}"
     assert_same_weights(trained / "world-1", trained / "fitted")
 
@@ -182,7 +185,7 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_killed_rank_is_named(trained, rank):
     """Its peers see a closed connection within milliseconds, and say so: they must not get the blame."""
-    arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2")
+    arguments = (f"task.crash='{rank}'", f"run_dir=killed-{rank}", "--nproc", "2", "restart.per_hour=1")
     done = lockstep("train", "my_task.py:Killed", *arguments, folder=trained)
     assert done.returncode == 1
     assert first_line(done).startswith(f"lockstep: rank {rank} on ")
@@ -251,12 +254,11 @@ def test_a_broken_environment_is_refused_with_a_hint(trained):
 def own_loops(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     script = str(ROOT / "examples" / "train_lockstep.py")
-    run(sys.executable, script, folder=folder)
+    python(script, folder=folder)
     next((folder / "runs").iterdir()).rename(folder / "world-1")
     done = lockstep("train", script, "--nproc", "2", "run_dir=world-2", folder=folder)
     assert done.returncode == 0, done.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run(*torchrun, script, folder=folder)
+    python(*preloaded.TORCHRUN, "--standalone", "--nproc-per-node", "2", script, folder=folder)
     next((folder / "runs").iterdir()).rename(folder / "torchrun-2")
     return folder
 
@@ -284,7 +286,7 @@ def test_the_two_examples_are_about_a_dozen_lines_apart():
 
 
 def test_the_plain_example_runs(tmp_path):
-    done = run(sys.executable, str(ROOT / "examples" / "train_torch.py"), folder=tmp_path)
+    done = python(str(ROOT / "examples" / "train_torch.py"), folder=tmp_path)
     assert float(done.stdout.split()[-1]) > 0.95
 
 

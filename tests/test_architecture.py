@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sampled import SAMPLED
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 
@@ -131,3 +133,9 @@ def test_the_tour_names_what_is_there(file, name):
 def test_the_tour_names_enough():
     """The pattern above must not quietly stop to match."""
     assert len(names_in_the_tour()) > 40
+
+
+@pytest.mark.parametrize("test", SAMPLED)
+def test_what_is_sampled_exists(test: str) -> None:
+    path, name = test.split("::")
+    assert f"def {name}(" in (Path(__file__).parent / path).read_text()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+import preloaded
 from classic_net import among, numbers, weights
 from lockstep.classic import (
     DDPManager,
@@ -216,26 +216,19 @@ def test_the_scaler_in_a_plain_loop():
 def test_ranks_started_by_hand_train_together(tmp_path):
     (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nrun_dir: run\nevaluate: {at_end: false}\n")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MASTER_PORT": str(free_port())}
-    words = [
-        sys.executable,
-        str(ROOT / "systems" / "pixel_llm" / "train.py"),
-        "--config",
-        "config.yaml",
-        "--distributed",
-        "log.every=1",
-    ]
-    ranks = [
-        subprocess.Popen(
-            words, cwd=tmp_path, env=env | {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    output = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], output
-    assert "pixel_llm  2 ranks" in output[0][0]
-    assert "3/3" in output[0][0]
-    assert output[1][0] == ""  # only the main process prints
+    script = str(ROOT / "systems" / "pixel_llm" / "train.py")
+    words = (script, "--config", "config.yaml", "--distributed", "log.every=1")
+
+    def start(rank):
+        numbers = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return preloaded.run_python(*words, cwd=tmp_path, env=env | numbers)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(start, range(2))
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert "pixel_llm  2 ranks" in first.stdout
+    assert "3/3" in first.stdout
+    assert second.stdout == ""  # only the main process prints
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 

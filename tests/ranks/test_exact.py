@@ -29,7 +29,7 @@ from ranks.support import assert_user_errors, configured, delay_collectives, tra
 
 WORLDS, PIECES, PATIENCE = (1, 2, 3, 4, 5, 6, 8), (8, 12, 7), timedelta(minutes=3)
 ALL_EXACT = "LOCKSTEP_ALL_EXACT" in os.environ
-STEPS = 30 if ALL_EXACT else 12  # the last of an epoch is the 5th, 7th or 8th
+STEPS = 30 if ALL_EXACT else 9  # the last of an epoch is the 5th, 7th or 8th
 
 
 class Case(NamedTuple):

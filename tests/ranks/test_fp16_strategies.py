@@ -18,8 +18,8 @@ from pool import Pool
 from ranks.support import configured
 from ranks.test_strategies import BASE, STRATEGIES, Ragged
 
-BAD, SCALE = 4, 1024.0
-FP16 = {"precision": "fp16", "scaler.initial": SCALE, "scaler.interval": 100, "steps": 6}
+BAD, SCALE = 2, 1024.0
+FP16 = {"precision": "fp16", "scaler.initial": SCALE, "scaler.interval": 100, "steps": 4}
 
 
 def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SINGLE: dict[str, dict[str, Tensor]] = {}
 def small_state(world: World, store: Any, values: dict[str, Any], leave_at: int | None = None) -> dict[str, Any]:
     """A job: even the small matrices of this model become bytes."""
     adamw8bit.MIN_ELEMENTS = 64
-    return final(world, store, {"steps": 8} | values, leave_at)
+    return final(world, store, {"steps": 7} | values, leave_at)
 
 
 def single(pool: Pool, name: str) -> dict[str, Tensor]:

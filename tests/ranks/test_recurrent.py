@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.runtime.world import World
 from pool import Pool
+from ranks.support import ALL_PAIRS
 from ranks.test_strategies import STRATEGIES, VOCABULARY, WIDTH, Ragged, assert_close, final
 
 
@@ -68,5 +69,6 @@ def alone(pool: Pool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp-grads", "hsdp", "pp x fsdp"])
 def test_they_learn_as_in_one_process(pool: Pool, alone: dict[str, Any], name: str) -> None:
-    for found in pool.run(moved, STRATEGIES[name], world=4):
+    world = 4 if ALL_PAIRS or name in ("hsdp", "pp x fsdp") else 2
+    for found in pool.run(moved, STRATEGIES[name], world=world):
         assert_close(found["weights"], alone["weights"])

@@ -100,7 +100,8 @@ class Listed(Ragged):
 
 
 # The fourth step is short, and the fifth begins another epoch.
-BASE = {"global_batch": 10, "micro_batch": 2, "steps": 10, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+BASE = {"global_batch": 10, "micro_batch": 2, "clip.norm": 0.3, "lr.schedule": "cosine", "lr.warmup": 2}
+BASE |= {"steps": 10 if ALL_PAIRS else 6}
 BASE |= {"evaluate.batch": 9}  # four batches, the last one short
 SAVED_AT = 3
 

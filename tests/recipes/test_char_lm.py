@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import preloaded
 from lockstep.errors import ConfigError
 from lockstep.recipes.char_lm import CharLM
 from lockstep.recipes.char_lm.data import decode, encode
@@ -19,9 +18,9 @@ SMALL = {"width": 32, "layers": 1, "heads": 2, "context": 16, "max_bytes": 90_00
 
 
 def test_the_tiny_preset_learns_through_the_command(tmp_path):
-    command = [sys.executable, "-m", "lockstep.cli", "train", "char_lm", "preset=tiny", "run_dir=run", "--nproc", "2"]
+    words = ("train", "char_lm", "preset=tiny", "run_dir=run", "--nproc", "2")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    done = preloaded.run(*words, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval_loss"] < 3.3 < math.log(97)  # a uniform guess costs log(97) = 4.57

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 import uuid
 from dataclasses import replace
@@ -21,6 +20,7 @@ from small_trader import SETTINGS, attached, tiny
 from torch import nn
 
 import lockstep
+import preloaded
 from lockstep.classic.clstm_ppo import gpu_optimizations, setup_check
 from lockstep.classic.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.classic.clstm_ppo.trainer import main as train_script
@@ -34,11 +34,12 @@ from lockstep.task import SourceContext, Task
 from ranks.support import Trace, assert_user_errors, fit, flat
 
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.usefixtures("zygotes")
 
 
 def command(*words: str, folder: Path, **variables: str) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **variables}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = preloaded.run_python(*words, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -228,11 +229,10 @@ def test_statistics_of_parts_are_those_of_the_whole():
 # ---- a game of memory -----------------------------------------------------------------------------------
 
 
-def test_memory_names_the_cue_and_the_control_guesses(tmp_path):
-    quiet = {"log": {"progress": "off"}}
-    for preset in ("cue", "cue-control"):
-        done = lockstep.fit(ClstmPpo, preset=preset, run_dir=str(tmp_path / preset), **quiet)
-        assert [goal["pass"] for goal in done.summary["goals"]] == [True], done.summary
+@pytest.mark.parametrize("preset", ["cue", pytest.param("cue-control", marks=pytest.mark.long)])
+def test_memory_names_the_cue_and_the_control_guesses(tmp_path, preset):
+    done = lockstep.fit(ClstmPpo, preset=preset, run_dir=str(tmp_path / preset), log={"progress": "off"})
+    assert [goal["pass"] for goal in done.summary["goals"]] == [True], done.summary
 
 
 def test_the_cue_is_shown_once_and_rewarded_at_the_end():

@@ -3,8 +3,7 @@
 import json
 import os
 import random
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import lockstep
+import preloaded
 from evaluate import evaluate_checkpoint
 from evaluate import main as evaluate_main
 from lockstep.errors import UserError
@@ -280,18 +280,13 @@ def test_pretrain_learns_on_two_machines_under_torchrun(folder):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     words = ["data_path=data", *WORDS.replace("epochs=3", "epochs=12").replace("micro_batch=6", "log.every=10").split()]
     words.append("eval_interval=12")  # the later word counts
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--nnodes=2"]
+    torchrun = [*preloaded.TORCHRUN, "--nproc-per-node=1", "--nnodes=2"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = [str(ROOT / "systems" / "hrm" / "pretrain.py"), *words, "run_name=nodes"]
-    nodes = [
-        subprocess.Popen(
-            [*torchrun, f"--node-rank={rank}", *command], cwd=folder, env=env,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [node.communicate(timeout=250)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    with ThreadPoolExecutor(2) as nodes:
+        starts = ((*torchrun, f"--node-rank={rank}", *command) for rank in range(2))
+        done = list(nodes.map(lambda words: preloaded.run_python(*words, cwd=folder, env=env), starts))
+    assert [node.returncode for node in done] == [0, 0], done
     run = folder / "runs" / "nodes"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 30]  # 12 epochs of 60 groups in batches of 24

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.data import default_collate
 
 import lockstep
+import preloaded
 from lockstep.errors import ConfigError, UserError
 from lockstep.recipes.pixel_llm import PixelLLM
 from lockstep.recipes.pixel_llm.drawing import Thing, _grid, _inside, _put, draw
@@ -36,7 +37,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 
 
 def command(*words, cwd):
-    done = subprocess.run([sys.executable, *words], cwd=cwd, env=ENV, capture_output=True, text=True, timeout=200)
+    done = preloaded.run_python(*words, cwd=cwd, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -374,7 +375,8 @@ def test_exported_scenes_are_read_back_byte_by_byte(tmp_path, form):
 
 def test_the_command_that_exports_scenes_warns_of_nothing(tmp_path):
     words = ["-W", "error", "-m", "lockstep.recipes.pixel_llm.folder", "pictures", "--count", "2"]
-    assert command(*words, cwd=tmp_path) == "2 pictures in pictures\n"
+    said = subprocess.run([sys.executable, *words], cwd=tmp_path, env=ENV, capture_output=True, check=True).stdout
+    assert said == b"2 pictures in pictures\n"
 
 
 def test_it_trains_on_a_folder_of_pictures(tmp_path):

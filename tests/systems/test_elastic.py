@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import preloaded
 from lockstep.classic import ElasticGPUConfig
 from lockstep.classic.elastic_gpu_config import GPU
 from lockstep.classic.train_script import main
@@ -228,8 +229,12 @@ def run(folder, *words, **env):
     return done.stdout
 
 
-def test_the_launch_script_starts_ranks_and_a_slurm_job_resumes(tmp_path):
+def test_the_launch_script_starts_ranks_and_a_slurm_job_resumes(tmp_path, monkeypatch):
     """Started from the system's folder; the run folder of the job exists already, as if it had been requeued."""
+    if not preloaded.fresh():
+        (tmp_path / "bin").mkdir()
+        preloaded.shims(preloaded.server().path, tmp_path / "bin")
+        monkeypatch.setitem(ENV, "PATH", os.pathsep.join([str(tmp_path / "bin"), ENV["PATH"]]))
     (tmp_path / "latentwire").symlink_to(SYSTEM / "latentwire")
     launch, job = SYSTEM / "finalization/launch_ddp_training.sh", SYSTEM / "telepathy/submit_ddp_training.slurm"
     said = run(tmp_path, str(launch), "steps=2", "run_dir=runs/ddp_training_7", NUM_GPUS="2")

@@ -57,6 +57,7 @@ class Line(Task):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("zygotes")
 def test_a_finished_run_that_is_started_again_has_still_reached_its_goal(tmp_path):
     """And a metric cannot take the place of the loss."""
     values = {"steps": 4, "global_batch": 8, "evaluate.every": 2, "device": "cpu", "log.progress": "off"}
