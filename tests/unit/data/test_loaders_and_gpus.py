@@ -53,8 +53,12 @@ class Stream(IterableDataset):
 
 def first_batch(data: Any, collate: Callable[[list[Any]], Any], workers: int) -> Any:
     config = DataConfig(workers=workers)
-    source = open_source(data, collate, SourceOptions(4, 2, "short", config, 0, World(), torch.device("cpu")))
-    return next(iter(source.take().micro_batches)).data
+    source: Any = open_source(data, collate, SourceOptions(4, 2, "short", config, 0, World(), torch.device("cpu")))
+    try:
+        return next(iter(source.take().micro_batches)).data
+    finally:
+        # Not when Python collects garbage, in a later test: torch may wait 10 seconds for the workers then.
+        source.close()
 
 
 @pytest.mark.parametrize("kind", [Rows, Stream])
