@@ -133,7 +133,7 @@ def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     first = start()
     first.wait_until(lambda: latest_step(checkpoints))
     late = start()
-    late.wait_until(lambda: "2 nodes now" in first.text() and "2 ranks" in first.text())
+    late.wait_until(lambda: "joined; 2 nodes" in first.text() and "2 ranks" in first.text())
     before = latest_step(checkpoints)
     late.wait_until(lambda: latest_step(checkpoints) > before)
     first.send(signal.SIGKILL)

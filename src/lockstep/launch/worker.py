@@ -2,6 +2,16 @@
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
 dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
+
+No rank outlives its job. What kills it depends on what has died or stopped:
+
+    the launcher        the lifeline pipe closes: each rank kills itself (`_die_with_launcher`). If the ranks are
+                        suspended, the zygote, whose socket closes too, kills them (`zygote._serve`).
+    the zygote          the kernel: PR_SET_PDEATHSIG (`parent_death.die_with_parent`); its agent kills the process
+                        groups as well, with their loader processes (`Agent._replace_zygote`)
+    another rank        the agent kills the process group of each rank (`Agent._kill`)
+    the coordinator     the term file is gone: rank 0 kills itself (`_die_with_launcher`), and its peers lose it
+    the rank itself     the zygote kills the loader processes that it leaves (`zygote._reap`)
 """
 
 from __future__ import annotations
@@ -43,7 +53,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
-            failure.note_end(folder, rank, failure.place_of(error))
+            failure.note_end(folder, rank, failure.raising_line(error))
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)
