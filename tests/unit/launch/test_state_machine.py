@@ -691,6 +691,7 @@ def test_a_hang_is_explained_and_restarted(stage):
 def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
     stuck(stage)
     stage.tick(2.9)  # the stacks have 0.1 s left
+    stage.beat()  # the node is alive
     stage.exit(0, 1, kind="RuntimeError", message="connection reset by peer")
     assert stage.tick(1.0) == []
     stage.exit(1, -9)
