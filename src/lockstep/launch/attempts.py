@@ -180,7 +180,7 @@ class Attempt:
         return replace(failure, host=host, step=view.step if view else None, phase=view.phase if view else None)
 
     def overdue(self, still: Sequence[RankView] = ()) -> Failure:
-        """Return the failure of ranks that were asked to stop and did not; `still` are ranks that did not even move."""
+        """Return the failure of ranks that were asked to save and did not exit; `still` are ranks that did not move."""
         if not still:
             late = self.running
             text = plural(

@@ -375,7 +375,7 @@ class Coordinator:
         self._send_to_nodes(self.state)
 
         self._close_store()
-        several = len(command.ranks) > 1
+        several = len(command.counts) > 1
         store = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -385,7 +385,7 @@ class Coordinator:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)
             store_port = listener.getsockname()[1]
-            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.ranks.values()))
+            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.counts.values()))
 
         # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
@@ -393,12 +393,12 @@ class Coordinator:
 
         # Ranks are numbered node by node.
         first_rank = 0
-        for group_rank, (node, count) in enumerate(command.ranks.items()):
+        for group_rank, (node, count) in enumerate(command.counts.items()):
             start = Start(
                 attempt=command.attempt,
                 first_rank=first_rank,
                 count=count,
-                world_size=sum(command.ranks.values()),
+                world_size=sum(command.counts.values()),
                 group_rank=group_rank,
                 address=address,
                 port=port,

@@ -147,7 +147,7 @@ class Cluster:
         self._changed = now
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         return sum(self.wanted.values())
 
     @property

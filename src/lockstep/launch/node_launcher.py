@@ -118,11 +118,14 @@ class NodeLauncher:
 
     def run(self) -> JobEnd:
         try:
-            step = self._join_or_coordinate()
-            while not isinstance(step, JobEnd):
-                step = self._coordinate(step) if isinstance(step, CoordinatorRole) else self._follow(step)
+            next_step = self._join_or_coordinate()
+            while not isinstance(next_step, JobEnd):
+                if isinstance(next_step, CoordinatorRole):
+                    next_step = self._coordinate(next_step)
+                else:
+                    next_step = self._follow(next_step)
 
-            return step
+            return next_step
         finally:
             if self._agent is not None:
                 self._agent.close()
@@ -363,8 +366,8 @@ class NodeLauncher:
             info, readable = self._newest_term()
             if info is not None:
                 last_seen = now
-                if step := self._look_at_term(info, watch, now, why):
-                    return step
+                if next_step := self._look_at_term(info, watch, now, why):
+                    return next_step
             elif readable and now - last_seen >= GONE_S:
                 # There has been no term file for a while: the job is over.
                 return self._end_alone(why)

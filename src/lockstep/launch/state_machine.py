@@ -241,18 +241,17 @@ class JobStateMachine:
             return
 
         self._enter(JobPhase.RUN)
-        ranks = dict(sorted(self.cluster.wanted.items()))
+        counts = dict(sorted(self.cluster.wanted.items()))
         watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
-        hosts = {number: self.cluster.nodes[number].host for number in ranks}
-        self.attempt = Attempt(self.attempt.number + 1, ranks, hosts, self.committed(), watchdog)
+        hosts = {node: self.cluster.nodes[node].host for node in counts}
+        self.attempt = Attempt(self.attempt.number + 1, counts, hosts, self.committed(), watchdog)
         if self._restart_to_log:
             self._restart_to_log = False
-            attempt = self.attempt
-            restart = {"attempt": attempt.number, "ranks": len(attempt.ranks), "step": attempt.started_from}
-            self._log({"event": "restart", **restart})
+            numbers = {"attempt": self.attempt.number, "ranks": self.cluster.world_size}
+            self._log({"event": "restart", **numbers, "step": self.attempt.started_from})
 
-        self._commands.append(StartAttempt(self.attempt.number, ranks))
-        self._not_started = ranks.keys() - {0}  # the coordinating node starts its own ranks at once
+        self._commands.append(StartAttempt(self.attempt.number, counts))
+        self._not_started = counts.keys() - {0}  # the coordinating node starts its own ranks at once
         self._start_by = now + START_S
 
     def exited(self, event: Exited, now: float) -> None:
@@ -393,7 +392,7 @@ class JobStateMachine:
             return
 
         # The same number may be divided over the nodes in another way; that waits for the next attempt.
-        before = self.cluster.ranks
+        before = self.cluster.world_size
         running = Counter(node for node, _ in self.attempt.ranks.values())
         self.cluster.resize(ranks)
         if before == ranks:
@@ -505,17 +504,18 @@ class JobStateMachine:
         if self._before_resize is None or self._preempt_signal or not (failure.for_user or failure.likely_to_repeat):
             return False
 
-        last, ranks = self._before_resize
-        same_nodes = ranks.keys() == self.cluster.wanted.keys()
+        last, counts = self._before_resize
+        same_nodes = counts.keys() == self.cluster.wanted.keys()
         if self.attempt.number != last + 1 or not same_nodes or self.committed() != self.attempt.started_from:
             return False
 
         self._before_resize = None
-        refused = self.cluster.ranks
-        self.cluster.wanted = dict(ranks)
+        refused = self.cluster.world_size
+        self.cluster.wanted = dict(counts)
+        world_size = self.cluster.world_size
         self._report(failure)
-        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(self.cluster.ranks, 'rank')}")
-        self._log({"event": "resize", "from": refused, "to": self.cluster.ranks})
+        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(world_size, 'rank')}")
+        self._log({"event": "resize", "from": refused, "to": world_size})
         return True
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
@@ -544,7 +544,7 @@ class JobStateMachine:
         self._restart_to_log = True
 
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
-        what = plural(self.cluster.ranks, "rank") if self._attempt_ran_here else "the nodes that are left"
+        what = plural(self.cluster.world_size, "rank") if self._attempt_ran_here else "the nodes that are left"
         count = "not counted as a restart" if failure.kind == SMALLER else self._budget
         again = f"restarting {what} from {_source(saved)} ({count})"
 

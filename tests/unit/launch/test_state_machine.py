@@ -208,11 +208,11 @@ def test_what_is_hopeless_ends(stage):
 def test_a_node_whose_rank_slot_keeps_failing_runs_one_rank_fewer():
     stage = Stage(Bounds(1, 3))
     stage.tick()
-    forms = [stage.kill(2)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(2)[-1].counts[0] for _ in range(3)]
     assert forms == [3, 3, 2]
-    forms = [stage.kill(1)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(1)[-1].counts[0] for _ in range(3)]
     assert forms == [2, 2, 1]
-    forms = [stage.kill(0)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(0)[-1].counts[0] for _ in range(3)]
     assert forms == [1, 1, 1]  # never below the least
 
 
@@ -221,7 +221,7 @@ def test_progress_or_another_culprit_resets_the_count():
     stage.tick()
     for rank, saved in [(2, None), (2, None), (1, None), (2, None), (2, 5), (2, 5), (2, 10)]:
         stage.saved = saved
-        assert stage.kill(rank)[-1].ranks == {0: 3}
+        assert stage.kill(rank)[-1].counts == {0: 3}
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
@@ -621,12 +621,12 @@ def test_settings_survive_the_coordinator(stage):
 def test_culprits_and_raised_limits_survive_the_coordinator():
     stage = Stage(Bounds(1, 3))
     stage.tick()
-    assert [stage.kill(2)[-1].ranks[0] for _ in range(2)] == [3, 3]
+    assert [stage.kill(2)[-1].counts[0] for _ in range(2)] == [3, 3]
     stage.machine.restarts.hang_places[41, "data"] += 1
     heard = decode(encode(stage.machine.coordinator_state(stage.now)))
     new = Stage(Bounds(1, 3), inherited=heard)
     new.tick(3.1)
-    assert new.kill(2)[-1].ranks == {0: 2}  # the third time in a row
+    assert new.kill(2)[-1].counts == {0: 2}  # the third time in a row
     assert new.machine.restarts.hang_places == {(41, "data"): 1}
 
 

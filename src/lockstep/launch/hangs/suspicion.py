@@ -35,7 +35,7 @@ HALTED_S = 3.0
 # How much longer a rank may take at a place where an earlier attempt was ended as a hang, for each such attempt.
 RAISE_FACTOR = 4.0
 
-# Minimum, in multiples of `hang.least`, that a rank without a history is given to react to a stop request.
+# Minimum, in multiples of `hang.least`, that a rank without a history is given to save and exit when it is asked to.
 PREEMPT_FACTOR = 2.0
 
 # A place where ranks stood still, as (step, phase), and how many attempts ended there.
@@ -173,7 +173,7 @@ def _is_busy(view: RankView) -> bool:
 
 
 def preempt_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return how many seconds this rank may stand still after the job was asked to stop; then it is killed."""
+    """Return how many seconds this rank may stand still after it was asked to save and exit; then it is killed."""
     if view.traits.saves:
         return math.inf
 

@@ -176,10 +176,10 @@ class CollectStacks(AttemptMessage):
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start a new attempt: `ranks` maps each node to its number of ranks, which are numbered in this order."""
+    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
 
     attempt: int
-    ranks: dict[int, int]
+    counts: dict[int, int]
 
 
 @dataclass(frozen=True)
