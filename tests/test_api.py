@@ -15,7 +15,7 @@ import preloaded
 from lockstep import Task, UserError, _version, api, fit
 from lockstep.errors import RanksFailed
 from lockstep.launch.failure import Failure, Kind
-from lockstep.launch.job import Count
+from lockstep.launch.job import Bounds
 from lockstep.launch.supervisor import JobEnd
 
 ROOT = Path(__file__).parent.parent
@@ -307,5 +307,5 @@ def test_the_package_names_its_version_and_its_renamed_names():
 def test_processes_that_never_started_are_not_called_rank_minus_1(tmp_path, rank, words):
     ending = JobEnd(1, Failure(rank, "host", 0.0, Kind.ZYGOTE, "out of memory"))
     with pytest.raises(RanksFailed, match=words) as failed:
-        api._raise_unless_done(ending, tmp_path, Count(2, 2))
+        api._raise_unless_done(ending, tmp_path, Bounds(2, 2))
     assert "rank -1" not in str(failed.value)

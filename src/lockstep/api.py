@@ -23,7 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Count, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
@@ -226,7 +226,7 @@ def fit(
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
     # A script that calls fit(nproc=4) may itself be started by torchrun: then its ranks exist already.
-    count = Count(1, 1) if World.launched() else parse_nproc(nproc)
+    count = Bounds(1, 1) if World.launched() else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     check_names([("task default", task.defaults), *layers])
     if isinstance(task, type):
@@ -285,7 +285,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
         yield str(path)
 
 
-def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Count) -> None:
+def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds) -> None:
     """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
         who = f"rank {culprit.rank} failed first" if culprit.rank >= 0 else "they could not be started"
@@ -338,7 +338,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             if error.code:
                 raise
             regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
-        own.close(f"sys.exit() at {failure.place_of(regular_exit)}" if regular_exit else "")
+        own.close(f"sys.exit() at {failure.raising_line(regular_exit)}" if regular_exit else "")
 
     if regular_exit is not None:
         raise regular_exit
@@ -401,16 +401,16 @@ def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Ru
 
 
 def _launch(
-    spec: dict[str, Any], run_dir: Path, nproc: Count, nnodes: Count = Count(1, 1), join: str | None = None
+    spec: dict[str, Any], run_dir: Path, nproc: Bounds, nnodes: Bounds = Bounds(1, 1), join: str | None = None
 ) -> JobEnd:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join))
 
     # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure
-    if culprit is None or not ending.coordinated:
+    if culprit is None or not ended_here:
         return ending
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first. For a machine that

@@ -80,10 +80,15 @@ class Preempted(SystemExit):
     INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
 
     def __init__(self, step: int, signal: str, checkpoint: str | None):
-        super().__init__(self.INTERRUPTED if signal == "SIGINT" else self.CODE)
+        super().__init__(self.code_of(signal))
         self.step = step
         self.signal = signal
         self.checkpoint = checkpoint  # the path of the newest one; None if there is none
+
+    @classmethod
+    def code_of(cls, signal: str | None) -> int:
+        """Return the exit code of a run that this signal has preempted."""
+        return cls.INTERRUPTED if signal == "SIGINT" else cls.CODE
 
 
 def printable(value: object) -> str:

@@ -61,13 +61,13 @@ def play(spec):
 if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
     import json
 
-    from lockstep.launch.job import Count, Job
+    from lockstep.launch.job import Bounds, Job
     from lockstep.launch.supervisor import supervise
 
     described = json.loads(sys.argv[1])
-    nproc, nnodes = Count(*described.pop("nproc")), Count(*described.pop("nnodes", (1, 1)))
+    nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:
-        ending = supervise(
+        ending, _ = supervise(
             Job(
                 {"code": described["code"], "run_dir": described["run_dir"], "resume_command": "type it again"},
                 Path(described["run_dir"]),

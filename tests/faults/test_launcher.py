@@ -10,7 +10,7 @@ import pytest
 from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, until
 
 from lockstep.errors import UserError
-from lockstep.launch.job import Count, Job
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.supervisor import JobEnd, supervise
 
 
@@ -19,10 +19,10 @@ def run(tmp_path, monkeypatch):
     """Run a job here and now."""
     monkeypatch.setenv("PYTHONPATH", MODULES)
 
-    def run(code: str, nproc: int | Count = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
-        count = Count(nproc, nproc) if isinstance(nproc, int) else nproc
+    def run(code: str, nproc: int | Bounds = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
+        count = Bounds(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
-        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))[0]
 
     return run
 
@@ -355,7 +355,7 @@ def test_resize(run, tmp_path, capfd):
 
     in_the_meantime(ask)
     code = "me.note(str(me.world) + os.environ['OMP_NUM_THREADS']); me.train(600 if me.attempt < 2 else 0)"
-    assert run(code, Count(1, 3, 2)).code == 0
+    assert run(code, Bounds(1, 3, 2)).code == 0
     said = capfd.readouterr().err
     assert "must hold a number; it held 'many'" in said
     assert [(e["from"], e["to"]) for e in events(tmp_path) if e["event"] == "resize"] == [(2, 3), (3, 1)]
@@ -364,7 +364,7 @@ def test_resize(run, tmp_path, capfd):
 
 
 def test_a_rank_slot_that_keeps_failing_is_dropped(run, tmp_path):
-    ending = run("me.note()\nif me.rank == 1: me.kill()\ntime.sleep(600 if me.world == 2 else 0)", Count(1, 2))
+    ending = run("me.note()\nif me.rank == 1: me.kill()\ntime.sleep(600 if me.world == 2 else 0)", Bounds(1, 2))
     assert (ending.code, ending.restarts) == (0, 3)
     assert {path.name for path in tmp_path.glob("3-?")} == {"3-0"}
 

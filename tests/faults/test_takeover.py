@@ -81,7 +81,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
     # Its own launcher could not stop it: the rank itself saw that another node coordinates now.
     until(lambda: not alive(rank))
     assert "another node coordinates this job now" in first.said
-    assert "no heartbeat for 5 s; no sign of life in the run folder for 5 s" in second.said
+    assert "no heartbeat for 5 s, and no sign of life in the run folder for 5 s" in second.said
 
     # It comes back, ends nothing of the other's, and joins it.
     (tmp_path / "enough").touch()
@@ -133,7 +133,7 @@ def test_late_and_lost_and_back_with_the_same_weights(tmp_path, request):
     first = start()
     first.wait_until(lambda: latest_step(checkpoints))
     late = start()
-    late.wait_until(lambda: "2 nodes now" in first.text() and "2 ranks" in first.text())
+    late.wait_until(lambda: "joined; 2 nodes" in first.text() and "2 ranks" in first.text())
     before = latest_step(checkpoints)
     late.wait_until(lambda: latest_step(checkpoints) > before)
     first.send(signal.SIGKILL)

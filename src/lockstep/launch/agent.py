@@ -101,7 +101,7 @@ class Agent:
         self.secret = secret  # the job's secret; None on a single machine
 
         # How many ranks the node can run, and with how many it would join now: as many as it ran last.
-        self.count = job.nproc
+        self.nproc = job.nproc
 
         # On the coordinating node, the path of the term file.
         self.term_file: Path | None = None
@@ -109,7 +109,7 @@ class Agent:
         # The first zygote starts at once: it imports torch while the nodes gather.
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
 
-        # A zygote for another number of ranks, which imports while the present ranks still run.
+        # A zygote for another number of ranks, which imports while the current ranks still run.
         self._next_zygote: Zygote | None = None
         self._current: LocalAttempt | None = None
 
@@ -197,7 +197,7 @@ class Agent:
             self._zygote.fork(rank, env, self._job.spec, log, current.alive)
 
         self._started = start.attempt
-        self.count = replace(self._job.nproc, preferred=start.count)
+        self.nproc = replace(self._job.nproc, preferred=start.count)
 
     def _store_environment(self, start: Start, folder: Path) -> dict[str, str]:
         """Return the environment variables from which ranks open their store."""
@@ -280,7 +280,7 @@ class Agent:
         current = self._current
         for report in self._zygote.poll():
             if current is not None and report["rank"] in current.ranks:
-                self._note(current, current.ranks[report["rank"]], report)
+                self._handle_report(current, current.ranks[report["rank"]], report)
 
         # A zygote that does not report the end of killed ranks is itself suspended or stuck.
         if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
@@ -297,7 +297,7 @@ class Agent:
 
         return events
 
-    def _note(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
+    def _handle_report(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
         # A report without an exit code says that the rank started.
         pid = report["pid"]
         if "code" not in report:

@@ -1,4 +1,4 @@
-"""The attempts of a job: the ranks of the present attempt, and what is remembered from one attempt to the next.
+"""The attempts of a job: the ranks of the current attempt, and what is remembered from one attempt to the next.
 
 `Restarts` is part of the `CoordinatorState` that all nodes receive: a node that takes over continues with it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.config.schema import HangConfig, RestartConfig, Section
 from lockstep.errors import plural
-from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit, left_early, root_cause
+from lockstep.launch.failure import PREEMPTED, SMALLER, Failure, Kind, RankExit, left_early, pick_cause
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.wire.messages import CoordinatorState
@@ -23,8 +23,8 @@ from lockstep.launch.wire.messages import CoordinatorState
 TIMES_IN_A_ROW = 3
 
 
-# A place for a rank, which stays the same from attempt to attempt while the rank's number may change: the machine's
-# name, and the local rank there.
+# The machine's name, and the local rank there. They stay the same from attempt to attempt, while the numbers of nodes
+# and ranks may change.
 Slot = tuple[str, int]
 
 
@@ -99,7 +99,7 @@ class Restarts:
         self.recent.append(now)
         self._culprits.append((slot, saved))
 
-        # A new checkpoint, or a failure of another slot, starts a new row. The slots of a lost node are gone anyway.
+        # A new checkpoint, or a failure of another slot, starts a new streak. The slots of a lost node are gone anyway.
         in_a_row = self._culprits[-TIMES_IN_A_ROW:] == [(slot, saved)] * TIMES_IN_A_ROW
         keeps_failing = in_a_row and failure.kind != Kind.NODE
         if keeps_failing:
@@ -114,13 +114,13 @@ class Restarts:
 class Attempt:
     """The ranks of one attempt: where they run, and how they ended.
 
-    `ranks` is the number of ranks on each node, and `hosts` has the host of each node, even after the node has left.
+    `counts` is the number of ranks on each node, and `hosts` has the host of each node, even after the node has left.
     """
 
     def __init__(
         self,
         number: int,
-        ranks: Mapping[int, int],
+        counts: Mapping[int, int],
         hosts: Mapping[int, str],
         started_from: int | None,
         watchdog: Watchdog,
@@ -128,9 +128,9 @@ class Attempt:
         self.number = number
         self.hosts = hosts
 
-        # Rank -> its slot: the node and the local rank.
-        slots = [(node, local) for node, count in ranks.items() for local in range(count)]
-        self.slots: dict[int, tuple[int, int]] = dict(enumerate(slots))
+        # Rank -> its node and its local rank there.
+        ranks = [(node, local_rank) for node, count in counts.items() for local_rank in range(count)]
+        self.ranks: dict[int, tuple[int, int]] = dict(enumerate(ranks))
 
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
@@ -141,10 +141,10 @@ class Attempt:
 
     @property
     def running(self) -> set[int]:
-        return self.slots.keys() - self.exits.keys()
+        return self.ranks.keys() - self.exits.keys()
 
     def ranks_on(self, node: int) -> list[int]:
-        return [rank for rank, (where, _) in self.slots.items() if where == node]
+        return [rank for rank, (where, _) in self.ranks.items() if where == node]
 
     @property
     def all_clean(self) -> bool:
@@ -156,18 +156,19 @@ class Attempt:
 
     # ---- failures ----
 
-    def root_cause(self) -> Failure | None:
-        """Return the failure that explains how this attempt ended; None if no rank failed."""
-        failure = root_cause(self.exits)
-        if failure is not None and not failure.host:
+    def root_cause(self) -> Failure:
+        """Return the failure that explains how this attempt ended. At least one rank has failed."""
+        failure = pick_cause(self.exits)
+        assert failure is not None
+        if not failure.host:
             failure = self._located(failure)
 
         finished = [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
         # Ranks complain about a lost peer, and no rank has failed by itself: the peer is a rank that ended too early.
-        if failure is not None and failure.is_complaint and finished:
+        if failure.is_complaint and finished:
             rank = finished[0]
-            return left_early(rank, self._host_of(rank), failure, self.exits[rank].place)
+            return left_early(rank, self._host_of(rank), failure, self.exits[rank].exit_line)
 
         return failure
 
@@ -175,11 +176,11 @@ class Attempt:
         """Return a failure that another rank reported with host, step and phase of the rank at fault."""
         views = {view.rank: view for views in self.watchdog.views.values() for view in views}
         view = views.get(failure.rank)
-        host = self._host_of(failure.rank) if failure.rank in self.slots else ""
+        host = self._host_of(failure.rank) if failure.rank in self.ranks else ""
         return replace(failure, host=host, step=view.step if view else None, phase=view.phase if view else None)
 
     def overdue(self, still: Sequence[RankView] = ()) -> Failure:
-        """Return the failure of ranks that were asked to stop and did not; `still` are ranks that did not even move."""
+        """Return the failure of ranks that were asked to save and did not exit; `still` are ranks that did not move."""
         if not still:
             late = self.running
             text = plural(
@@ -190,18 +191,17 @@ class Attempt:
         longest = max(still, key=lambda view: (not view.traits.waits, view.age))
         count = plural(len(still), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        place = {"step": longest.step, "phase": longest.phase}
-        return Failure(longest.rank, longest.host, time.time(), "SIGKILL", text, **place)
+        return Failure(longest.rank, longest.host, time.time(), "SIGKILL", text, step=longest.step, phase=longest.phase)
 
     def others_than(self, failure: Failure) -> int:
         """Return how many ranks are stopped because of a failure of other ranks."""
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
         failed = {failure.rank}
-        if failure.kind in (Kind.NODE, Kind.ZYGOTE) and failure.rank in self.slots:
-            failed = set(self.ranks_on(self.slots[failure.rank][0]))
+        if failure.kind in (Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:
+            failed = set(self.ranks_on(self.ranks[failure.rank][0]))
 
-        return len(self.slots.keys() - failed)
+        return len(self.ranks.keys() - failed)
 
     def _host_of(self, rank: int) -> str:
-        node, _ = self.slots[rank]
+        node, _ = self.ranks[rank]
         return self.hosts[node]

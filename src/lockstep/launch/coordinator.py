@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import assert_never
@@ -26,7 +25,7 @@ from lockstep.launch.job import Job, Node, append_event
 from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
 from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
-from lockstep.launch.wire.door import Notice
+from lockstep.launch.wire.door import Sighting
 from lockstep.launch.wire.messages import (
     Announce,
     Command,
@@ -54,9 +53,9 @@ from lockstep.launch.wire.store_server import StoreServer, store_secret
 # How long a turn of the loop waits for something to happen.
 TURN_S = 0.05
 
-# A loop that made no turn for this long was suspended, and another node may have taken over. This is less than the
-# silence after which a node counts as lost.
-AWAY_S = 2.0
+# A loop that made no turn for this long was suspended, and another node may have taken over. Must stay below
+# LOST_AFTER_S.
+SUSPENDED_S = 2.0
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 FOLDER_WATCH_END_S = 2.0
@@ -98,7 +97,7 @@ class FolderWatch:
         self.removed = False
         self.error: Exception | None = None
 
-        self._ending = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
 
     def start(self) -> None:
@@ -108,7 +107,7 @@ class FolderWatch:
         try:
             while not self.superseded:
                 self.look()
-                if self._ending.wait(BEAT_S):
+                if self._closed.wait(BEAT_S):
                     return
         except Exception as error:
             self.error = error
@@ -130,7 +129,7 @@ class FolderWatch:
                 request.unlink()
 
     def close(self) -> None:
-        self._ending.set()
+        self._closed.set()
         if self._thread.is_alive():
             self._thread.join(FOLDER_WATCH_END_S)
 
@@ -156,13 +155,13 @@ class Coordinator:
         self._signals = signals
         self._hub = hub or Hub()
         self._address = address  # where the ranks' store is bound
-        self._store: StoreServer | None = None  # the store of the present attempt, on several nodes
+        self._store: StoreServer | None = None  # the store of the current attempt, on several nodes
         self._term = term
 
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
         self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
-        self._machine.joined(Node(COORDINATOR, agent.name, agent.count), now)
+        self._machine.joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         self._next_beat = now
         self._last_turn = now
@@ -175,14 +174,14 @@ class Coordinator:
 
     def run(self) -> JobEnd | None:
         """Return how the job ended; None if another node has taken it over."""
-        with closing(self._hub), closing(self._watch):
-            self._watch.start()
-            while self._ending is None and not self._superseded:
-                self._turn()
+        with closing(self._hub):
+            with closing(self._watch):
+                self._watch.start()
+                while self._ending is None and not self._superseded:
+                    self._turn()
 
-            self._agent.stop()
-            self._close_store()
-            self._watch.close()
+                self._agent.stop()
+                self._close_store()
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
@@ -204,12 +203,12 @@ class Coordinator:
     def _turn(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
-        of_store = self._store.files(now) if self._store else []
-        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + of_store, TURN_S)
+        store_sockets = self._store.sockets(now) if self._store else []
+        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, TURN_S)
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
-        if self._is_superseded(check=now - self._last_turn > AWAY_S):
+        if self._is_superseded(check=now - self._last_turn > SUSPENDED_S):
             return
 
         self._last_turn = now
@@ -222,16 +221,16 @@ class Coordinator:
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
 
-        for number, message in self._hub.poll(now):
-            self._receive(number, message, now)
+        for node, message in self._hub.poll(now):
+            self._receive(node, message, now)
 
-        for notice in self._hub.take_notices():
-            self._report_stranger(notice, f"--join {self._job.join}")
+        for sighting in self._hub.take_sightings():
+            self._report_stranger(sighting, f"--join {self._job.join}")
 
         if self._store is not None:
             self._store.poll(now)
-            for notice in self._store.take_notices():
-                self._report_stranger(notice, "the ranks' store")
+            for sighting in self._store.take_sightings():
+                self._report_stranger(sighting, "the ranks' store")
 
         self._poll_folder(now)
         if now >= self._next_beat:
@@ -250,11 +249,11 @@ class Coordinator:
 
         return self._superseded
 
-    def _report_stranger(self, notice: Notice, where: str) -> None:
-        """Print the first stranger of each kind. No word of the text comes from the stranger."""
-        source = f" from {notice.address}" if notice.address else ""
-        say(f"lockstep: a stranger{source} at {where} {notice.kind}; others like it are only counted")
-        append_event(self._job.run_dir, {"event": "stranger", "kind": notice.kind, "from": notice.address})
+    def _report_stranger(self, sighting: Sighting, where: str) -> None:
+        """Print the first stranger of each kind. Nothing the stranger sent is printed."""
+        source = f" from {sighting.address}" if sighting.address else ""
+        say(f"lockstep: a stranger{source} at {where} {sighting.kind}; others like it are only counted")
+        append_event(self._job.run_dir, {"event": "stranger", "kind": sighting.kind, "from": sighting.address})
 
     def _every_second(self, now: float) -> None:
         """Exchange heartbeats and check for hangs."""
@@ -281,31 +280,31 @@ class Coordinator:
             else:
                 say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
 
-    def _receive(self, number: int, message: Message | ConnectionLost, now: float) -> None:
+    def _receive(self, node: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
         match message:
             case ConnectionLost():
-                self._machine.gone(number, f"vanished: {message}", now)
+                self._machine.gone(node, f"vanished: {message}", now)
             case Hello():
-                self._admit(number, message, now)
-            case _ if number in self._machine.cluster.nodes:
+                self._admit(node, message, now)
+            case _ if node in self._machine.cluster.nodes:
                 try:
-                    self._handle(number, message, now)
+                    self._handle(node, message, now)
                 except (ValueError, TypeError, KeyError) as error:
-                    self._hub.drop(number)
-                    self._machine.gone(number, f"was dropped: it sent an invalid message ({error!r})", now)
+                    self._hub.drop(node)
+                    self._machine.gone(node, f"was dropped: it sent an invalid message ({error!r})", now)
             case _:
                 pass  # from a node that was refused, or that is lost
 
-    def _admit(self, number: int, hello: Hello, now: float) -> None:
+    def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
-        # The node reconnected before we noticed that its old connection was dead.
+        # The node reconnected, under a new number, before we noticed that its old connection was dead.
         if self._term and hello.term == self._term.info.term and hello.number in self._machine.cluster.nodes:
-            self._machine.gone(hello.number, "vanished: it comes back with a new connection", now)
+            self._machine.gone(hello.number, "has lost its connection and made a new one", now)
 
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
-        count = hello.count
+        nproc = hello.nproc
 
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
@@ -315,30 +314,30 @@ class Coordinator:
                 f"the job has its {self._job.nnodes.most} nodes already",
                 "start the job with a larger --nnodes",
             )
-        elif not 1 <= count.least <= count.initial <= count.most <= MAX_RANKS:
-            answer = Refused(f"{join}: impossible number of ranks", f"{count}, beginning with {count.initial}", same)
+        elif not 1 <= nproc.least <= nproc.initial <= nproc.most <= MAX_RANKS:
+            answer = Refused(f"{join}: impossible number of ranks", f"{nproc}, beginning with {nproc.initial}", same)
         else:
             term = self._term.info.term if self._term else 0
-            answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, number, term)
+            answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, node, term)
 
         # A refused node prints the reason and ends, which closes the connection.
-        self._hub.send(number, answer)
+        self._hub.send(node, answer)
         if isinstance(answer, Welcome):
-            self._machine.joined(Node(number, hello.host, count), now)
-            self._hub.send(number, self.state)
+            self._machine.joined(Node(node, hello.host, nproc), now)
+            self._hub.send(node, self.state)
 
-    def _handle(self, number: int, message: Message, now: float) -> None:
+    def _handle(self, node: int, message: Message, now: float) -> None:
         match message:
             case Exited():
                 self._machine.exited(message, now)
             case RanksGone():
-                self._machine.ranks_gone(number, message.attempt, now)
+                self._machine.ranks_gone(node, message.attempt, now)
             case ZygoteLost():
-                self._machine.zygote_lost(number, message, now)
+                self._machine.zygote_lost(node, message, now)
             case Stacks():
-                self._machine.stacks(number, message, now)
+                self._machine.stacks(node, message, now)
             case NodeBeat():
-                self._machine.beat_received(number, message, now)
+                self._machine.beat_received(node, message, now)
             case SignalReceived():
                 self._machine.preempt_requested(message.signal, now)
             case _:
@@ -359,7 +358,7 @@ class Coordinator:
                 self._send_to_nodes(command)
             case JobEnd():
                 self._send_to_nodes(command)
-                self._ending = replace(command, coordinated=True)
+                self._ending = command
             case _:
                 assert_never(command)
 
@@ -376,7 +375,7 @@ class Coordinator:
         self._send_to_nodes(self.state)
 
         self._close_store()
-        several = len(command.ranks) > 1
+        several = len(command.counts) > 1
         store = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -386,7 +385,7 @@ class Coordinator:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)
             store_port = listener.getsockname()[1]
-            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.ranks.values()))
+            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.counts.values()))
 
         # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
@@ -394,19 +393,19 @@ class Coordinator:
 
         # Ranks are numbered node by node.
         first_rank = 0
-        for group_rank, (number, count) in enumerate(command.ranks.items()):
+        for group_rank, (node, count) in enumerate(command.counts.items()):
             start = Start(
                 attempt=command.attempt,
                 first_rank=first_rank,
                 count=count,
-                world_size=sum(command.ranks.values()),
+                world_size=sum(command.counts.values()),
                 group_rank=group_rank,
                 address=address,
                 port=port,
                 store_port=store_port,
                 store=store,
             )
-            self._send(number, start)
+            self._send(node, start)
             first_rank += count
 
     def _close_store(self) -> None:
@@ -414,13 +413,13 @@ class Coordinator:
             self._store.close()
             self._store = None
 
-    def _send(self, number: int, message: Message) -> None:
-        if number == COORDINATOR:
+    def _send(self, node: int, message: Message) -> None:
+        if node == COORDINATOR:
             self._agent.do(message)
         else:
-            self._hub.send(number, message)
+            self._hub.send(node, message)
 
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all nodes but this one, to which the hub has no connection."""
-        for number in self._machine.cluster.nodes:
-            self._hub.send(number, message)
+        for node in self._machine.cluster.nodes:
+            self._hub.send(node, message)

@@ -32,9 +32,9 @@ _CUT_OFF_NAME = re.compile(r"\.cut-off-(\d{1,15})-(\d{1,9})", re.ASCII)
 # Digits of the counter, which is overwritten in place.
 _DIGITS = 20
 
-# A term file may be removed between listing the folder and reading the file, because the next term has begun. The
-# folder is listed this often before that counts as an error.
-_LISTINGS = 5
+# A term file may be removed between listing the folder and reading the file, because the next term has begun. Try this
+# many times before treating it as an error.
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class TermInfo:
 
 
 def newest(run: Path) -> TermInfo | None:
-    """Return the newest term, or None if the folder has no term file. Raises OSError if that cannot be read."""
-    for _ in range(_LISTINGS - 1):
+    """Return the newest term; None if there is none. Raises OSError if the folder or a term file cannot be read."""
+    for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
             return _newest_listed(run)
 
@@ -135,7 +135,7 @@ class Term(TermFile):
         """Remove the term file, because the job is over and no node must take over."""
         self.path.unlink(missing_ok=True)
 
-        # The terms of the next job in this folder have the same numbers.
+        # The next job here counts terms from 1 again and would believe these reports.
         with suppress(OSError):
             _remove_reports(self.path.parent, self.info.term)
 
@@ -210,59 +210,81 @@ def cut_off_nodes(run: Path, term: int) -> set[int]:
     return set()
 
 
-@dataclass
-class TakeoverWatch:
-    """Decides when a node that has lost its connection to the coordinator may take over.
+class CounterWatch:
+    """Watches the counter of the newest term file, which stands still once the coordinator is gone."""
 
-    It observes the counter of the term file. `number` is the node's own number, `members` are the numbers of all nodes.
-    Each node waits `stagger` seconds longer than the node numbered below it, so that they do not compete.
-    """
+    def __init__(self) -> None:
+        # The term and its counter, and when they changed last.
+        self._seen: tuple[int, str] | None = None
+        self._since = 0.0
 
-    number: int
-    members: list[int]
-    patience: float  # how many seconds the counter may stand still
-    stagger: float
-
-    _seen: tuple[int, str] | None = None  # the term and its counter
-    _since: float = 0.0  # when `_seen` changed last
-    _majority_since: float | None = None
-    alive: bool = False  # whether the counter has changed since this watch began
+        # Whether the counter has changed since the first look at this term.
+        self.alive = False
 
     def look(self, term: int, counter: str, now: float) -> None:
-        """Note the counter of a term. An empty counter could not be read, and is no sign of life or death."""
-        if not counter:
+        """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
+        if not counter or (self._seen and self._seen[0] != term):
             self.reset()
+
+        if not counter:
             return
 
-        if self._seen is None or self._seen[0] != term:
-            self._since, self._majority_since, self.alive = now, None, False
+        if self._seen is None:
+            self._since, self.alive = now, False
         elif self._seen[1] != counter:
             self._since, self.alive = now, True
 
         self._seen = (term, counter)
 
     def reset(self) -> None:
-        """Begin anew with the next look."""
+        """Forget what was seen; the next look starts over."""
         self._seen = None
+
+    def still_for(self, now: float) -> float:
+        """Return for how many seconds the counter is known to stand still."""
+        return 0.0 if self._seen is None else now - self._since
+
+
+class TakeoverWatch(CounterWatch):
+    """Decides when a node that has lost its connection to the coordinator may take over.
+
+    `number` is the node's own number, `members` are the numbers of all nodes. The counter may stand still for
+    `patience` seconds. Each node waits `stagger` seconds longer than the node numbered below it, so that they do not
+    compete.
+    """
+
+    def __init__(self, number: int, members: list[int], patience: float, stagger: float):
+        super().__init__()
+        self._number = number
+        self._members = members
+        self._patience = patience
+        self._stagger = stagger
+
+        # Since when most nodes cannot reach a coordinator whose counter grows.
+        self._majority_since: float | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self._majority_since = None
 
     def reason(self, cut_off: set[int], now: float) -> str | None:
         """Return why this node takes over now, or None. `cut_off` are the nodes that cannot reach the coordinator."""
         if self._seen is None:
             return None
 
-        before = sum(0 < number < self.number for number in self.members)
-        if now - self._since >= self.patience + before * self.stagger:
-            return f"no sign of life in the run folder for {self.patience:.0f} s"
+        lower_members = sum(0 < number < self._number for number in self._members)
+        if self.still_for(now) >= self._patience + lower_members * self._stagger:
+            return f"no sign of life in the run folder for {self._patience:.0f} s"
 
         # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
-        members = {0, *self.members}
-        cut_off = cut_off & members
-        if 2 * len(cut_off) <= len(members):
+        members = {0, *self._members}
+        reporting = cut_off & members
+        if 2 * len(reporting) <= len(members):
             self._majority_since = None
             return None
 
         if self._majority_since is None:
             self._majority_since = now
 
-        before = sum(number < self.number for number in cut_off)
-        return "most nodes cannot reach it" if now - self._majority_since >= before * self.stagger else None
+        lower_cut_off = sum(number < self._number for number in reporting)
+        return "most nodes cannot reach it" if now - self._majority_since >= lower_cut_off * self._stagger else None

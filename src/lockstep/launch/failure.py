@@ -79,13 +79,18 @@ class Failure:
     log: str = ""  # the last lines that the rank wrote
 
     @property
+    def is_signal(self) -> bool:
+        # A user's exception may be called SIGNAL_LOST; signals without a name are SIG and a number.
+        return self.kind in signal.Signals.__members__ or re.fullmatch(r"SIG\d+", self.kind) is not None
+
+    @property
     def likely_to_repeat(self) -> bool:
         """Whether this is an exception or an exit code, which the same program would most likely repeat."""
-        return self.kind not in (Kind.NODE, Kind.ZYGOTE, Kind.HANG, SMALLER) and not self.kind.startswith("SIG")
+        return self.kind not in (Kind.NODE, Kind.ZYGOTE, Kind.HANG, SMALLER) and not self.is_signal
 
     @property
     def is_complaint(self) -> bool:
-        """Whether the failure only says that another rank is gone: an exception of torch, or an abort after one."""
+        """Whether the failure only says that another rank is gone: a torch exception, or the abort that followed it."""
         if self.kind == signal.SIGABRT.name:
             return bool(_LOST_PEER.search(self.message))
 
@@ -112,12 +117,12 @@ class Failure:
 
         # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
         # that noticed it does not help.
-        no_place = self.kind in (SMALLER, OutOfStep.__name__)
-        detail = [] if no_place else stacks.fold(self.traceback)
-        last_lines = [] if no_place else self.log.rstrip().splitlines()
+        headline_only = self.kind in (SMALLER, OutOfStep.__name__)
+        detail = [] if headline_only else stacks.fold(self.traceback)
+        last_lines = [] if headline_only else self.log.rstrip().splitlines()
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
-        if detail and last_lines and self.kind.startswith("SIG"):
+        if detail and last_lines and self.is_signal:
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
 
         return "\n".join([self.headline, *(f"  {line}" for line in detail or last_lines)])
@@ -137,20 +142,19 @@ def stamp(error: BaseException) -> None:
         error.__dict__.setdefault("lockstep_time", time.time())
 
 
-def note_end(folder: Path, rank: int, place: str = "") -> None:
+def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
     """Note that this rank's work has ended as planned, because `os._exit(0)` too early has the same exit code.
 
-    `place`: where the program called sys.exit(), if it did.
+    `exit_line`: FILE:LINE where the program called sys.exit(), if it did.
     """
     with contextlib.suppress(OSError):  # the folder goes with the launcher
-        _end_note(folder, rank).write_text(place)
+        _end_note(folder, rank).write_text(exit_line)
 
 
-def place_of(error: BaseException) -> str:
+def raising_line(error: BaseException) -> str:
     """Return FILE:LINE of the line that raised an error; "" if that is unknown.
 
-    It is "" as well for `sys.exit(main())`, the last line of many scripts: it runs on every rank, whatever ended its
-    work.
+    Also "" for a final `sys.exit(main())`, which every rank reaches, so it explains nothing.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or (frames[-1].name == "<module>" and _EXIT_WITH_CALL.search(frames[-1].line or "")):
@@ -186,7 +190,7 @@ class RankExit:
 
     code: int
     failure: Failure | None = None
-    place: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
+    exit_line: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
 
     @property
     def clean(self) -> bool:
@@ -208,11 +212,11 @@ class RankExit:
         return not self.is_cause and self.failure is not None and self.failure.is_complaint
 
 
-def root_cause(exits: dict[int, RankExit]) -> Failure | None:
+def pick_cause(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
-    The failure of a killed rank comes first, then the failure of a rank that failed by itself, then a complaint about
-    another rank; among equals, the earliest. A process that dies leaves no record, and its peers record their
+    A rank that was killed, or exited without a record, comes first, then a rank that failed by itself, then a complaint
+    about another rank; among equals, the earliest. A process that dies leaves no record, and its peers record their
     complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
@@ -224,10 +228,11 @@ def root_cause(exits: dict[int, RankExit]) -> Failure | None:
     return min(failures)[-1] if failures else None
 
 
-def left_early(rank: int, host: str, complaint: Failure, place: str) -> Failure:
+def left_early(rank: int, host: str, complaint: Failure, exit_line: str) -> Failure:
     """Return the failure of a rank that ended with code 0 while other ranks still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    why = f"sys.exit at {place}" if place else "its script came to its end: look for a loop that is shorter there"
+    unknown = "its script came to its end: look for a loop that is shorter there"
+    why = f"sys.exit at {exit_line}" if exit_line else unknown
     return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
 
 
@@ -248,7 +253,7 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     """Return how the rank ended: by its failure record if there is one, or else by exit code and kernel counters."""
     end_note = _end_note(rank.folder, rank.number)
     if code == PREEMPTED or (code == 0 and end_note.exists()):
-        return RankExit(code, place=records.read(end_note))
+        return RankExit(code, exit_line=records.read(end_note))
 
     log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
     try:

@@ -36,8 +36,8 @@ FROM_LAUNCHER = "launcher"
 
 
 @dataclass(frozen=True)
-class Count:
-    """A range for the number of ranks or nodes. The job starts with `preferred` of them, or else with `most`."""
+class Bounds:
+    """The fewest and the most ranks or nodes. The job starts with `preferred` of them, or else with `most`."""
 
     least: int
     most: int
@@ -57,8 +57,8 @@ class Job:
 
     spec: dict[str, Any]  # passed to every rank, as plain JSON; "resume_command" is what to type to resume the job
     run_dir: Path
-    nproc: Count
-    nnodes: Count = Count(1, 1)
+    nproc: Bounds
+    nnodes: Bounds = Bounds(1, 1)
     join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
@@ -116,17 +116,17 @@ def _plain(values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the job. The coordinating node has number 0; `count` is the range of ranks that a node can run."""
+    """One machine of the job. The coordinating node has number 0; `nproc` bounds the ranks that it can run."""
 
     number: int
     host: str
-    count: Count
+    nproc: Bounds
 
 
 class Cluster:
-    """The nodes that are present, and how many ranks each should run in the next attempt."""
+    """The nodes of the job now, and how many ranks each should run in the next attempt."""
 
-    def __init__(self, bounds: Count, now: float):
+    def __init__(self, bounds: Bounds, now: float):
         self.bounds = bounds  # --nnodes
         self.nodes: dict[int, Node] = {}
 
@@ -138,7 +138,7 @@ class Cluster:
 
     def add(self, node: Node, now: float) -> None:
         self.nodes[node.number] = node
-        self.wanted[node.number] = node.count.initial
+        self.wanted[node.number] = node.nproc.initial
         self._changed = now
 
     def remove(self, number: int, now: float) -> None:
@@ -147,7 +147,7 @@ class Cluster:
         self._changed = now
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         return sum(self.wanted.values())
 
     @property
@@ -156,7 +156,7 @@ class Cluster:
 
     @property
     def too_few(self) -> str | None:
-        """Why the present nodes are too few; None if they are enough."""
+        """Why the nodes are too few; None if they are enough."""
         needed = self.bounds.least
         return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
 
@@ -165,23 +165,23 @@ class Cluster:
         return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
 
     @property
-    def rank_bounds(self) -> Count:
-        counts = [node.count for node in self.nodes.values()]
-        return Count(sum(count.least for count in counts), sum(count.most for count in counts))
+    def rank_bounds(self) -> Bounds:
+        nodes = self.nodes.values()
+        return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
 
     def resize(self, ranks: int) -> None:
-        self.wanted = divide(ranks, {number: node.count for number, node in sorted(self.nodes.items())})
+        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
 
     def shrink(self, number: int) -> None:
-        if number in self.nodes and self.wanted[number] > self.nodes[number].count.least:
+        if number in self.nodes and self.wanted[number] > self.nodes[number].nproc.least:
             self.wanted[number] -= 1
 
 
-def divide(ranks: int, counts: dict[int, Count]) -> dict[int, int]:
+def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow."""
-    shares = {number: count.least for number, count in counts.items()}
+    shares = {number: allowed.least for number, allowed in bounds.items()}
     for _ in range(ranks - sum(shares.values())):
-        room = [number for number, count in counts.items() if shares[number] < count.most]
+        room = [number for number, allowed in bounds.items() if shares[number] < allowed.most]
         shares[min(room, key=lambda number: shares[number])] += 1
 
     return shares
@@ -190,7 +190,7 @@ def divide(ranks: int, counts: dict[int, Count]) -> dict[int, int]:
 # ---- the command line ----
 
 
-def parse_nproc(asked: str | int | None) -> Count:
+def parse_nproc(asked: str | int | None) -> Bounds:
     """Parse `--nproc`: a count, a range like 1..8, or auto.
 
     `auto` is one process per GPU. Without a GPU it is two, so that the run is distributed, or one on a single core.
@@ -198,7 +198,7 @@ def parse_nproc(asked: str | int | None) -> Count:
     if asked == "auto":
         asked = visible_gpus() or min(2, available_cores())
 
-    count = _parse_range(
+    bounds = _parse_range(
         asked,
         "..",
         UserError(
@@ -207,14 +207,14 @@ def parse_nproc(asked: str | int | None) -> Count:
             "type --nproc 2, --nproc 1..8, or --nproc auto",
         ),
     )
-    if count.least == count.most:
-        return count
+    if bounds.least == bounds.most:
+        return bounds
 
     # A range begins with one process per GPU or core of this machine, within its bounds.
-    return replace(count, preferred=max(count.least, min(count.most, visible_gpus() or available_cores())))
+    return replace(bounds, preferred=max(bounds.least, min(bounds.most, visible_gpus() or available_cores())))
 
 
-def parse_nnodes(asked: str | int | None) -> Count:
+def parse_nnodes(asked: str | int | None) -> Bounds:
     return _parse_range(
         asked,
         ":",
@@ -226,15 +226,15 @@ def parse_nnodes(asked: str | int | None) -> Count:
     )
 
 
-def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Count:
+def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Bounds:
     """Parse one number, or two numbers with `between` between them; None means 1. Otherwise raises `refusal`."""
     text = "1" if asked is None else str(asked)
     match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
-    count = Count(int(match[1]), int(match[2] or match[1])) if match else Count(0, 0)
-    if not 1 <= count.least <= count.most:
+    bounds = Bounds(int(match[1]), int(match[2] or match[1])) if match else Bounds(0, 0)
+    if not 1 <= bounds.least <= bounds.most:
         raise refusal
 
-    return count
+    return bounds
 
 
 def parse_address(asked: str) -> tuple[str, int]:

@@ -18,8 +18,8 @@ from lockstep.errors import Preempted, UserError
 from lockstep.launch import election, records
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import COORDINATOR, TURN_S, Coordinator, say
-from lockstep.launch.election import TakeoverWatch, Term, TermInfo
-from lockstep.launch.failure import PREEMPTED, Failure, Kind
+from lockstep.launch.election import CounterWatch, TakeoverWatch, Term, TermInfo
+from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import FROM_LAUNCHER, Job, append_event, parse_address
 from lockstep.launch.run_dir import break_locks, hold, prepare, remove_old_requests
 from lockstep.launch.wire.connections import (
@@ -64,7 +64,7 @@ STAGGER_S = 2.0
 # How long the run folder must have no term file before a node concludes that the job is over.
 GONE_S = 3.0
 
-# How often in an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
+# How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
 HOUR_S = 3600.0
 
@@ -81,7 +81,7 @@ class CoordinatorRole:
 
 
 # What a node does next: follow the coordinator at the other end of a connection, coordinate, or end.
-Role = Connection | CoordinatorRole | JobEnd
+NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class NodeLauncher:
@@ -107,6 +107,9 @@ class NodeLauncher:
         self._last_state: CoordinatorState | None = None
         self._own_host = ""
 
+        # Whether the job has ended while this node coordinated it.
+        self.ended_job = False
+
         # When this node reconnected to the coordinator that it follows.
         self._reconnects: list[float] = []
 
@@ -115,22 +118,25 @@ class NodeLauncher:
 
     def run(self) -> JobEnd:
         try:
-            role = self._join_or_coordinate()
-            while not isinstance(role, JobEnd):
-                role = self._coordinate(role) if isinstance(role, CoordinatorRole) else self._follow(role)
+            next_step = self._join_or_coordinate()
+            while not isinstance(next_step, JobEnd):
+                if isinstance(next_step, CoordinatorRole):
+                    next_step = self._coordinate(next_step)
+                else:
+                    next_step = self._follow(next_step)
 
-            return role
+            return next_step
         finally:
             if self._agent is not None:
                 self._agent.close()
 
     # ---- the start: find the coordinator ----
 
-    def _join_or_coordinate(self) -> Role:
+    def _join_or_coordinate(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
         began = now = time.monotonic()
         announced = False
-        watch = TakeoverWatch(self._number, [], STALE_S, stagger=0.0)
+        watch = CounterWatch()
         while now - began < CONNECT_S:
             if self._signals:
                 return self._stopped()
@@ -152,7 +158,7 @@ class NodeLauncher:
                 watch.look(info.term, election.read_counter(self._job.run_dir, info.term), now)
             else:
                 watch.reset()
-            free = readable and (info is None or watch.reason(set(), now) is not None)
+            free = readable and (info is None or watch.still_for(now) >= STALE_S)
             if listener and free and (role := self._begin_to_coordinate(listener)):
                 return role
 
@@ -218,11 +224,11 @@ class NodeLauncher:
     def _stopped(self) -> JobEnd:
         """End because of a signal, while this node has no connection to a coordinator."""
         say(f"lockstep: {self._signals[0]}: stopped while no node coordinates; to resume: {self._job.resume_command}")
-        return JobEnd(Preempted.INTERRUPTED if self._signals[0] == "SIGINT" else PREEMPTED)
+        return JobEnd(Preempted.code_of(self._signals[0]))
 
     # ---- coordinating ----
 
-    def _coordinate(self, role: CoordinatorRole) -> Role:
+    def _coordinate(self, role: CoordinatorRole) -> NextStep:
         """Coordinate the job until it ends, or until another node has taken over."""
         run_dir, info = self._job.run_dir, role.term.info
         if self._agent is None:
@@ -240,6 +246,7 @@ class NodeLauncher:
                 coordinator.took_over(role.failure)
 
             if ending := coordinator.run():
+                self.ended_job = True
                 return ending
 
         # The successor has not received the signals that this launcher received: they are sent again.
@@ -251,7 +258,7 @@ class NodeLauncher:
 
     # ---- following ----
 
-    def _follow(self, connection: Connection) -> Role:
+    def _follow(self, connection: Connection) -> NextStep:
         """Carry out the orders of the coordinating node, until it ends the job or its connection is lost."""
         with closing(connection):
             try:
@@ -271,8 +278,8 @@ class NodeLauncher:
     def _join(self, connection: Connection) -> list[Message]:
         """Join the job and adopt the coordinator's choices. Returns the first orders."""
         term = self._followed.term if self._followed else 0
-        count = self._agent.count if self._agent else self._job.nproc
-        connection.send(Hello(self._name, count, self._job.identity, term, self._number))
+        nproc = self._agent.nproc if self._agent else self._job.nproc
+        connection.send(Hello(self._name, nproc, self._job.identity, term, self._number))
 
         # Orders may arrive before the two messages that are the answer.
         welcome: Welcome | None = None
@@ -345,7 +352,7 @@ class NodeLauncher:
 
     # ---- after the connection to the coordinator was lost ----
 
-    def _find_coordinator(self, why: str) -> Role:
+    def _find_coordinator(self, why: str) -> NextStep:
         """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
         assert self._followed is not None
         assert self._last_state is not None
@@ -359,14 +366,15 @@ class NodeLauncher:
             info, readable = self._newest_term()
             if info is not None:
                 last_seen = now
-                if role := self._look_at_term(info, watch, now, why):
-                    return role
+                if next_step := self._look_at_term(info, watch, now, why):
+                    return next_step
             elif readable and now - last_seen >= GONE_S:
                 # There has been no term file for a while: the job is over.
                 return self._end_alone(why)
             else:
                 # A folder that cannot be read says nothing about the job.
-                last_seen = last_seen if readable else now
+                if not readable:
+                    last_seen = now
                 watch.reset()
 
             # Last, so that a signal is sent to a successor if there is one.
@@ -378,7 +386,7 @@ class NodeLauncher:
 
         return self._end_alone(why)
 
-    def _look_at_term(self, info: TermInfo, watch: TakeoverWatch, now: float, why: str) -> Role | None:
+    def _look_at_term(self, info: TermInfo, watch: TakeoverWatch, now: float, why: str) -> NextStep | None:
         """Act on the newest term: connect to its coordinator or take over. Returns None to wait and look again."""
         assert self._followed is not None
         run_dir = self._job.run_dir
@@ -394,7 +402,7 @@ class NodeLauncher:
             election.report_cut_off(run_dir, info.term, self._number)
 
         reason = watch.reason(election.cut_off_nodes(run_dir, info.term), time.monotonic())
-        return self._take_over(info, f"{why}; {reason}") if reason and not self._signals else None
+        return self._take_over(info, f"{why}, and {reason}") if reason and not self._signals else None
 
     def _reconnected_too_often(self, now: float) -> bool:
         self._reconnects = [when for when in self._reconnects if now - when < HOUR_S]
@@ -430,7 +438,7 @@ class NodeLauncher:
 
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
-            text = f"{self._name} takes over from {info.host} ({info.address}), which is lost: {why}"
+            text = f"{self._name} takes over from {info.host} ({info.address}): {why}"
             failure = Failure(-1, info.host, time.time(), Kind.NODE, text)
             return CoordinatorRole(resources.pop_all(), listener, term, self._last_state, failure)
 

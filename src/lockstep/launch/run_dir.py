@@ -150,7 +150,7 @@ def _refuse_detours(run: Path) -> None:
 
                 target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
                 raise UserError(
-                    f"run_dir={run}: the run would write through {Path(folder) / entry.name}, which is no file",
+                    f"run_dir={run}: the run would write through {Path(folder) / entry.name}, which is not a file",
                     f"{'a symbolic link' if target else 'a pipe or a device'}{target}",
                     f"remove {entry.path}; to keep a run on another disk, let run_dir itself name a folder there",
                 )

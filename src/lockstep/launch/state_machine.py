@@ -9,8 +9,10 @@ is a reason not to.
     GATHER --all nodes that may join, or enough nodes and no new one for 3 s--> RUN --all ranks finished--> OVER
     GATHER --too few nodes in time, or a signal--> OVER
     RUN --no rank advances--> ASK --stacks have arrived--> RUN, or KILL if it is a hang
+    ASK --a rank has raised--> RUN, which waits for the cause
     RUN, ASK --signal, resize or new node--> PREEMPT --all ranks saved--> OVER or GATHER
     RUN, ASK, PREEMPT --failure--> KILL --all ranks are gone--> GATHER (the next attempt) or OVER
+    any phase but OVER --a zygote cannot import--> KILL
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now) and `Restarts`
 (whether a failure is followed by another attempt). A node that takes over from a lost coordinator begins in GATHER,
@@ -118,14 +120,14 @@ class JobStateMachine:
         # A placeholder without ranks, until an attempt starts here.
         self.attempt = Attempt(state.attempt, {}, {}, None, Watchdog(self.settings.hang))
 
-        # No attempt starts before this time, nor does a job end that the lost coordinator was about to end.
+        # Before this time nothing starts, and no planned end is carried out: the old rank 0 may still be alive.
         self._not_before = now if inherited is None else now + FENCE_S
 
         # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.GATHER
         self._deadline = now + GATHER_S
 
-        # Nodes that have not confirmed yet that they start the present attempt, and the deadline for that.
+        # Nodes that have not confirmed yet that they start the current attempt, and the deadline for that.
         self._not_started: set[int] = set()
         self._start_by = math.inf
 
@@ -135,11 +137,11 @@ class JobStateMachine:
         # Nodes from which an answer is missing: stacks in ASK, the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
-        # The first signal that asked the job to save and exit, whether Ctrl-C was typed, and when the present ranks
+        # The first signal that asked the job to save and exit, whether Ctrl-C was typed, and when the current ranks
         # were asked to save and exit.
-        self._preempt_signal = state.stop_signal
-        self._interrupted = state.stop_signal == "SIGINT"
-        self._asked_to_stop = now
+        self._preempt_signal = state.preempt_signal
+        self._sigint_seen = state.preempt_signal == "SIGINT"
+        self._preempted_at = now
 
         # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[int, Counter[int]] | None = None
@@ -147,7 +149,7 @@ class JobStateMachine:
         # How the job ends once all killed ranks are gone; None if another attempt follows, or the job was preempted.
         self._planned_end: JobEnd | None = None
 
-        # Whether the next attempt is a restart whose event is not written yet: its number of ranks is not known.
+        # Whether to log a `restart` event when the next attempt starts; only then is its number of ranks known.
         self._restart_to_log = False
         self._commands: list[Command] = []
 
@@ -161,7 +163,7 @@ class JobStateMachine:
             sorted(self.cluster.nodes),
             self.attempt.number,
             settings=self.settings.model_dump(),
-            stop_signal=self._preempt_signal,
+            preempt_signal=self._preempt_signal,
             **self.restarts.as_fields(now),
         )
 
@@ -175,36 +177,34 @@ class JobStateMachine:
         """A node has joined. Running ranks are asked to save, so that the next attempt can include it."""
         self.cluster.add(node, now)
         if node.number:
-            self._say(f"node {node.number} ({node.host}) is here, {plural(len(self.cluster.nodes), 'node')} now")
+            self._say(f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}")
 
         if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._say("asking the ranks to save, to continue with the new node")
             self._preempt(now)
 
-    def gone(self, number: int, why: str, now: float) -> None:
-        """A node is lost. The attempt fails if ranks were still running there."""
-        node = self.cluster.nodes.get(number)
-        if node is None or self.job_phase is JobPhase.OVER:
+    def gone(self, node: int, why: str, now: float) -> None:
+        """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
+        if node not in self.cluster.nodes or self.job_phase is JobPhase.OVER:
             return
 
-        self.cluster.remove(number, now)
-        self._last_beat.pop(number, None)
-        self._unanswered.discard(number)
-        self._not_started.discard(number)
-        self._commands.append(Drop(number))
+        host = self.cluster.nodes[node].host
+        self.cluster.remove(node, now)
+        self._last_beat.pop(node, None)
+        self._unanswered.discard(node)
+        self._not_started.discard(node)
+        self._commands.append(Drop(node))
 
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
-        lost = [rank for rank in self.attempt.ranks_on(number) if rank in self.attempt.running]
-        failure = Failure(
-            min(lost, default=-1), node.host, time.time(), Kind.NODE, f"node {number} ({node.host}) {why}"
-        )
+        lost = [rank for rank in self.attempt.ranks_on(node) if rank in self.attempt.running]
+        failure = Failure(min(lost, default=-1), host, time.time(), Kind.NODE, f"node {node} ({host}) {why}")
         if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._say(failure.message)
-        if self.cluster.too_few and self.attempt.slots:
+        if self.cluster.too_few and self._attempt_ran_here:
             self._planned_end = self._planned_end or JobEnd(1, failure)
             if self.job_phase is JobPhase.GATHER:
                 self._say(f"not restarted: {self.cluster.too_few}. {self._how_to_continue}")
@@ -214,18 +214,13 @@ class JobStateMachine:
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
-        saved = self.committed()
         if self.attempt.number < 0:
-            self._report(failure)
-        elif self._preempt_signal:
-            self._report(failure, "the job was asked to stop: not restarted")
-        elif reason := self.restarts.refusal(failure, progress=True, settings=self.settings, now=now):
-            self._plan_end(failure, reason, saved)
-        else:
-            # The number of ranks is known only when the other nodes have joined this one.
-            self.restarts.note(failure, None, saved, now)
-            self._restart_to_log = True
-            self._report(failure, f"restarting the nodes that are left from {_source(saved)} ({self._budget})")
+            self._report(failure)  # no attempt has started
+            return
+
+        # Whether the ranks had trained is not known here: a job that was asked to stop ends as preempted.
+        self._decide(failure, now, nothing_to_save=True)
+        if self._restart_to_log:
             self._say_who_is_missing()
 
     def _gather(self, now: float) -> None:
@@ -246,16 +241,17 @@ class JobStateMachine:
             return
 
         self._enter(JobPhase.RUN)
-        ranks = dict(sorted(self.cluster.wanted.items()))
+        counts = dict(sorted(self.cluster.wanted.items()))
         watchdog = Watchdog(self.settings.hang, self.restarts.hang_places)
-        hosts = {number: self.cluster.nodes[number].host for number in ranks}
-        self.attempt = Attempt(self.attempt.number + 1, ranks, hosts, self.committed(), watchdog)
+        hosts = {node: self.cluster.nodes[node].host for node in counts}
+        self.attempt = Attempt(self.attempt.number + 1, counts, hosts, self.committed(), watchdog)
         if self._restart_to_log:
             self._restart_to_log = False
-            self._log_restart(self.attempt.number, self.attempt.started_from)
+            numbers = {"attempt": self.attempt.number, "ranks": self.cluster.world_size}
+            self._log({"event": "restart", **numbers, "step": self.attempt.started_from})
 
-        self._commands.append(StartAttempt(self.attempt.number, ranks))
-        self._not_started = ranks.keys() - {0}  # the coordinating node starts its own ranks at once
+        self._commands.append(StartAttempt(self.attempt.number, counts))
+        self._not_started = counts.keys() - {0}  # the coordinating node starts its own ranks at once
         self._start_by = now + START_S
 
     def exited(self, event: Exited, now: float) -> None:
@@ -272,14 +268,14 @@ class JobStateMachine:
             return
 
         if not rank_exit.clean:
-            # The cause may be on another rank and about to show.
+            # Another rank may be the cause; its report may still arrive.
             if self.job_phase is JobPhase.ASK:
-                self.job_phase = JobPhase.RUN
+                self._enter(JobPhase.RUN)
 
             wait = COMPLAINT_WAIT_S if rank_exit.is_complaint else CAUSE_WAIT_S
             self._deadline = min(self._deadline, now + wait)
         elif rank_exit.code == PREEMPTED:
-            # A scheduler may have signalled the ranks themselves and not this launcher.
+            # The scheduler may have signalled the ranks directly, bypassing the launcher.
             if self.job_phase is not JobPhase.PREEMPT:
                 self._preempt_signal = "SIGTERM"
                 self._enter_preempt(now)
@@ -302,7 +298,7 @@ class JobStateMachine:
             self._gather(now)
 
     def zygote_lost(self, node: int, event: ZygoteLost, now: float) -> None:
-        """The process that forks a node's ranks has died. Between two attempts that is no failure."""
+        """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
         first = min(self.attempt.ranks_on(node), default=-1)
         failure = Failure(first, self.cluster.nodes[node].host, time.time(), Kind.ZYGOTE, event.why)
 
@@ -317,23 +313,26 @@ class JobStateMachine:
 
     def beat_received(self, node: int, beat: NodeBeat, now: float) -> None:
         self._last_beat[node] = now
+
+        # A late beat of the previous attempt shows ranks that are dead.
         if beat.attempt == self.attempt.number:
             self._not_started.discard(node)
+            self.attempt.watchdog.views[node] = beat.views
 
-        self.attempt.watchdog.views[node] = beat.views
+        # All attempts have the same settings.
         if beat.settings:
             self.settings = Settings(**beat.settings)
             self.attempt.watchdog.limits = self.settings.hang
 
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
-        # After a failure the other ranks stand still. That is no hang, and the cause will be reported soon.
+        # After a failure the other ranks stand still. That is not a hang, and the cause will be reported soon.
         if not self.attempt.all_clean:
             return
 
         # Ranks that do not move will not save either.
         if self.job_phase is JobPhase.PREEMPT:
-            if still := self.attempt.watchdog.stands_still(self.attempt.running, self._asked_to_stop, now):
+            if still := self.attempt.watchdog.stands_still(self.attempt.running, self._preempted_at, now):
                 self._fail(self.attempt.overdue(still), now, nothing_to_save=not any(view.steps_done for view in still))
             return
 
@@ -355,7 +354,7 @@ class JobStateMachine:
                 self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> None:
-        # It is no hang if some rank has advanced in the meantime or is compiling.
+        # It is not a hang if some rank has advanced in the meantime or is compiling.
         self._enter(JobPhase.RUN)
         if failure := self.attempt.watchdog.verdict():
             self._fail(failure, now)
@@ -368,8 +367,8 @@ class JobStateMachine:
     def preempt_requested(self, signal: str, now: float) -> None:
         """A signal asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
         # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
-        at_once = self._interrupted and signal == "SIGINT"
-        self._interrupted |= signal == "SIGINT"
+        at_once = self._sigint_seen and signal == "SIGINT"
+        self._sigint_seen |= signal == "SIGINT"
         self._preempt_signal = self._preempt_signal or signal
 
         match self.job_phase:
@@ -380,7 +379,7 @@ class JobStateMachine:
                 self._planned_end = JobEnd(self._preempted_code)
                 self._kill_ranks(now)
             case JobPhase.RUN | JobPhase.ASK:
-                self._say(f"{signal}: asking {plural(len(self.attempt.slots), 'rank')} to save and stop")
+                self._say(f"{signal}: asking {plural(len(self.attempt.ranks), 'rank')} to save and stop")
                 self._preempt(now)
             case _:
                 pass  # the job is ending anyway
@@ -393,8 +392,8 @@ class JobStateMachine:
             return
 
         # The same number may be divided over the nodes in another way; that waits for the next attempt.
-        before = self.cluster.ranks
-        running = Counter(node for node, _ in self.attempt.slots.values())
+        before = self.cluster.world_size
+        running = Counter(node for node, _ in self.attempt.ranks.values())
         self.cluster.resize(ranks)
         if before == ranks:
             return
@@ -406,8 +405,8 @@ class JobStateMachine:
         self._say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self._log({"event": "resize", "from": before, "to": ranks})
 
-        # Nodes can import torch for the new ranks while the present ranks still save.
-        self._commands += [Send(number, Prepare(count)) for number, count in self.cluster.wanted.items()]
+        # Nodes can import torch for the new ranks while the current ranks still save.
+        self._commands += [Send(node, Prepare(count)) for node, count in self.cluster.wanted.items()]
         if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._preempt(now)
 
@@ -418,11 +417,11 @@ class JobStateMachine:
 
     def _enter_preempt(self, now: float) -> None:
         self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
-        self._asked_to_stop = now
+        self._preempted_at = now
 
     @property
     def _preempted_code(self) -> int:
-        return Preempted.INTERRUPTED if self._preempt_signal == "SIGINT" else PREEMPTED
+        return Preempted.code_of(self._preempt_signal)
 
     def _end_preempted(self) -> None:
         step = self.committed()
@@ -434,13 +433,13 @@ class JobStateMachine:
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        """Start an attempt that is ready and act on the deadline of the present phase."""
+        """Start an attempt that is ready and act on the deadline of the current phase."""
         if self.job_phase is JobPhase.GATHER and now >= self._not_before and not self._end_if_planned():
             self._start_if_ready(now)
 
         if now > self._start_by and self.job_phase in ACTIVE:
-            for number in sorted(self._not_started & self.cluster.nodes.keys()):
-                self.gone(number, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)
+            for node in sorted(self._not_started & self.cluster.nodes.keys()):
+                self.gone(node, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)
 
         if now < self._deadline:
             return
@@ -457,8 +456,8 @@ class JobStateMachine:
 
             case JobPhase.KILL:
                 # Continue without the nodes that could not kill their ranks.
-                for number in sorted(self._unanswered):
-                    self.gone(number, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
+                for node in sorted(self._unanswered):
+                    self.gone(node, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobPhase.PREEMPT if self.attempt.all_clean:
                 # Ranks that were asked to save take too long.
@@ -472,17 +471,20 @@ class JobStateMachine:
 
     # ---- failures ----
 
-    def _fail(self, failure: Failure | None, now: float, nothing_to_save: bool = False) -> None:
-        """Decide whether another attempt follows, report the failure and kill all ranks.
+    def _fail(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
+        """Report the failure, decide what follows and kill all ranks.
 
         `nothing_to_save`: the ranks were asked to stop, and were killed before their first step.
         """
-        assert failure is not None
-        saved = self.committed()
+        if not self._returned_to_size(failure):
+            self._decide(failure, now, nothing_to_save)
 
-        if (failure.for_user or failure.likely_to_repeat) and self._size_was_refused(saved):
-            self._return_to_size(failure)
-        elif failure.for_user:
+        self._kill_ranks(now)
+
+    def _decide(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
+        """Report the failure, and decide whether another attempt follows."""
+        saved = self.committed()
+        if failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._planned_end = JobEnd(2, failure)
             self._report(failure)
@@ -494,33 +496,36 @@ class JobStateMachine:
         else:
             self._plan_restart(failure, saved, now)
 
-        self._kill_ranks(now)
+    def _returned_to_size(self, failure: Failure) -> bool:
+        """Return to the size before a resize if the new size may be at fault. Returns whether it does.
 
-    def _size_was_refused(self, saved: int | None) -> bool:
-        """Return whether this attempt is the first after a resize and has saved nothing: the size may be at fault."""
-        if self._before_resize is None or self._preempt_signal:
+        That is so if the first attempt after a resize fails, by itself, before it has saved anything.
+        """
+        if self._before_resize is None or self._preempt_signal or not (failure.for_user or failure.likely_to_repeat):
             return False
 
-        last, ranks = self._before_resize
-        same_nodes = ranks.keys() == self.cluster.wanted.keys()
-        return self.attempt.number == last + 1 and same_nodes and saved == self.attempt.started_from
+        last, counts = self._before_resize
+        same_nodes = counts.keys() == self.cluster.wanted.keys()
+        if self.attempt.number != last + 1 or not same_nodes or self.committed() != self.attempt.started_from:
+            return False
 
-    def _return_to_size(self, failure: Failure) -> None:
-        assert self._before_resize is not None
-        _, ranks = self._before_resize
         self._before_resize = None
-        refused = self.cluster.ranks
-        self.cluster.wanted = dict(ranks)
+        refused = self.cluster.world_size
+        self.cluster.wanted = dict(counts)
+        world_size = self.cluster.world_size
         self._report(failure)
-        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(self.cluster.ranks, 'rank')}")
-        self._log({"event": "resize", "from": refused, "to": self.cluster.ranks})
+        self._say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(world_size, 'rank')}")
+        self._log({"event": "resize", "from": refused, "to": world_size})
+        return True
 
     def _refusal(self, failure: Failure, saved: int | None, now: float) -> str | None:
         if self._preempt_signal:
             return f"the job was asked to stop ({self._preempt_signal})"
 
+        # After a takeover the other nodes have yet to join.
+        too_few = self.cluster.too_few if self._attempt_ran_here else None
         progress = saved != self.attempt.started_from
-        return self.cluster.too_few or self.restarts.refusal(failure, progress, self.settings, now)
+        return too_few or self.restarts.refusal(failure, progress, self.settings, now)
 
     def _plan_end(self, failure: Failure, reason: str, saved: int | None) -> None:
         """Announce that the job is not restarted. It ends when all ranks of this attempt are gone."""
@@ -531,14 +536,17 @@ class JobStateMachine:
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
-        place = self.attempt.slots.get(failure.rank)
-        slot = (failure.host, place[1]) if place else None
-        if self.restarts.note(failure, slot, saved, now) and place:
-            self.cluster.shrink(place[0])
+        node, local_rank = self.attempt.ranks.get(failure.rank, (None, None))
+        slot = None if local_rank is None else (failure.host, local_rank)
+        if self.restarts.note(failure, slot, saved, now) and node is not None:
+            self.cluster.shrink(node)
 
-        ranks = self.cluster.ranks
+        self._restart_to_log = True
+
+        # After a takeover the other nodes have yet to join, so the number of ranks is not known.
+        what = plural(self.cluster.world_size, "rank") if self._attempt_ran_here else "the nodes that are left"
         count = "not counted as a restart" if failure.kind == SMALLER else self._budget
-        again = f"restarting {plural(ranks, 'rank')} from {_source(saved)} ({count})"
+        again = f"restarting {what} from {_source(saved)} ({count})"
 
         # Slow work that is taken for a hang would end every attempt at the same step.
         if failure.kind == Kind.HANG and self.attempt.watchdog.reached_a_limit:
@@ -546,10 +554,11 @@ class JobStateMachine:
             again += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
 
         self._report(failure, again)
-        self._log_restart(self.attempt.number + 1, saved)
 
-    def _log_restart(self, attempt: int, saved: int | None) -> None:
-        self._log({"event": "restart", "attempt": attempt, "ranks": self.cluster.ranks, "step": saved})
+    @property
+    def _attempt_ran_here(self) -> bool:
+        """Whether this coordinator has started an attempt; False until then, after a takeover too."""
+        return bool(self.attempt.ranks)
 
     @property
     def _how_to_continue(self) -> str:
@@ -610,10 +619,10 @@ class JobStateMachine:
     # ---- commands ----
 
     def _nodes_of_attempt(self) -> set[int]:
-        return {node for node, _ in self.attempt.slots.values() if node in self.cluster.nodes}
+        return {node for node, _ in self.attempt.ranks.values() if node in self.cluster.nodes}
 
     def _send_all(self, message: Message) -> None:
-        self._commands += [Send(number, message) for number in sorted(self._nodes_of_attempt())]
+        self._commands += [Send(node, message) for node in sorted(self._nodes_of_attempt())]
 
     def _say(self, text: str) -> None:
         self._commands.append(Announce(f"lockstep: {text}"))

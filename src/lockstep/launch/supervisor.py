@@ -14,11 +14,11 @@ from lockstep.launch.job import Job
 from lockstep.launch.node_launcher import NodeLauncher
 from lockstep.launch.run_dir import hold, remove_old_requests
 from lockstep.launch.wire.messages import JobEnd
-from lockstep.runtime.preemption import STOP_SIGNALS, signal_handler
+from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
-def supervise(job: Job) -> JobEnd:
-    """Run the job on this node, alone or as one of several nodes, and return how it ended."""
+def supervise(job: Job) -> tuple[JobEnd, bool]:
+    """Run the job on this node, alone or as one of several. Returns how it ended, and whether this node ended it."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
             f"--nnodes {job.nnodes} needs --join",
@@ -29,22 +29,23 @@ def supervise(job: Job) -> JobEnd:
     name = job.host or socket.gethostname()
     with collect_signals() as signals:
         if job.join is not None:
-            return NodeLauncher(job, name, signals).run()
+            launcher = NodeLauncher(job, name, signals)
+            return launcher.run(), launcher.ended_job
 
         with hold(job.run_dir), closing(Agent(job, name)) as agent:
             remove_old_requests(job.run_dir)
             ending = Coordinator(job, agent, signals).run()
             assert ending is not None, "only a job on several machines can be taken over"
-            return ending
+            return ending, True
 
 
 @contextmanager
 def collect_signals() -> Iterator[list[str]]:
-    """Yield a list to which the names of received STOP_SIGNALS are appended; outside the main thread it stays empty."""
+    """Yield a list that gets the names of received PREEMPT_SIGNALS; outside the main thread it stays empty."""
     received: list[str] = []
 
     def note(number: int, frame: object) -> None:
         received.append(signal.Signals(number).name)
 
-    with signal_handler(note, STOP_SIGNALS):
+    with signal_handler(note, PREEMPT_SIGNALS):
         yield received

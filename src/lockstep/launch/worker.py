@@ -2,6 +2,18 @@
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
 dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
+
+No rank outlives its job. What kills it depends on what has died:
+
+    the launcher        the lifeline pipe closes, and the rank kills itself (`_die_with_launcher`). If it is suspended
+                        or holds the GIL, the zygote kills it, whose socket closes too (`zygote._serve`).
+    the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
+                        its process group as well, with its loader processes (`Agent._replace_zygote`).
+    another rank        the agent kills the rank's process group (`Agent._kill`)
+    the rank itself     the zygote kills the loader processes that it leaves (`zygote._reap`)
+
+If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
+(`_die_with_launcher`).
 """
 
 from __future__ import annotations
@@ -43,7 +55,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
-            failure.note_end(folder, rank, failure.place_of(error))
+            failure.note_end(folder, rank, failure.raising_line(error))
             exit_without_teardown(failure.PREEMPTED if code else 0)
 
         failure.record(folder, rank, error)

@@ -59,7 +59,8 @@ class Runtime:
 
         # A sharded parameter (a DTensor) has the shape of the full tensor, with which a rank computes.
         matrices = [p for p in model.parameters() if p.dim() > 1]
-        positions, one = None, sample() if matrices and self.threads.share > 1 else None
+        positions = None
+        one = sample() if matrices and self.threads.share > 1 else None
         if one is not None:
             # Each token id is a position. In other inputs a position is what the first matrix takes at a time: all
             # features of a vector, or a patch of a picture.

@@ -95,7 +95,7 @@ class Heartbeat:
         self.hook: Callable[[int, str], None] | None = None  # called with step and phase at every beat: fault injection
 
         self._longest = dict.fromkeys(PHASES, 0.0)  # seconds of the longest stay in each phase
-        self._visits = dict.fromkeys(PHASES, 0)  # how often each phase has ended
+        self._visits = dict.fromkeys(PHASES, 0)  # how many times each phase has ended
         self._steps = 0  # steps that this process has ended
         self._since = time.monotonic()  # when the current phase began
         self._write(self._since)

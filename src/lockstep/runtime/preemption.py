@@ -21,7 +21,7 @@ from lockstep.runtime.heartbeat import FOLDER
 
 # Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
+PREEMPT_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 # The name, in this process, of worker processes that read the training data.
 WORKER_NAME = "lockstep-worker"
@@ -37,7 +37,7 @@ class PreemptionNotice:
         self._process = os.getpid()
 
         # One byte, which is shared with processes that are forked from this one: 1 once this process is leaving.
-        self._left = mmap.mmap(-1, 1)
+        self._leaving = mmap.mmap(-1, 1)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -56,13 +56,13 @@ class PreemptionNotice:
 
     def _receive_in_child(self, number: int) -> None:
         # Schedulers signal all processes of a job. The rank needs the processes that it forked until it has saved.
-        if self._left[0]:
+        if self._leaving[0]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def release_children(self) -> None:
         """Let processes that were forked from this one end on a signal again."""
-        self._left[0] = 1
+        self._leaving[0] = 1
 
     def _leave(self, name: str) -> NoReturn:
         self.waits = True  # a second signal does not interrupt what follows
@@ -93,7 +93,10 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     """
     launched = FOLDER in os.environ
     notice = PreemptionNotice(waits=launched)
-    with signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else STOP_SIGNALS), _same_handler(signal.SIGCHLD):
+    with (
+        signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else PREEMPT_SIGNALS),
+        _same_handler(signal.SIGCHLD),
+    ):
         try:
             yield notice
         finally:

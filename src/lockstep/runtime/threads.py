@@ -1,9 +1,9 @@
 """How many CPU threads a rank computes with.
 
-Threads wait for each other after every kernel. On cores that other processes use as well, one thread is often not
-scheduled then: a small model was 30 times slower with two threads than with one. So the number is chosen by the size of
-the work, and is 1 for a small model with small samples. It is not measured, because it decides the order in which
-kernels add, and a repeated run must choose the same number.
+Threads wait for each other after every kernel. If the cores are shared, one of them is often descheduled and all wait
+for it: a small model was 30 times slower with two threads than with one. So the number is chosen by the size of the
+work, and is 1 for a small model with small samples. It is not measured, because it decides the order in which kernels
+add, and a repeated run must choose the same number.
 
 Nothing here imports torch: OpenMP's environment variables must be set before torch is imported.
 """
@@ -18,14 +18,14 @@ from typing import Self
 from lockstep.errors import plural
 from lockstep.runtime.machine import available_cores, hardware_counts
 
-NUMBER = "OMP_NUM_THREADS"
+OMP_THREADS_VAR = "OMP_NUM_THREADS"
 
 # Environment variable: the value that the launcher has set for OMP_NUM_THREADS. If OMP_NUM_THREADS differs from it, the
 # user has set OMP_NUM_THREADS.
-SHARE = "LOCKSTEP_CORES"
+CORES_VAR = "LOCKSTEP_CORES"
 
 # The variables that set how threads wait for each other: of all OpenMP libraries, of GNU's, of LLVM's.
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 # The least work for which a kernel uses several threads, in multiplications: elements of a weight matrix x positions of
 # a sample (tokens, patches of a picture) x samples of a micro-batch. One core takes about a millisecond for it.
@@ -56,8 +56,8 @@ class Threads:
         if exact:
             return cls(1, "exact=true")
 
-        if NUMBER in env and env[NUMBER] != env.get(SHARE):
-            return cls(usual, NUMBER)
+        if OMP_THREADS_VAR in env and env[OMP_THREADS_VAR] != env.get(CORES_VAR):
+            return cls(usual, OMP_THREADS_VAR)
 
         if usual not in _torchs_choices(env):
             return cls(usual, "set by the program")
@@ -94,7 +94,7 @@ def _torchs_choices(env: Mapping[str, str]) -> set[int]:
     Torch takes OMP_NUM_THREADS, or all cores that the process may use. Its libraries count differently: hardware
     threads or cores, with or without the affinity.
     """
-    given = env.get(NUMBER, "")
+    given = env.get(OMP_THREADS_VAR, "")
     return hardware_counts() | ({int(given)} if given.isdecimal() else set())
 
 
@@ -105,8 +105,8 @@ def cores_for(ranks: int) -> int:
 
 def share_cores(env: MutableMapping[str, str], ranks: int) -> None:
     """Set OMP_NUM_THREADS for each of `ranks` processes in their environment, unless the user has set it."""
-    if NUMBER not in env or env[NUMBER] == env.get(SHARE):
-        env[NUMBER] = env[SHARE] = str(cores_for(ranks))
+    if OMP_THREADS_VAR not in env or env[OMP_THREADS_VAR] == env.get(CORES_VAR):
+        env[OMP_THREADS_VAR] = env[CORES_VAR] = str(cores_for(ranks))
     wait_asleep(env)
 
 
@@ -115,5 +115,5 @@ def wait_asleep(env: MutableMapping[str, str] = os.environ) -> None:
 
     By default they spin, which may keep the thread that they wait for from running.
     """
-    if not any(name in env for name in WAITING):
+    if not any(name in env for name in WAIT_VARS):
         env["OMP_WAIT_POLICY"] = "passive"

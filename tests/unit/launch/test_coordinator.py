@@ -9,14 +9,14 @@ import pytest
 from lockstep.launch import coordinator as module
 from lockstep.launch import election
 from lockstep.launch.coordinator import Coordinator, FolderWatch
-from lockstep.launch.job import Count, Job
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import NodeBeat
 
 ADDRESS = "127.0.0.1:29400"
 
 
 class IdleAgent(SimpleNamespace):
-    name, count, secret = "host-a", Count(1, 1), None
+    name, nproc, secret = "host-a", Bounds(1, 1), None
     orders: list
 
     def do(self, message):
@@ -39,9 +39,9 @@ class IdleAgent(SimpleNamespace):
 def started(tmp_path):
     """Return a function that makes a coordinator; the job needs two nodes, so that nothing starts."""
 
-    def make(signals: list[str], nnodes: Count = Count(2, 2)) -> tuple[Coordinator, election.Term]:
+    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.Term]:
         term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-        job = Job({"resume_command": "again"}, tmp_path, Count(1, 1), nnodes, join=ADDRESS)
+        job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS)
         return Coordinator(job, IdleAgent(orders=[]), signals, term=term), term
 
     return make
@@ -88,7 +88,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._last_turn -= module.AWAY_S + 1
+    coordinator._last_turn -= module.SUSPENDED_S + 1
     coordinator._turn()
     assert coordinator._superseded
     assert signals == ["SIGTERM"]  # for the successor

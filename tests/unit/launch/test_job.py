@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.job import Count, Job, append_event, parse_address, parse_nnodes, parse_nproc
+from lockstep.launch.job import Bounds, Job, append_event, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import latest_step
 from lockstep.runtime.machine import visible_gpus
 
@@ -33,7 +33,7 @@ def test_wrong_addresses_are_refused(asked):
 
 def test_nodes_may_meet_at_several_addresses():
     def addresses(join: str) -> list[str]:
-        return Job({}, Path("runs/a"), Count(1, 1), join=join).addresses
+        return Job({}, Path("runs/a"), Bounds(1, 1), join=join).addresses
 
     assert addresses("10.0.0.1:29400") == ["10.0.0.1:29400"]
     assert addresses("10.0.0.1:29400, [::1]:29401") == ["10.0.0.1:29400", "[::1]:29401"]
@@ -42,17 +42,17 @@ def test_nodes_may_meet_at_several_addresses():
 
 
 def test_counts(monkeypatch):
-    assert parse_nproc(None) == Count(1, 1)
-    assert parse_nproc(3) == parse_nproc("3") == Count(3, 3)
-    assert parse_nnodes(None) == Count(1, 1)
-    assert parse_nnodes("2") == Count(2, 2)
-    assert parse_nnodes("1:4") == Count(1, 4)
+    assert parse_nproc(None) == Bounds(1, 1)
+    assert parse_nproc(3) == parse_nproc("3") == Bounds(3, 3)
+    assert parse_nnodes(None) == Bounds(1, 1)
+    assert parse_nnodes("2") == Bounds(2, 2)
+    assert parse_nnodes("1:4") == Bounds(1, 4)
     assert parse_address("10.0.0.1:29400") == ("10.0.0.1", 29400)
     assert parse_address("[::1]:29400") == ("::1", 29400)
     for gpus, cores, first in [(4, 2, 4), (0, 2, 2), (16, 2, 8), (0, 1, 1)]:
         monkeypatch.setattr(module, "visible_gpus", lambda gpus=gpus: gpus)
         monkeypatch.setattr(module, "available_cores", lambda cores=cores: cores)
-        assert parse_nproc("1..8") == Count(1, 8, first)
+        assert parse_nproc("1..8") == Bounds(1, 8, first)
         assert parse_nproc("auto").initial == (gpus or min(2, cores))
     assert parse_nproc("4..8").initial == 4  # one core, and at least four asked for
 
@@ -66,7 +66,7 @@ def test_gpus_are_counted_without_torch():
 def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
     def job(**spec) -> Job:
         layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": spec.pop("run_dir", "runs/a")})]
-        return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Count(1, 1))
+        return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Bounds(1, 1))
 
     assert job().identity == job(path=["/b"], run_dir="runs/b", resume_command="other").identity
     assert job().identity != job(target="y").identity

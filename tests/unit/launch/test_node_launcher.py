@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch import election, node_launcher
-from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.election import TermInfo
-from lockstep.launch.job import Count, Job
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.node_launcher import GONE_S, HOUR_S, MAX_RECONNECTS, CoordinatorRole, NodeLauncher
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Welcome
 
@@ -46,7 +45,7 @@ def clock(monkeypatch):
 def node(tmp_path, monkeypatch):
     """Node 2 of three, which followed the coordinator of term 1 and can reach no other node."""
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
-    job = Job({"resume_command": "again"}, tmp_path, Count(1, 1), Count(2, 3), join=ADDRESS)
+    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
     made = NodeLauncher(job, "host-c", [])
     made._followed, made._number = TermInfo(1, "host-a", ADDRESS), 2
     made._last_state = CoordinatorState([0, 1, 2], 0)
@@ -64,7 +63,7 @@ def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, t
 def test_a_job_is_over_when_its_record_is_gone_for_a_while(node, clock):
     began = clock.now
     ending = node._find_coordinator("no answer")
-    assert (ending.code, ending.coordinated) == (1, False)
+    assert (ending.code, node.ended_job) == (1, False)
     assert GONE_S <= clock.now - began < GONE_S + 1
 
 
@@ -136,14 +135,12 @@ def test_a_node_returns_a_few_times_in_an_hour(node, clock, tmp_path, monkeypatc
     assert node._find_coordinator("no answer") is connection
 
 
-def test_only_the_coordinating_node_has_an_ending_that_it_coordinated(tmp_path, monkeypatch):
-    agent = SimpleNamespace(name="host-a", count=Count(1, 1), stop=lambda: None)
-    coordinator = Coordinator(Job({}, tmp_path, Count(1, 1)), agent, [])
-    sent = []
-    monkeypatch.setattr(coordinator, "_send_to_nodes", sent.append)
-    coordinator._carry_out(JobEnd(1))
-    assert sent == [JobEnd(1)]
-    assert coordinator.run() == JobEnd(1, coordinated=True)
+def test_the_node_that_coordinates_ends_the_job(node, tmp_path, monkeypatch):
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: SimpleNamespace(run=lambda: JobEnd(1)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert node._coordinate(CoordinatorRole(ExitStack(), listener, term)) == JobEnd(1)
+    assert node.ended_job
 
 
 def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch):

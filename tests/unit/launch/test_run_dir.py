@@ -14,7 +14,7 @@ from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.launch import run_dir
 from lockstep.launch.failure import Failure
-from lockstep.launch.job import Count
+from lockstep.launch.job import Bounds
 from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
 from lockstep.launch.wire.messages import JobEnd
 
@@ -117,9 +117,9 @@ def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(t
 )
 def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, rank, coordinated, recorded):
     """A lost node is no rank; and the other launchers have the same folder."""
-    ending = JobEnd(1, Failure(rank, "host-a", 1.0, "node", "it broke"), coordinated=coordinated)
-    monkeypatch.setattr(api, "supervise", lambda job: ending)
-    assert api._launch({}, tmp_path, Count(1, 1)) is ending
+    ending = JobEnd(1, Failure(rank, "host-a", 1.0, "node", "it broke"))
+    monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
+    assert api._launch({}, tmp_path, Bounds(1, 1)) is ending
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     assert [json.loads(line)["message"] for line in lines] == recorded
@@ -175,7 +175,9 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     victim.mkdir()
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).symlink_to(victim)
-    with pytest.raises(UserError, match=f"would write through {name}, which is no file\n.*symbolic link -> {victim}"):
+    with pytest.raises(
+        UserError, match=f"would write through {name}, which is not a file\n.*symbolic link -> {victim}"
+    ):
         prepare(run)
     assert list(victim.iterdir()) == []
 

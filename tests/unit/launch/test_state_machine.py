@@ -10,7 +10,7 @@ import pytest
 from lockstep.launch import state_machine as module
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Count, Job, Node, divide
+from lockstep.launch.job import Bounds, Job, Node, divide
 from lockstep.launch.state_machine import JobStateMachine
 from lockstep.launch.wire.messages import (
     Announce,
@@ -32,15 +32,15 @@ from lockstep.launch.wire.messages import (
     encode,
 )
 
-ONE, TWO = Count(1, 1), Count(2, 2)
+ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 
 
 @dataclass
 class Stage:
     """A job whose time and checkpoints the test decides."""
 
-    nproc: Count = TWO
-    nnodes: Count = ONE
+    nproc: Bounds = TWO
+    nnodes: Bounds = ONE
     now: float = 1000.0
     saved: int | None = None
     inherited: CoordinatorState | None = None
@@ -51,7 +51,7 @@ class Stage:
         self.machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
         self.join(0)
 
-    def join(self, number: int, count: Count | None = None) -> None:
+    def join(self, number: int, count: Bounds | None = None) -> None:
         self.machine.joined(Node(number, f"host-{number}", count or self.nproc), self.now)
 
     def tick(self, seconds: float = 0.0) -> list:
@@ -61,11 +61,11 @@ class Stage:
         self.commands = self.machine.take()
         return self.commands
 
-    def exit(self, rank: int, code: int, place: str = "", **failure) -> None:
+    def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed, place)), self.now)
+        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -112,13 +112,24 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
     assert stage.sent(Kill) == [0]
     assert not stage.of(StartAttempt)  # not before the last one is gone
     assert "restarting 2 ranks from the beginning (restart 1 of 10 in an hour)" in stage.said
-    assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "restart"]
+    assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure"]
     stage.ranks_gone()
-    assert stage.tick() == [StartAttempt(1, {0: 2})]
+    restart = LogEvent({"event": "restart", "attempt": 1, "ranks": 2, "step": None})
+    assert stage.tick() == [restart, StartAttempt(1, {0: 2})]
+
+
+def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
+    stage.exit(1, -9)
+    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.ranks_gone()
+    stage.tick()
+    assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "preempted"]
 
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
+    stage.machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
+    assert stage.machine.attempt.watchdog.views == {}
     stage.machine.exited(Exited(0, 0, RankExit(-9)), stage.now)
     stage.machine.ranks_gone(0, 0, stage.now)
     stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
@@ -195,22 +206,22 @@ def test_what_is_hopeless_ends(stage):
 
 
 def test_a_node_whose_rank_slot_keeps_failing_runs_one_rank_fewer():
-    stage = Stage(Count(1, 3))
+    stage = Stage(Bounds(1, 3))
     stage.tick()
-    forms = [stage.kill(2)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(2)[-1].counts[0] for _ in range(3)]
     assert forms == [3, 3, 2]
-    forms = [stage.kill(1)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(1)[-1].counts[0] for _ in range(3)]
     assert forms == [2, 2, 1]
-    forms = [stage.kill(0)[-1].ranks[0] for _ in range(3)]
+    forms = [stage.kill(0)[-1].counts[0] for _ in range(3)]
     assert forms == [1, 1, 1]  # never below the least
 
 
 def test_progress_or_another_culprit_resets_the_count():
-    stage = Stage(Count(1, 3))
+    stage = Stage(Bounds(1, 3))
     stage.tick()
     for rank, saved in [(2, None), (2, None), (1, None), (2, None), (2, 5), (2, 5), (2, 10)]:
         stage.saved = saved
-        assert stage.kill(rank)[-1].ranks == {0: 3}
+        assert stage.kill(rank)[-1].counts == {0: 3}
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
@@ -293,7 +304,7 @@ def test_ranks_that_were_signalled_directly(stage):
 
 
 def test_resize():
-    stage = Stage(Count(1, 8, 2))
+    stage = Stage(Bounds(1, 8, 2))
     stage.tick()
     stage.machine.resize(9, stage.now)
     assert "not resized to 9 ranks: --nproc allows 1..8" in [stage.tick(), stage.said][1]
@@ -310,7 +321,7 @@ def test_resize():
 
 
 def resized_to_3() -> Stage:
-    stage = Stage(Count(1, 8, 2))
+    stage = Stage(Bounds(1, 8, 2))
     stage.tick()
     stage.machine.resize(3, stage.now)
     stage.saved = 7
@@ -358,7 +369,7 @@ def test_a_mistake_long_after_a_resize_ends_the_job():
 
 
 def test_a_wish_between_two_attempts_is_granted():
-    stage = Stage(Count(1, 8, 2))
+    stage = Stage(Bounds(1, 8, 2))
     stage.tick()
     stage.exit(1, -9)
     stage.machine.resize(3, stage.now)
@@ -368,7 +379,7 @@ def test_a_wish_between_two_attempts_is_granted():
 
 
 def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
-    stage = Stage(Count(1, 8, 2))
+    stage = Stage(Bounds(1, 8, 2))
     stage.tick()
     stage.machine.resize(3, stage.now)
     assert stage.kill()[-1] == StartAttempt(1, {0: 3})
@@ -376,16 +387,16 @@ def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
 
 
 def test_ranks_are_divided_evenly():
-    assert divide(5, {0: Count(1, 4), 1: Count(1, 4)}) == {0: 3, 1: 2}
-    assert divide(7, {0: Count(1, 2), 1: Count(1, 8), 2: Count(1, 8)}) == {0: 2, 1: 3, 2: 2}
-    assert divide(2, {0: Count(1, 4), 1: Count(1, 4)}) == {0: 1, 1: 1}
+    assert divide(5, {0: Bounds(1, 4), 1: Bounds(1, 4)}) == {0: 3, 1: 2}
+    assert divide(7, {0: Bounds(1, 2), 1: Bounds(1, 8), 2: Bounds(1, 8)}) == {0: 2, 1: 3, 2: 2}
+    assert divide(2, {0: Bounds(1, 4), 1: Bounds(1, 4)}) == {0: 1, 1: 1}
 
 
 # Several nodes
 
 
 def nodes(least: int, most: int, come: int) -> Stage:
-    stage = Stage(Count(1, 1), Count(least, most))
+    stage = Stage(Bounds(1, 1), Bounds(least, most))
     for number in range(1, come):
         stage.join(number)
     return stage
@@ -425,12 +436,12 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
 
 def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
     """The other ranks of a lost node, or of a node whose zygote died, did not survive to be stopped."""
-    stage = Stage(TWO, Count(1, 2))
+    stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.machine.gone(1, "vanished", stage.now)
     assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
-    stage = Stage(TWO, Count(1, 2))
+    stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
@@ -447,7 +458,7 @@ def test_a_job_continues_without_a_lost_node_where_allowed():
     stage.machine.gone(1, "vanished", stage.now)
     stage.ranks_gone()
     assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
-    assert stage.tick(0.2) == [StartAttempt(1, {0: 1})]
+    assert stage.tick(0.2)[-1] == StartAttempt(1, {0: 1})
 
 
 def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
@@ -556,7 +567,7 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
 # A node takes over
 
 
-def taken_over(stage: Stage, nnodes: Count = Count(1, 2)) -> Stage:
+def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
     heard = decode(encode(stage.machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
@@ -608,14 +619,14 @@ def test_settings_survive_the_coordinator(stage):
 
 
 def test_culprits_and_raised_limits_survive_the_coordinator():
-    stage = Stage(Count(1, 3))
+    stage = Stage(Bounds(1, 3))
     stage.tick()
-    assert [stage.kill(2)[-1].ranks[0] for _ in range(2)] == [3, 3]
+    assert [stage.kill(2)[-1].counts[0] for _ in range(2)] == [3, 3]
     stage.machine.restarts.hang_places[41, "data"] += 1
     heard = decode(encode(stage.machine.coordinator_state(stage.now)))
-    new = Stage(Count(1, 3), inherited=heard)
+    new = Stage(Bounds(1, 3), inherited=heard)
     new.tick(3.1)
-    assert new.kill(2)[-1].ranks == {0: 2}  # the third time in a row
+    assert new.kill(2)[-1].counts == {0: 2}  # the third time in a row
     assert new.machine.restarts.hang_places == {(41, "data"): 1}
 
 
@@ -631,7 +642,7 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
 
 def test_a_coordinator_lost_before_the_first_attempt():
     stage = nodes(2, 2, 1)
-    new = taken_over(stage, Count(2, 2))
+    new = taken_over(stage, Bounds(2, 2))
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
     assert new.machine.restarts.total == 0
@@ -640,7 +651,7 @@ def test_a_coordinator_lost_before_the_first_attempt():
 def test_too_few_that_are_left_wait():
     stage = nodes(2, 2, 2)
     stage.tick()
-    new = taken_over(stage, Count(2, 2))
+    new = taken_over(stage, Bounds(2, 2))
     assert "waiting for 1 more node" in [new.tick(299), new.said][1]
     new.join(1)
     new.machine.gone(1, "vanished", new.now)
@@ -674,7 +685,18 @@ def test_a_hang_is_explained_and_restarted(stage):
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
     stage.ranks_gone()
-    assert stage.tick() == [StartAttempt(1, {0: 2})]
+    assert stage.tick()[-1] == StartAttempt(1, {0: 2})
+
+
+def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
+    stuck(stage)
+    stage.tick(2.9)  # the stacks have 0.1 s left
+    stage.beat()  # the node is alive
+    stage.exit(0, 1, kind="RuntimeError", message="connection reset by peer")
+    assert stage.tick(1.0) == []
+    stage.exit(1, -9)
+    stage.tick()
+    assert "rank 1 on host-0" in stage.said
 
 
 def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
@@ -783,7 +805,7 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
 
 
 def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
-    stage.exit(1, 0, place="task.py:12")
+    stage.exit(1, 0, exit_line="task.py:12")
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
     stage.tick()
     assert "(sys.exit at task.py:12)" in stage.said
@@ -810,7 +832,7 @@ def test_strange_records_of_collectives_do_no_harm(stage):
 
 def test_no_wait_is_without_a_limit():
     """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
-    stage = Stage(Count(1, 2, 1))
+    stage = Stage(Bounds(1, 2, 1))
     assert stage.machine._deadline < float("inf")
     stage.tick()
     stage.machine.resize(2, stage.now)

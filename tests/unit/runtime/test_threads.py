@@ -28,12 +28,12 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "available_cores", lambda: 8)
     # What torch has here is what it would choose by itself.
     monkeypatch.setattr(threads, "hardware_counts", lambda: {5, torch.get_num_threads()})
-    for name in (threads.NUMBER, threads.SHARE, *threads.WAITING):
+    for name in (threads.OMP_THREADS_VAR, threads.CORES_VAR, *threads.WAIT_VARS):
         monkeypatch.delenv(name, raising=False)
 
 
 def choose(asked: int | None = None, exact: bool = False, ranks: int = 2, on_cpu: bool = True, **env: str) -> Threads:
-    usual = int(env.get(threads.SHARE, 5)) if env.get(threads.NUMBER) == env.get(threads.SHARE) else 5
+    usual = int(env.get(threads.CORES_VAR, 5)) if env.get(threads.OMP_THREADS_VAR) == env.get(threads.CORES_VAR) else 5
     return Threads.choose(asked, exact, ranks, on_cpu, usual, env)
 
 
@@ -79,7 +79,7 @@ def test_what_somebody_has_decided_stays(given: dict[str, Any], count: int, reas
 def test_the_launchers_own_number_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     env = agent._environment_for(2)
     assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == ("4", "passive")
-    chosen = choose(**{name: env[name] for name in (threads.NUMBER, threads.SHARE)})
+    chosen = choose(**{name: env[name] for name in (threads.OMP_THREADS_VAR, threads.CORES_VAR)})
     chosen.suit([1], 1)
     assert chosen.count == 1
 

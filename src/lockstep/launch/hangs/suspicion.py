@@ -35,8 +35,8 @@ HALTED_S = 3.0
 # How much longer a rank may take at a place where an earlier attempt was ended as a hang, for each such attempt.
 RAISE_FACTOR = 4.0
 
-# Minimum, in multiples of `hang.least`, that a rank without a history is given to react to a stop request.
-STOP_FACTOR = 2.0
+# Minimum, in multiples of `hang.least`, that a rank without a history is given to save and exit when it is asked to.
+PREEMPT_FACTOR = 2.0
 
 # A place where ranks stood still, as (step, phase), and how many attempts ended there.
 Places = Mapping[tuple[int | None, str | None], int]
@@ -97,7 +97,7 @@ class Suspicion:
     reason: str
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
-    remedy: str = ""  # the setting to change if this is no hang
+    remedy: str = ""  # the setting to change if this is not a hang
     within_limit: bool = False  # no limit is reached: the job fails only if the stacks prove a deadlock
 
     @property
@@ -172,13 +172,13 @@ def _is_busy(view: RankView) -> bool:
     return not view.traits.waits and view.state in ("R", "D")
 
 
-def stop_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
-    """Return how many seconds this rank may stand still after the job was asked to stop; then it is killed."""
+def preempt_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
+    """Return how many seconds this rank may stand still after it was asked to save and exit; then it is killed."""
     if view.traits.saves:
         return math.inf
 
     # Before its first step ends, a rank has nothing to save.
-    limit = STOP_FACTOR * limits.least
+    limit = PREEMPT_FACTOR * limits.least
     if not view.steps_done:
         return limit
 

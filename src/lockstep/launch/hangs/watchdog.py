@@ -24,8 +24,8 @@ from lockstep.launch.hangs.suspicion import (
     RankView,
     Suspicion,
     awaited_ranks,
+    preempt_limit,
     raised_limit,
-    stop_limit,
     suspect,
 )
 
@@ -36,7 +36,7 @@ COMPILING_S = 10.0
 INQUIRE_S = 45.0
 
 # A launcher that did not look for this long was itself suspended or starved, and perhaps so were its ranks.
-AWAY_S = 3.0
+UNWATCHED_S = 3.0
 
 # In any thread: on a GPU a thread of torch compiles the backward pass. A compiled model no longer shows these frames.
 _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/compile_fx\.py", line \d+ in \w*compile')
@@ -68,7 +68,7 @@ class Watchdog:
         # Rank -> since when it was seen halted.
         self._halted: dict[int, float] = {}
 
-        # The present suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
+        # The current suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
         self._suspicion: Suspicion | None = None
         self.stacks: dict[int, str] = {}
         self.collectives: dict[int, list[dict[str, Any]]] = {}
@@ -89,7 +89,7 @@ class Watchdog:
             return None
 
         # Ranks are not blamed for time in which the launcher did not look.
-        if now - self._last_look > AWAY_S:
+        if now - self._last_look > UNWATCHED_S:
             self._watched_since = now
             self._halted = {}
 
@@ -139,11 +139,11 @@ class Watchdog:
         where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
-    def stands_still(self, running: Collection[int], asked: float, now: float) -> list[RankView]:
-        """Return all ranks if none has moved since the job was `asked` to stop, and time is up; otherwise none."""
+    def stands_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
+        """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
         views = [view for view in self._all_views if view.rank in running]
-        patient = now - asked <= self.limits.least or len(views) < len(running)
-        moving = any(view.age <= stop_limit(view, views, self.limits) for view in views)
+        patient = now - preempted_at <= self.limits.least or len(views) < len(running)
+        moving = any(view.age <= preempt_limit(view, views, self.limits) for view in views)
         return [] if patient or moving else views
 
     def _moved(self, suspicion: Suspicion) -> bool:
@@ -152,7 +152,7 @@ class Watchdog:
 
     @property
     def reached_a_limit(self) -> bool:
-        """Whether the present suspicion is about a limit, and not about a halted process or a proven deadlock."""
+        """Whether the current suspicion is about a limit, and not about a halted process or a proven deadlock."""
         return self._suspicion is not None and bool(self._suspicion.remedy)
 
     def verdict(self) -> Failure | None:
@@ -186,7 +186,7 @@ class Watchdog:
         return Evidence(self.stacks, findings, gil_holders(self.stacks, self.collectives))
 
     def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
-        """Return whether a rank is compiling, which is no hang. If so, there is no suspicion for a while.
+        """Return whether a rank is compiling, which is not a hang. If so, there is no suspicion for a while.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.job import parse_address
-from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Notice
+from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 
@@ -149,7 +149,7 @@ class Hub:
         self._last = 0
 
     def sockets(self, now: float) -> list[Any]:
-        return [*(self._door.files(now) if self._door else []), *self._connections.values()]
+        return [*(self._door.sockets(now) if self._door else []), *self._connections.values()]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept nodes that know the secret and return what has arrived from all of them."""
@@ -159,9 +159,9 @@ class Hub:
 
         return self._read_all(now)
 
-    def take_notices(self) -> list[Notice]:
-        """Return the notices about strangers, one for each kind, that have not been taken yet."""
-        return self._door.take_notices() if self._door else []
+    def take_sightings(self) -> list[Sighting]:
+        """Return the first stranger of each kind, unless it was already taken."""
+        return self._door.take_sightings() if self._door else []
 
     def turned_away(self) -> dict[str, int]:
         """Return how many strangers of each kind were turned away."""

@@ -2,7 +2,7 @@
 
 How both sides prove that they know the secret is in `lockstep.runtime.rendezvous.proof`. A connection that has proven
 nothing is called a stranger. A stranger gets a random number, or a "no", and nothing else; no text that it sends is
-shown, and there is one notice for each kind of stranger.
+shown, and only the first stranger of each kind is reported.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _checked(text: str, source: str) -> Secret:
 
 
 @dataclass(frozen=True)
-class Notice:
+class Sighting:
     """The first stranger of a kind."""
 
     kind: str
@@ -225,17 +225,17 @@ class Door:
         self._strangers: list[Stranger] = []
         self._closed_until = 0.0
 
-        # How many strangers of each kind were turned away, and the notices that were not taken yet.
+        # How many strangers of each kind were turned away, and the first of each that were not taken yet.
         self.turned_away: Counter[str] = Counter()
-        self._notices: list[Notice] = []
+        self._sightings: list[Sighting] = []
 
-    def files(self, now: float) -> list[socket.socket | Stranger]:
+    def sockets(self, now: float) -> list[socket.socket | Stranger]:
         """Return the sockets to wait for. While the door is closed, new connections must not end the wait."""
         return [*([] if now < self._closed_until else [self._listener]), *self._strangers]
 
-    def take_notices(self) -> list[Notice]:
-        notices, self._notices = self._notices, []
-        return notices
+    def take_sightings(self) -> list[Sighting]:
+        sightings, self._sightings = self._sightings, []
+        return sightings
 
     def poll(self, now: float) -> list[tuple[socket.socket, Seal]]:
         """Accept connections, and return those that have proven that they know the secret."""
@@ -297,7 +297,7 @@ class Door:
 
     def _note(self, kind: str, address: str) -> None:
         if kind not in self.turned_away:
-            self._notices.append(Notice(kind, address))
+            self._sightings.append(Sighting(kind, address))
         self.turned_away[kind] += 1
 
     def close(self) -> None:

@@ -13,11 +13,17 @@ from typing import Any
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Count
+from lockstep.launch.job import Bounds
+
+# The messages, by their names in JSON.
+_KINDS: dict[str, type[Message]] = {}
 
 
 class Message:
     """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.__name__] = cls
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Hello(Message):
     """
 
     host: str
-    count: Count
+    nproc: Bounds
     identity: dict
     term: int = 0
     number: int = 0
@@ -117,7 +123,7 @@ class CoordinatorState(Message):
     culprits: list = field(default_factory=list)
     hang_places: list = field(default_factory=list)
     settings: dict = field(default_factory=dict)
-    stop_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+    preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
 
 
 @dataclass(frozen=True)
@@ -170,10 +176,10 @@ class CollectStacks(AttemptMessage):
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start a new attempt: `ranks` maps each node to its number of ranks, which are numbered in this order."""
+    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
 
     attempt: int
-    ranks: dict[int, int]
+    counts: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -218,15 +224,12 @@ class JobEnd(Message):
     code: int
     failure: Failure | None = None
     restarts: int = 0
-    coordinated: bool = field(default=False, compare=False)  # whether the launcher that has this ending coordinated
 
 
 Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----
-
-_KINDS = {kind.__name__: kind for kind in Message.__subclasses__() + AttemptMessage.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launch.wire.door import Door, Notice
+from lockstep.launch.wire.door import Door, Sighting
 from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
@@ -79,16 +79,16 @@ class StoreServer:
         self._door = Door(listener, secret)
         self._clients: list[Client] = []
         self._values: dict[str, bytes] = {}
-        self._forged: list[Notice] = []
+        self._forged: list[Sighting] = []
         self._forged_noted = False
         _allow_files(OTHER_FILES + PER_RANK * ranks)
 
-    def files(self, now: float) -> list[Any]:
-        return [*self._door.files(now), *self._clients]
+    def sockets(self, now: float) -> list[Any]:
+        return [*self._door.sockets(now), *self._clients]
 
-    def take_notices(self) -> list[Notice]:
-        notices, self._forged = [*self._door.take_notices(), *self._forged], []
-        return notices
+    def take_sightings(self) -> list[Sighting]:
+        sightings, self._forged = [*self._door.take_sightings(), *self._forged], []
+        return sightings
 
     def poll(self, now: float) -> None:
         """Accept ranks, and answer the requests that can be answered."""
@@ -139,7 +139,7 @@ class StoreServer:
             case "count":
                 return len(values)
             case _:
-                raise ValueError(f"{what!r} is no request")
+                raise ValueError(f"{what!r} is not a request")
 
     def _compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
         """Do as torch's stores do: a missing key equals an empty value; if it differs, `expected` is returned."""
@@ -166,7 +166,7 @@ class StoreServer:
 
     def _note_forged(self, client: Client) -> None:
         if not self._forged_noted:
-            self._forged.append(Notice(FORGED, client.address))
+            self._forged.append(Sighting(FORGED, client.address))
         self._forged_noted = True
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ COORDINATOR_SIDE = b"coordinator"
 
 # Kinds of strangers, which are connections that have proven nothing.
 WRONG = "does not know the job's secret"
-NOISE = "sent something that is no answer to the challenge"
+NOISE = "sent something that is not an answer to the challenge"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch.job import Count, Job
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.node_launcher import NodeLauncher, adopt
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.connections import (
@@ -193,7 +193,7 @@ def node(tmp_path, monkeypatch):
     agent = lambda job, name, secret: SimpleNamespace(count=job.nproc)
     monkeypatch.setattr("lockstep.launch.node_launcher.Agent", agent)
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
-    job = Job({"layers": layers, "path": []}, tmp_path / "a", Count(1, 1), join="127.0.0.1:29400")
+    job = Job({"layers": layers, "path": []}, tmp_path / "a", Bounds(1, 1), join="127.0.0.1:29400")
     return NodeLauncher(job, "host", [])
 
 
@@ -210,7 +210,7 @@ def test_orders_may_come_together_with_the_welcome(line, node):
 
 def test_a_node_adopts_what_the_coordinator_decided():
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
-    job = Job({"layers": layers, "path": [], "resume_command": "with runs/a"}, Path("runs/a"), Count(1, 1))
+    job = Job({"layers": layers, "path": [], "resume_command": "with runs/a"}, Path("runs/a"), Bounds(1, 1))
     adopted = adopt(job, WELCOME)
     assert adopted.run_dir == Path("runs/b")
     assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]

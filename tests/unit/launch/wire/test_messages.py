@@ -1,6 +1,7 @@
 """Messages between launchers: they survive JSON, and anything else is refused."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Count
+from lockstep.launch.job import Bounds
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -16,6 +17,7 @@ from lockstep.launch.wire.messages import (
     Hello,
     JobEnd,
     NodeBeat,
+    Preempt,
     Stacks,
     Start,
     Welcome,
@@ -26,7 +28,7 @@ from lockstep.launch.wire.messages import (
 
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
-    Hello("host", Count(1, 2, 1), {"target": "x"}, 2, 1),
+    Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, 2),
     CoordinatorState([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
     Exited(0, 1, RankExit(0)),
@@ -87,8 +89,16 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
         pass
 
 
+def test_a_message_may_derive_from_any_message():
+    @dataclass(frozen=True)
+    class PreemptSoon(Preempt):
+        seconds: float
+
+    assert decode(encode(PreemptSoon(3, 1.5))) == PreemptSoon(3, 1.5)
+
+
 def test_differences_are_named():
     ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
-    theirs = Hello("h", Count(1, 1), {**ours, "target": "b.py"})
+    theirs = Hello("h", Bounds(1, 1), {**ours, "target": "b.py"})
     assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
-    assert difference(Hello("h", Count(1, 1), ours), ours) is None
+    assert difference(Hello("h", Bounds(1, 1), ours), ours) is None

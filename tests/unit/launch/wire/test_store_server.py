@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.launch import records
-from lockstep.launch.wire.door import Notice
+from lockstep.launch.wire.door import Sighting
 from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
 from lockstep.runtime.rendezvous import proof
 from lockstep.runtime.rendezvous.proof import Secret, prove
@@ -27,22 +27,22 @@ SHORT = timedelta(seconds=0.2)
 
 
 @contextmanager
-def serving() -> Iterator[tuple[int, list[Notice]]]:
+def serving() -> Iterator[tuple[int, list[Sighting]]]:
     """Yield the port of a store, and what it has to say about strangers; a thread takes the launcher's place."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = StoreServer(listener, OURS, ranks=2)
-    over, notices = threading.Event(), []
+    over, sightings = threading.Event(), []
 
     def serve() -> None:
         while not over.is_set():
-            records.wait_readable(server.files(time.monotonic()), 0.02)
+            records.wait_readable(server.sockets(time.monotonic()), 0.02)
             server.poll(time.monotonic())
-            notices.extend(server.take_notices())
+            sightings.extend(server.take_sightings())
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield listener.getsockname()[1], notices
+        yield listener.getsockname()[1], sightings
     finally:
         over.set()
         thread.join()
@@ -75,10 +75,10 @@ def exercised(store: dist.Store) -> list[Any]:
 
 
 def test_it_does_what_the_store_of_torch_does():
-    with serving() as (port, notices):
+    with serving() as (port, sightings):
         ours = exercised(joined(port))
     assert ours == exercised(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    assert notices == []
+    assert sightings == []
 
 
 def test_a_wait_for_a_file_ends_in_time_too(tmp_path):
@@ -102,27 +102,27 @@ def test_waiting_ends_when_another_rank_sets_the_key():
 
 def test_torchs_own_client_is_no_rank():
     """What `tests/faults/test_store.py` does to a job, here without one."""
-    with serving() as (port, notices):
+    with serving() as (port, sightings):
         rank = joined(port)
         rank.set("address", "of rank 0")
         with pytest.raises(RuntimeError):
             dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
         assert rank.get("address") == b"of rank 0"
-    assert [notice.kind for notice in notices] == [proof.NOISE]
+    assert [sighting.kind for sighting in sightings] == [proof.NOISE]
 
 
 @pytest.mark.parametrize("other", [JOB, store_secret(JOB, "attempt 1")])
 def test_the_key_is_that_of_one_attempt(other):
     """Neither the job's secret itself nor the key of an earlier attempt opens the store."""
-    with serving() as (port, notices):
+    with serving() as (port, sightings):
         with pytest.raises(dist.DistNetworkError, match="listens there does not know the job's secret"):
             joined(port, other)
         assert joined(port).num_keys() == 0
-    assert [notice.kind for notice in notices] == [proof.WRONG]
+    assert [sighting.kind for sighting in sightings] == [proof.WRONG]
 
 
 def test_a_changed_request_is_not_obeyed():
-    with serving() as (port, notices):
+    with serving() as (port, sightings):
         with socket.create_connection(("127.0.0.1", port)) as line:
             seal = prove(line, OURS)
             request = seal.sign(json.dumps({"what": "set", "key": "key", "value": "QQ=="}).encode())
@@ -130,7 +130,7 @@ def test_a_changed_request_is_not_obeyed():
             line.settimeout(20.0)
             assert line.recv(100) == b""
         assert not joined(port).check(["key"])
-    assert [notice.kind for notice in notices] == [FORGED]
+    assert [sighting.kind for sighting in sightings] == [FORGED]
 
 
 def test_a_changed_answer_is_refused_in_words():

@@ -159,7 +159,7 @@ def test_a_stranger_gets_a_random_number_and_a_no(meeting):
     ("challenge", "proof", "why"),
     [
         (b"0" * 64 + b"\n", b"1" * 64 + b"\n", "what listens there does not know the job's secret"),
-        (b"220 mail.example.com ESMTP".ljust(65), b"", "what listens there sent something that is no answer"),
+        (b"220 mail.example.com ESMTP".ljust(65), b"", "what listens there sent something that is not an answer"),
     ],
 )
 def test_a_rogue_coordinator_is_not_believed(challenge, proof, why):
@@ -256,7 +256,7 @@ def test_a_look_at_the_port_is_not_worth_a_word(quiet_door):
     for _ in range(5):
         assert opened.poll(0.0) == []
         time.sleep(0.02)
-    assert len(opened.files(0.0)) == 1
+    assert len(opened.sockets(0.0)) == 1
     assert opened.turned_away == {}
 
 
@@ -276,9 +276,9 @@ def test_a_crowd_makes_room_for_others(quiet_door, monkeypatch):
     for _ in range(30):
         knock()
     turn(opened, door.CROWD)
-    assert len(opened.files(0.0)) <= 1 + 8
-    assert len(opened.take_notices()) == 1
-    assert opened.take_notices() == []
+    assert len(opened.sockets(0.0)) <= 1 + 8
+    assert len(opened.take_sightings()) == 1
+    assert opened.take_sightings() == []
 
 
 class Exhausted:
@@ -294,13 +294,13 @@ class Exhausted:
 def test_without_descriptors_the_door_closes_for_a_moment(quiet_door):
     opened, knock = quiet_door
     knock()
-    while not opened.files(0.0)[1:]:
+    while not opened.sockets(0.0)[1:]:
         opened.poll(0.0)
     listener, opened._listener = opened._listener, Exhausted()
     opened.poll(0.0)
-    assert opened.files(0.1) == []  # nothing that would wake the coordinator again and again
+    assert opened.sockets(0.1) == []  # nothing that would wake the coordinator again and again
     opened._listener = listener
-    assert opened.files(1.5) == [listener]
+    assert opened.sockets(1.5) == [listener]
     assert opened.turned_away[door.EXHAUSTED] == 2
 
 
@@ -335,9 +335,11 @@ def test_a_proof_of_another_side_is_no_proof():
 
 
 def test_the_secret_of_a_job_without_a_typed_folder_lies_beside_it():
-    from lockstep.launch.job import Count, Job
+    from lockstep.launch.job import Bounds, Job
 
-    typed = Job({}, Path("runs/a"), Count(1, 1), join="[::1]:29400")
-    chosen = Job({"layers": [("launcher", {"run_dir": "runs/a-1"})]}, Path("runs/a-1"), Count(1, 1), join="[::1]:29400")
+    typed = Job({}, Path("runs/a"), Bounds(1, 1), join="[::1]:29400")
+    chosen = Job(
+        {"layers": [("launcher", {"run_dir": "runs/a-1"})]}, Path("runs/a-1"), Bounds(1, 1), join="[::1]:29400"
+    )
     assert typed.secret_path == Path("runs/a/.secret")
     assert chosen.secret_path == Path("runs/.secret----1--29400")
