@@ -259,6 +259,7 @@ def check_storage(model: nn.Module) -> None:
             "they are the master weights: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
             "precision=bf16-master stores bf16 copies of them",
+            cause="half-precision",
         )
 
 

@@ -306,6 +306,7 @@ class LateHooks:
                 "the hooks of parameters are carried over when Lockstep gets the model, and a later one might never be "
                 "called",
                 "set it in model(), or before run.setup(...)",
+                cause="hook",
             )
 
 
@@ -350,6 +351,7 @@ def _trainable_changed(change: str) -> UserError:
         "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
         "start a second run from the saved weights. Two models in turn need no freezing: step.apply(optimizer) drops "
         "the gradients of the other",
+        cause="changed-structure",
     )
 
 
@@ -430,6 +432,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "every rank must hold the same weights",
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
+                    cause="not-synchronised",
                 )
 
 

@@ -118,6 +118,7 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
             inner.call_site,
             "return the loss and leave backward() to Lockstep (in a custom loop: step.backward(loss_sum, "
             "weight)); for a gradient inside the loss use torch.autograd.grad(...), or backward(inputs=[x])",
+            cause="left-gradient",
         )
 
 

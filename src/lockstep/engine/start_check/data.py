@@ -155,4 +155,4 @@ def check_different(digests: Sequence[str | None], fix: str) -> None:
     first_rank: dict[str, int] = {}
     for rank, value in enumerate(digests):
         if value is not None and first_rank.setdefault(value, rank) != rank:
-            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix)
+            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix, cause="data")

@@ -109,6 +109,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
                     f"the ranks set different hooks on {name!r}",
                     f"rank 0 has {sum(first.get(name, []))}, rank {rank} has {sum(counts.get(name, []))}",
                     "set the same hooks on every rank: no `if rank == 0` in model()",
+                    cause="hook",
                 )
 
     if not first:
@@ -119,7 +120,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     own_problem = next(filter(None, problems), None)
     for problem in runtime.collectives.gather_json(own_problem):
         if problem:
-            raise UserError(*problem)
+            raise UserError(*problem, cause="hook")
 
 
 def _problem(
