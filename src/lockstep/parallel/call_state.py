@@ -74,7 +74,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         for module, before in self._attributes:
             _restore_attributes(module, before)
 
-    def buffers(self) -> list[Tensor]:
+    def current_buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
         return [buffer.clone() for buffer, _ in self._values]
 

@@ -81,7 +81,7 @@ class FSDPDriver(ShardedDriver):
 
     def begin(self) -> None:
         super().begin()
-        self._uniform_use.steps += 1
+        self._uniform_use.begin_step()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.

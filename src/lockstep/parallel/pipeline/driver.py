@@ -130,9 +130,9 @@ class PipelineDriver(ShardedDriver):
 
     def begin(self) -> None:
         super().begin()
-        self._foreign.steps += 1
+        self._foreign.begin_step()
         if self._uniform_use:
-            self._uniform_use.steps += 1
+            self._uniform_use.begin_step()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
