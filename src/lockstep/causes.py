@@ -122,7 +122,7 @@ _TABLE = {
         "return sums in Loss(metrics=...): the number of hits, or (sum, weight)",
     ),
     "changed-in-forward": (
-        "a forward that changes the model: each rank then has another model, after the micro-batches it computed",
+        "a forward that changes the model: each rank then has a different model, after the micro-batches it computed",
         "use a norm without such state (spectral norm: normalise in after_step); update averages and statistics in "
         "after_step(model, step); or name its buffers in the task's changing_buffers",
     ),

@@ -123,7 +123,7 @@ def _differs_from_itself(case: Case) -> Cause | None:
 
 
 def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
-    """Return the first micro-batch that has the same ids as in the reference, but other contents."""
+    """Return the first micro-batch that has the same ids as in the reference, but different contents."""
     # One of the two may have ended early.
     for step in range(min(record.steps, reference.steps)):
         for micro, other in _matched(record, reference, step):
