@@ -188,7 +188,7 @@ def test_the_command(
         (["nothing"], "the target nothing is not a recipe"),
         (["char_lm", "--worlds", "1,two"], "is not a list of whole numbers"),
         (["char_lm", "--worlds", "0,1"], "--worlds 0,1 has a count below 1"),
-        (["char_lm", "--strategies", "pp"], "type some of ddp"),
+        (["char_lm", "--strategies", "pp"], "use some of ddp"),
         (["char_lm", "--exact", "--strategies", "ddp,hsdp"], "hsdp, which cannot be exact"),
         (["char_lm", "stepz=3"], "there is no key stepz"),
     ],
@@ -262,7 +262,7 @@ def test_worlds_that_do_not_fit() -> None:
 
 
 def test_unknown_strategies_are_refused() -> None:
-    with pytest.raises(UserError, match="type some of"):
+    with pytest.raises(UserError, match="use some of"):
         check(VerifyOptions(strategies=("ddp", "pp")))
 
 

@@ -69,7 +69,7 @@ _TABLE = {
     "nondeterminism": (
         "two runs in the same layout differ",
         "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
-        "pid or global state; on a GPU type deterministic=true",
+        "pid or global state; on a GPU set deterministic=true",
     ),
     # Parameters that the all-reduce misses.
     "bypass": (
@@ -86,7 +86,7 @@ _TABLE = {
     ),
     "unused": (
         "a trainable parameter that takes no part in the loss",
-        "freeze it (requires_grad=False) in model(), or type ddp.find_unused_parameters=true",
+        "freeze it (requires_grad=False) in model(), or set ddp.find_unused_parameters=true",
     ),
     # What moves besides the weights.
     "schedule": (

@@ -109,7 +109,7 @@ def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
     """Return the error for a setting whose value is not one of the `known` names."""
     names = list(known)
     (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
-    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"type {key}={nearest}")
+    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"set {key}={nearest}")
 
 
 def plural(count: int, one: str, many: str = "") -> str:

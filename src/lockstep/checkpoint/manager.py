@@ -223,7 +223,7 @@ class CheckpointManager:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
                     "",
-                    f"type {key}={before}, or start a new run from the exported weights",
+                    f"set {key}={before}, or start a new run from the exported weights",
                 )
 
         other_changes = self.state.restore(reader, values["state"], changed_settings)
@@ -266,7 +266,7 @@ class CheckpointManager:
             raise UserError(
                 f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
                 f"{size_text(known)} needed for the weights alone",
-                f"free {size_text(known + estimate - free)}, or type run_dir=FOLDER on another disk",
+                f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
             )
 
         needed = 2 * (known + estimate)
@@ -288,7 +288,7 @@ class CheckpointManager:
             raise UserError(
                 f"{policy}=rewind cannot be used with a stream, which cannot skip samples",
                 "",
-                f"type {policy}=skip, or {policy}=stop",
+                f"set {policy}=skip, or {policy}=stop",
             )
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
@@ -298,7 +298,7 @@ class CheckpointManager:
                 raise UserError(
                     f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                     "",
-                    f"make room on the disk, or type {policy}=skip",
+                    f"make room on the disk, or set {policy}=skip",
                 )
 
     def prepare(self) -> None:

@@ -130,7 +130,7 @@ class BackgroundCopy:
         if torn:
             raise RuntimeError(
                 "the optimizer's state was changed between two updates, while it was being copied: change it only in "
-                "the optimizer's step(), or type checkpoint.asynchronous=false"
+                "the optimizer's step(), or set checkpoint.asynchronous=false"
             )
 
     def wait(self) -> None:

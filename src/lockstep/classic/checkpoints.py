@@ -33,7 +33,7 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, nam
     """
     if not 0 <= writer < runtime.world.size:
         raise UserError(
-            f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {runtime.world.size - 1}", "type rank=0"
+            f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {runtime.world.size - 1}", "pass rank=0"
         )
 
     if runtime.world.rank == writer:

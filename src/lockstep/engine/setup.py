@@ -246,7 +246,7 @@ class RunBuilder:
             raise UserError(
                 "evaluate.batch is not set, and an evaluation before the first step needs it",
                 "",
-                "type evaluate.batch=64",
+                "set evaluate.batch=64",
             )
 
         self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
@@ -469,7 +469,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
         raise UserError(
             f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
             "each rank holds only a part of the model",
-            "type strategy=ddp or strategy=fsdp",
+            "set strategy=ddp or strategy=fsdp",
         )
 
     return attach(

@@ -96,7 +96,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         ]
 
     def changed_attributes(self) -> list[str]:
-        """Return `Class.name` of attributes that were added or replaced, or whose list or dict has different members."""
+        """Return `Class.name` of attributes that were added or replaced, or whose list or dict was changed."""
         return [
             f"{type(module).__name__}.{name}"
             for module, before in self._attributes

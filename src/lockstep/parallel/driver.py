@@ -338,7 +338,7 @@ class ShardedDriver(BaseDriver):
             raise UserError(
                 f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.call_site,
-                "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
+                "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -378,7 +378,7 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         raise UserError(
             f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train",
             "",
-            "set requires_grad=True on the parameters to train before you pass the model to Lockstep",
+            "unfreeze the parameters to train (requires_grad=True) before you pass the model to Lockstep",
         )
 
     return [name for name, _ in pairs], [p for _, p in pairs]

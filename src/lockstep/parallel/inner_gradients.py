@@ -140,7 +140,7 @@ def refuse_second_derivative(inner: InnerGradient, leaves: Collection[int]) -> N
             "the loss depends on a gradient of the model (create_graph=True), which tensor parallelism (mesh.tp) "
             "cannot differentiate again",
             inner.call_site,
-            "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
+            "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
         )
 
 

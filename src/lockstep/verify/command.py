@@ -82,7 +82,7 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise UserError(
-            f"--json {path} cannot be written", str(error), "type a file in a folder that you may write to"
+            f"--json {path} cannot be written", str(error), "use a file in a folder that you may write to"
         ) from error
 
 

@@ -126,7 +126,7 @@ def error_for(cause: Cause, config: RunConfig) -> UserError:
         return UserError(cause.title, cause.evidence, cause.fix, cause.key)
     accepted = [*accepted_causes(config), cause.key]
     value = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
-    fix = f"{cause.fix}. If you mean it, type checks.loss={value}"
+    fix = f"{cause.fix}. If you mean it, set checks.loss={value}"
     return UserError(cause.title, cause.evidence, fix, cause.key)
 
 

@@ -154,6 +154,6 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     return UserError(
         "the ranks use different parameters in the same micro-batch, but fsdp gathers parameters on all ranks together",
         "; ".join(named),
-        f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
+        f"set strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
         "rank, and multiply its output by 0 where it should not count",
     )

@@ -133,7 +133,7 @@ def _problem(
                 f"the hook on {name!r} holds the parameter {held!r}, which this strategy replaces with its shards",
                 "the hook would always see the weights of the first step",
                 "let it read the parameter from its module (`layer.weight`, not a variable that holds the weight), or "
-                "type strategy=ddp",
+                "set strategy=ddp",
             )
 
     parameter = parameters[name]
@@ -149,7 +149,7 @@ def _problem(
         f"the hook on {name!r} is not linear: hook(a + b) must be hook(a) + hook(b)",
         f"{symptom}. The hook gets the gradient of one micro-batch, or a sum that is not yet divided, so its result "
         "would differ from a hook on the gradient of the whole batch",
-        "remove it, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
+        "remove it, and set clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
         "gradient of the whole step belongs in the step() of a custom optimizer",
     )
 

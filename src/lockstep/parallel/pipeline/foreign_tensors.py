@@ -79,7 +79,7 @@ class ForeignTensors:
                 f"{names[0]!r} is used in a stage of the pipeline that does not hold it{more}",
                 f"only stage {stages} holds it",
                 "for a penalty on weights use the optimizer's weight_decay; compute anything else that needs the "
-                "parameter in the model's forward, for every sample; or train without a pipeline (mesh.pp): type "
+                "parameter in the model's forward, for every sample; or train without a pipeline (mesh.pp): set "
                 "strategy=ddp, or strategy=zero1",
             )
 
