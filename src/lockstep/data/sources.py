@@ -264,13 +264,13 @@ class MapSource:
     # ---- choosing samples ----
 
     def _window(self, position: int) -> Window:
-        """Return the window at a position, without the spans that are passed over."""
+        """Return the window at a position, without the skipped spans."""
         for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
-        # After a resume with a different batch size, a window may reach into a span that is passed over.
+        # After a resume with a different batch size, a window may reach into a skipped span.
         for start, _ in self.skipped_spans:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
