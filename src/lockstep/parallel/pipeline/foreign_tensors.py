@@ -74,7 +74,7 @@ class ForeignTensors:
         if names:
             # One name is enough to find the line of code.
             stages = " and ".join(map(str, self.stages[names[0]]))
-            more = f" (and {len(names) - 1} other tensors too)" if names[1:] else ""
+            more = f" (and {len(names) - 1} more)" if names[1:] else ""
             raise UserError(
                 f"{names[0]!r} is used in a stage of the pipeline that does not hold it{more}",
                 f"only stage {stages} holds it",
