@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import FileStore, Retention
+from lockstep.checkpoint.writer import SaveContext
 from lockstep.runtime.machine import available_cores
 
 TOKEN = "be7c4"
@@ -88,7 +89,7 @@ def with_lockstep(saver: Saver, step: int, mine: list[Slice], training: Training
     saver.wait_for_copy()  # before its update
     stall += time.perf_counter() - waited
     reports: list[Any] = []
-    training.until(lambda: bool(reports.extend(saver.wait(0)) or reports))
+    training.until(lambda: bool(reports.extend(saver.take_ended(0)) or reports))
     assert reports[0].error is None, reports[0]
     return stall, stall + reports[0].write_s  # committed; deleting the one before comes after that
 
@@ -109,7 +110,7 @@ def work(rank: int, options: argparse.Namespace, root: Path, results: Any) -> No
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
     state, training = make_state(options.megabytes), Training()
     store = FileStore(root / "checkpoints")
-    saver = Saver(store, rank, options.ranks, TOKEN, Retention(last=1))
+    saver = Saver(SaveContext(store, rank, options.ranks, TOKEN, Retention(last=1)))
     mine = [Slice.full(name, tensor) for name, tensor in list(state.items())[rank :: options.ranks]]
     saver.prepare(mine)
     ways = {

@@ -197,7 +197,7 @@ def test_a_killed_rank_is_named(trained, rank):
 def test_first_mistakes_get_an_answer(trained):
     """A file without its class, a class that is no task, a loss that is a bare tensor."""
     done = lockstep("train", "my_task.py", folder=trained)
-    assert (done.returncode, "type my_task.py:" in done.stderr) == (2, True)
+    assert (done.returncode, "use my_task.py:" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Bare", "run_dir=bare", folder=trained)
     assert (done.returncode, "return lockstep.Loss(total, weight=" in done.stderr) == (2, True)
     done = lockstep("train", "my_task.py:Plain", folder=trained)

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
-    {"errors", "_version", "causes"},
+    {"errors", "_version", "causes", "garbage"},
     {"config", "faults"},
     {"runtime"},
     {"launch"},

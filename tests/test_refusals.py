@@ -211,29 +211,27 @@ def long_row() -> nn.Module:
 
 
 CONFIGURATION = {
-    "a misspelt strategy": Row(
-        {"strategy": "fsdpp"}, "strategy = fsdpp", "'zero1', 'fsdp-grads'", "type strategy=fsdp"
-    ),
-    "with an underscore": Row({"strategy": "fsdp_grads"}, "fsdp_grads", "should be", "type strategy=fsdp-grads"),
-    "another tool's word": Row({"strategy": "zero3"}, "strategy = zero3", "should be 'ddp'", "type strategy=fsdp"),
-    "another tool's format": Row({"precision": "bfloat16"}, "bfloat16", "should be 'auto'", "type precision=bf16"),
+    "a misspelt strategy": Row({"strategy": "fsdpp"}, "strategy = fsdpp", "'zero1', 'fsdp-grads'", "set strategy=fsdp"),
+    "with an underscore": Row({"strategy": "fsdp_grads"}, "fsdp_grads", "should be", "set strategy=fsdp-grads"),
+    "another tool's word": Row({"strategy": "zero3"}, "strategy = zero3", "should be 'ddp'", "set strategy=fsdp"),
+    "another tool's format": Row({"precision": "bfloat16"}, "bfloat16", "should be 'auto'", "set precision=bf16"),
     "a micro-batch above the batch": Row(
         {"micro_batch": 32},
         "micro_batch = 32",
         "larger than global_batch",
-        "type micro_batch=16, or global_batch=32",
+        "set micro_batch=16, or global_batch=32",
         ranks=1,
     ),
-    "half a word of remat": Row({"remat": "every"}, "remat = every", "'every-2'", "type remat=every-2"),
+    "half a word of remat": Row({"remat": "every"}, "remat = every", "'every-2'", "set remat=every-2"),
     "a hook with fsdp": Row(
-        {"ddp.hook": "bf16", "strategy": "fsdp"}, "strategy = fsdp", "DistributedDataParallel", "type ddp.hook=none"
+        {"ddp.hook": "bf16", "strategy": "fsdp"}, "strategy = fsdp", "DistributedDataParallel", "set ddp.hook=none"
     ),
     "a hook with tp": Row({"ddp.hook": "powersgd", "mesh.tp": 2}, "mesh.tp = 2", "not used then", "leave mesh.tp out"),
     "a static graph with unused parameters": Row(
         {"ddp.static_graph": True, "ddp.find_unused_parameters": True},
         "ddp.static_graph = true",
         "not used then",
-        "type ddp.static_graph=false",
+        "set ddp.static_graph=false",
     ),
     "a static graph that may have to be cut": Row(
         {"ddp.static_graph": True, "micro_batch": "auto"}, "micro_batch = auto", "one micro-batch", "leave ddp.static"
@@ -242,16 +240,16 @@ CONFIGURATION = {
         {"ddp.broadcast_buffers": True, "strategy": "fsdp"},
         "ddp.broadcast_buffers = true",
         "not used then",
-        "type ddp.broadcast_buffers=false",
+        "set ddp.broadcast_buffers=false",
     ),
     "offload without fsdp": Row(
         {"fsdp.offload": True}, "with strategy=ddp", "a sharded model", "strategy=fsdp", mends=False
     ),
     "copies without hsdp": Row(
-        {"fsdp.replicas": 2, "strategy": "fsdp"}, "fsdp.replicas = 2", "only hsdp", "type strategy=hsdp"
+        {"fsdp.replicas": 2, "strategy": "fsdp"}, "fsdp.replicas = 2", "only hsdp", "set strategy=hsdp"
     ),
     "a schedule without a pipeline": Row(
-        {"pp.schedule": "gpipe"}, "pp.schedule", "no pipeline", "type strategy=pp", Asked(long_row)
+        {"pp.schedule": "gpipe"}, "pp.schedule", "no pipeline", "set strategy=pp", Asked(long_row)
     ),
     "stages that the schedule has not": Row(
         {"strategy": "pp", "pp.stages_per_rank": 2},
@@ -264,25 +262,25 @@ CONFIGURATION = {
         {"strategy": "pp", "pp.schedule": "interleaved", "pp.stages_per_rank": 1},
         "interleaved",
         "several stages",
-        "type pp.stages_per_rank=2",
+        "set pp.stages_per_rank=2",
         Asked(long_row),
     ),
-    "blocks for nothing": Row({"blocks": ["Block"]}, 'blocks = ["Block"]', "block by block", "type remat=full"),
+    "blocks for nothing": Row({"blocks": ["Block"]}, 'blocks = ["Block"]', "block by block", "set remat=full"),
     "a rank of powersgd without it": Row(
-        {"ddp.powersgd_rank": 2, "ddp.hook": "bf16"}, "ddp.hook=bf16", "not compressed", "type ddp.hook=powersgd"
+        {"ddp.powersgd_rank": 2, "ddp.hook": "bf16"}, "ddp.hook=bf16", "not compressed", "set ddp.hook=powersgd"
     ),
     "a loss scale without fp16": Row(
-        {"scaler.initial": 8.0, "precision": "bf16"}, "scaler.initial", "needs no loss scale", "type precision=fp16"
+        {"scaler.initial": 8.0, "precision": "bf16"}, "scaler.initial", "needs no loss scale", "set precision=fp16"
     ),
     "a lowest rate of a constant one": Row(
-        {"lr.min_ratio": 0.1}, "lr.schedule=constant", "does not fall", "type lr.schedule=cosine"
+        {"lr.min_ratio": 0.1}, "lr.schedule=constant", "does not fall", "set lr.schedule=cosine"
     ),
     "a batch rule without a batch": Row(
         {"lr.scaling": "linear"}, "lr.scaling", "reference_batch", "add lr.reference_batch=256"
     ),
-    "a batch for no rule": Row({"lr.reference_batch": 64}, "reference_batch", "peak", "type lr.scaling=linear"),
+    "a batch for no rule": Row({"lr.reference_batch": 64}, "reference_batch", "peak", "set lr.scaling=linear"),
     "spikes that are not detected": Row(
-        {"spike.window": 32}, "spike.window", "detection is off", "type spike.policy=skip"
+        {"spike.window": 32}, "spike.window", "detection is off", "set spike.policy=skip"
     ),
     "the best of nothing": Row(
         {"checkpoint.best_mode": "max", "evaluate.every": 1},
@@ -296,7 +294,7 @@ CONFIGURATION = {
         {"load_balance": "auto", "strategy": "fsdp", "micro_batch": 1},
         "strategy = fsdp",
         "wait for",
-        "type strategy=ddp",
+        "set strategy=ddp",
     ),
     "speeds with a mesh": Row(
         {"load_balance": [1, 2], "mesh.pp": 2}, "mesh.pp = 2", "wait for each other", "leave mesh.pp out"
@@ -310,7 +308,7 @@ GRAPHS = {
         {"graph": True, key: value} | more,
         f"graph = true (command line) cannot be combined with {key}",
         "not captured",
-        "type graph=auto",
+        "set graph=auto",
     )
     for key, value, more in (
         ("strategy", "fsdp", {}),
@@ -320,24 +318,24 @@ GRAPHS = {
     )
 } | {
     "cuDNN, repeatable": Row(
-        {"attention": "cudnn", "deterministic": True}, "attention = cudnn", "no fixed order", "type attention=flash"
+        {"attention": "cudnn", "deterministic": True}, "attention = cudnn", "no fixed order", "set attention=flash"
     ),
     "graphs on a CPU": Row({"graph": True}, "graph=true", "for GPUs", "leave graph out"),
     "exact graphs": Row({"graph": True, "exact": True}, "exact = true", "chosen again", "leave graph out"),
 }
 GRID = {
     "a mesh that does not divide": Row(
-        {"mesh.tp": 3}, "mesh.tp=3 does not fit 4 ranks", "not a multiple", "type mesh.tp=2"
+        {"mesh.tp": 3}, "mesh.tp=3 does not fit 4 ranks", "not a multiple", "set mesh.tp=2"
     ),
-    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "needs 8 ranks", "type mesh.dp=2"),
+    "a mesh that is full": Row({"mesh": {"dp": 4, "tp": 2}}, "mesh.dp=4, mesh.tp=2", "needs 8 ranks", "set mesh.dp=2"),
     "hsdp with tp": Row(
-        {"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "cannot be combined with mesh.tp", "type strategy=fsdp"
+        {"strategy": "hsdp", "mesh.tp": 2}, "strategy=hsdp", "cannot be combined with mesh.tp", "set strategy=fsdp"
     ),
     "zero1 with pp": Row(
         {"strategy": "zero1", "mesh.pp": 2},
         "strategy=zero1",
         "cannot be combined with mesh.pp",
-        "type strategy=ddp",
+        "set strategy=ddp",
         Asked(long_row),
     ),
     "offload on a CPU": Row({"strategy": "fsdp", "fsdp.offload": True}, "offload=true", "a CPU", "leave fsdp.offload"),
@@ -349,20 +347,20 @@ GRID = {
     ),
     "tp over one rank": Row({"strategy": "tp", "mesh.tp": 1}, "mesh.tp=1", "nothing to shard", "leave mesh.tp out"),
     "three copies on four ranks": Row(
-        {"strategy": "hsdp", "fsdp.replicas": 3}, "into 3 replicas", "4 is not a multiple of 3", "type fsdp.replicas=2"
+        {"strategy": "hsdp", "fsdp.replicas": 3}, "into 3 replicas", "4 is not a multiple of 3", "set fsdp.replicas=2"
     ),
     "hsdp with pp": Row(
         {"strategy": "hsdp", "mesh.pp": 2},
         "strategy=hsdp",
         "cannot be combined with mesh.pp",
-        "type strategy=fsdp",
+        "set strategy=fsdp",
         Asked(long_row),
     ),
     "interleaved stages that are cut": Row(
         {"strategy": "fsdp", "mesh.pp": 2, "pp.schedule": "interleaved"},
         "pp.schedule=interleaved cannot be combined with strategy=fsdp",
         "in full from forward to backward",
-        "type pp.schedule=1f1b",
+        "set pp.schedule=1f1b",
         Asked(long_row),
     ),
     "zero-bubble, compiled": Row(
@@ -378,41 +376,41 @@ MODEL = {
         {}, "must return an nn.Module; it returned a tuple", "", "the module itself", Asked(lambda: (Net(), 1))
     ),
     "wrapped": Row(
-        {}, "wrapped in DataParallel", "a plain model", "type strategy=ddp", Asked(lambda: nn.DataParallel(Net()))
+        {}, "wrapped in DataParallel", "a plain model", "set strategy=ddp", Asked(lambda: nn.DataParallel(Net()))
     ),
     "compiled": Row(
-        {}, "wrapped in OptimizedModule", "a plain model", "type compile=true", Asked(lambda: torch.compile(Net()))
+        {}, "wrapped in OptimizedModule", "a plain model", "set compile=true", Asked(lambda: torch.compile(Net()))
     ),
     "half weights": Row({}, "float32", "half precision", "model.float()", Asked(lambda: Net().bfloat16())),
     "frozen": Row(
-        {}, "nothing to train", "requires_grad", "set requires_grad=True", Asked(lambda: Net().requires_grad_(False))
+        {}, "nothing to train", "requires_grad", "unfreeze the parameters", Asked(lambda: Net().requires_grad_(False))
     ),
     "remat without blocks": Row(
         {"remat": "full"}, "remat=full finds no blocks", "no ModuleList", "blocks=[", Asked(Strange)
     ),
     "blocks that are not there": Row(
-        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no module of this class", "type blocks=[Block]"
+        {"remat": "full", "blocks": ["Blok"]}, "blocks=[Blok]", "no module of this class", "set blocks=[Block]"
     ),
     "one of two blocks that is not there": Row(
         {"remat": "full", "blocks": ["Block", "Tree"]},
         "blocks=[Tree]",
         "no module of this class",
-        "type blocks=[Block]",
+        "set blocks=[Block]",
     ),
     "blocks that nobody calls": Row(
-        {"strategy": "fsdp", "blocks": ["ModuleList"]}, "blocks=[ModuleList]", "no forward", "type blocks=[Block]"
+        {"strategy": "fsdp", "blocks": ["ModuleList"]}, "blocks=[ModuleList]", "no forward", "set blocks=[Block]"
     ),
     "the model as its block": Row(
-        {"strategy": "fsdp", "blocks": ["Net"]}, "blocks=[Net]", "the model itself", "type blocks=[Block]"
+        {"strategy": "fsdp", "blocks": ["Net"]}, "blocks=[Net]", "the model itself", "set blocks=[Block]"
     ),
     "a block of a model without parts": Row(
         {"strategy": "fsdp", "blocks": ["Bare"]}, "blocks=[Bare]", "the model itself", "leave blocks out", Asked(Bare)
     ),
     "remat of every block by number": Row(
-        {"remat": "every-1"}, "every-1 would recompute all blocks", "", "type remat=full"
+        {"remat": "every-1"}, "every-1 would recompute all blocks", "", "set remat=full"
     ),
     "remat of fewer blocks than there are": Row(
-        {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "type remat=every-3"
+        {"remat": "every-4"}, "remat=every-4", "the model has 3 blocks", "set remat=every-3"
     ),
     "remat of BatchNorm": Row(
         {"remat": "full", "blocks": ["BatchNorm1d"]},
@@ -425,7 +423,7 @@ MODEL = {
         {"init": "meta"},
         "init=meta cannot be combined with strategy=ddp",
         "one block after another",
-        "type strategy=fsdp",
+        "set strategy=fsdp",
     ),
     "meta with a mesh": Row(
         {"init": "meta", "strategy": "fsdp", "mesh.tp": 2},
@@ -445,20 +443,20 @@ MODEL = {
         {"strategy": "fsdp", "mesh.pp": 2},
         "strategy=fsdp with mesh.pp",
         "'scale': it has no dimension",
-        "type strategy=ddp",
+        "set strategy=ddp",
         Asked(Scaled),
     ),
     "tp without a plan": Row(
         {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "tensor_plan(", Asked(Strange)
     ),
     "tp of 6 features": Row(
-        {"strategy": "tp"}, "over 4 ranks", "6 output features", "type mesh.tp=2", Asked(lambda: Net(6))
+        {"strategy": "tp"}, "over 4 ranks", "6 output features", "set mesh.tp=2", Asked(lambda: Net(6))
     ),
     "tp of 6 features, over ranks that do not fit": Row(
         {"strategy": "tp", "mesh.dp": 2},
         "over 5 ranks",
         "6 output features",
-        "type mesh.tp=3 --nproc 6, or write a tensor_plan without 'blocks.0.up'",
+        "set mesh.tp=3 --nproc 6, or write a tensor_plan without 'blocks.0.up'",
         Asked(lambda: Net(6)),
         ranks=10,
         mends=False,
@@ -473,7 +471,7 @@ MODEL = {
         mends=False,
     ),
     "tp of a model with a scalar": Row(
-        {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "type strategy=fsdp", Asked(StrangeScaled)
+        {"strategy": "tp"}, "no layers to shard", "no tensor_plan", "set strategy=fsdp", Asked(StrangeScaled)
     ),
     "a plan that is a list": Row({"strategy": "tp"}, "returned a list", "", "colwise", Asked(plan=["up"])),
     "a plan for nobody": Row(
@@ -505,17 +503,17 @@ MODEL = {
         {"precision": "bf16-master"},
         "with BatchNorm ('beta') on a CPU",
         "stay in float32",
-        "type precision=bf16",
+        "set precision=bf16",
         Asked(Strange),
     ),
     "places of a batch in a pipeline": Row(
-        {"strategy": "pp"}, "before_batch()", "in flight together", "type strategy=ddp", Placed(long_row)
+        {"strategy": "pp"}, "before_batch()", "in flight together", "set strategy=ddp", Placed(long_row)
     ),
     "places of a batch that move": Row(
         {"load_balance": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
     ),
     "tf32 on a CPU": Row(
-        {"precision": "tf32"}, "precision=tf32 cannot be used on cpu, which has no TF32", "", "type precision=fp32"
+        {"precision": "tf32"}, "precision=tf32 cannot be used on cpu, which has no TF32", "", "set precision=fp32"
     ),
 }
 BATCH = {
@@ -526,7 +524,7 @@ BATCH = {
         "--nproc 3",
     ),
     "fewer micro-batches than ranks": Row(
-        {"micro_batch": 8}, "micro-batches of 8 cannot be split on 4", "cannot be split", "type micro_batch=4 or less"
+        {"micro_batch": 8}, "micro-batches of 8 cannot be split on 4", "cannot be split", "set micro_batch=4 or less"
     ),
     "a static graph of several micro-batches": Row(
         {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
@@ -538,13 +536,13 @@ BATCH = {
         {"load_balance": "auto"},
         "cannot assign 4 micro-batches to 4 ranks",
         "each rank has at most one, so none can be moved",
-        "type micro_batch=1",
+        "set micro_batch=1",
     ),
     "a micro-batch that nobody can lower": Row(
         {"micro_batch": "auto"}, "micro_batch=auto", "started by another", "--nproc N"
     ),
-    "less than a step": Row({"steps": None, "epochs": 0.01}, "epochs=0.01", "less than half a step", "type steps=1"),
-    "no whole step": Row({"tail": "drop", "global_batch": 128}, "tail=drop", "leaves no step", "type tail=short"),
+    "less than a step": Row({"steps": None, "epochs": 0.01}, "epochs=0.01", "less than half a step", "set steps=1"),
+    "no whole step": Row({"tail": "drop", "global_batch": 128}, "tail=drop", "leaves no step", "set tail=short"),
 }
 DATA = {
     "a loader": Row({}, "a dataset", "already decided batch size", "its dataset", Asked(samples=DataLoader(ROWS))),
@@ -575,11 +573,11 @@ DATA = {
         {"steps": None, "epochs": 2},
         "epochs=2.0 cannot be counted",
         "without a length",
-        "type steps",
+        "set steps",
         Asked(samples=Stream()),
     ),
     "rewinding a stream": Row(
-        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "type nonfinite.policy=skip", Asked(samples=Stream())
+        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "set nonfinite.policy=skip", Asked(samples=Stream())
     ),
     "an evaluation of a stream": Row(
         {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())
@@ -589,7 +587,7 @@ DATA = {
         {"checkpoint.best": "eval_loss"},
         "there is no evaluation during the run",
         "",
-        "type evaluate.every",
+        "set evaluate.every",
         Asked(held_out=ROWS),
     ),
 }
@@ -613,7 +611,7 @@ def check_refused(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], A
     assert row.asked in told.problem
     assert row.found in f"{told.problem}\n{told.found}"
     assert row.fix in told.fix
-    if row.mends and (typed := re.match(r"type ([\w.]+=(\[.*?\]|[\w.-]+))", told.fix)):
+    if row.mends and (typed := re.match(r"set ([\w.]+=(\[.*?\]|[\w.-]+))", told.fix)):
         with pytest.raises(FirstStep):
             attempt(row, folder, train, typed[1])
 
@@ -638,7 +636,7 @@ OWN_LOOPS = {
         {"init": "meta"},
         "init=meta cannot be combined with strategy=ddp",
         "one block after another",
-        "type strategy=fsdp",
+        "set strategy=fsdp",
         mends=False,
     ),
     "meta, made with weights": Row(
@@ -678,7 +676,7 @@ TOLD = [
     (
         {"strategy": "hsdp"},
         2,
-        {"strategy": "hsdp: 2 replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"},
+        {"strategy": "hsdp: 2 replicas on one rank each, so nothing is sharded (set strategy=ddp, or strategy=fsdp)"},
         Net,
     ),
     ({"mesh.tp": 2}, 4, {"strategy": "ddp: 6 layers sharded over 2 ranks; 2 replicas"}, Net),

@@ -98,7 +98,7 @@ def test_a_mistake_is_named_before_the_first_step(task: type[Sound], tmp_path: A
         train(task(), tmp_path)
     assert error.value.problem == cause.title
     assert error.value.found
-    meant = "" if cause.key in NEVER_ACCEPTED else f". If you mean it, type checks.loss={cause.key}"
+    meant = "" if cause.key in NEVER_ACCEPTED else f". If you mean it, set checks.loss={cause.key}"
     assert error.value.fix == f"{cause.fix}{meant}"
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
 

@@ -444,7 +444,7 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
             raise UserError(
                 f"{key}={value} is set in the code, which the launcher has not read",
                 "the launcher has already chosen the run folder",
-                f"type it on the command line as well: {option}{value}",
+                f"give it on the command line as well: {option}{value}",
             )
 
 

@@ -1,7 +1,8 @@
 """The mistakes that Lockstep can name: what each means and how to fix it.
 
 Two places find out which one it is: the check at the start of a run (`engine/start_check`), and `lockstep verify`
-(`verify/diagnose.py`). To add one, add a row here, a rule in one of them, and a broken task to tests/zoo/broken.py.
+(`verify/diagnose.py`). Some mistakes the engine refuses itself: the `UserError` has the key as its `cause`. To add one,
+add a row here, a rule in one of these places, and a broken task to tests/zoo/broken.py.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _TABLE = {
     "nondeterminism": (
         "two runs in the same layout differ",
         "look for a torch.Generator or np.random.default_rng() without a seed, os.urandom, torch.seed(), the time, the "
-        "pid or global state; on a GPU type deterministic=true",
+        "pid or global state; on a GPU set deterministic=true",
     ),
     # Parameters that the all-reduce misses.
     "bypass": (
@@ -85,7 +86,7 @@ _TABLE = {
     ),
     "unused": (
         "a trainable parameter that takes no part in the loss",
-        "freeze it (requires_grad=False) in model(), or type ddp.find_unused_parameters=true",
+        "freeze it (requires_grad=False) in model(), or set ddp.find_unused_parameters=true",
     ),
     # What moves besides the weights.
     "schedule": (
@@ -121,7 +122,7 @@ _TABLE = {
         "return sums in Loss(metrics=...): the number of hits, or (sum, weight)",
     ),
     "changed-in-forward": (
-        "a forward that changes the model: each rank then has another model, after the micro-batches it computed",
+        "a forward that changes the model: each rank then has a different model, after the micro-batches it computed",
         "use a norm without such state (spectral norm: normalise in after_step); update averages and statistics in "
         "after_step(model, step); or name its buffers in the task's changing_buffers",
     ),
@@ -173,25 +174,6 @@ _IN_OWN_LOOP = {
 }
 CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 
-# Words of the messages with which the engine itself refuses a mistake -> the cause. All that a rank leaves is the text
-# of its error; tests/test_verify.py fails when a message no longer contains its words.
-_REFUSALS = {
-    "the loss was computed without the model": "bypass",
-    "the hook on": "hook",
-    "the ranks set different hooks": "hook",
-    "a hook was set on": "hook",
-    "after the model was wrapped": "changed-structure",
-    "no gradient for": "unused",
-    "read the same first batch": "data",
-    "differs between rank 0 and rank": "not-synchronised",
-    "stored in half precision": "half-precision",
-    "still running after": "hang",
-    "a loss that leaves gradients behind": "left-gradient",
-    "the loss calls backward() itself": "left-gradient",
-    "a forward that changes the model": "changed-in-forward",
-    "random numbers of its own": "randomness",
-}
-
 
 def named(key: str, evidence: str = "") -> Cause:
     return replace(CAUSES[key], evidence=evidence)
@@ -201,7 +183,6 @@ def in_own_loop(cause: Cause) -> Cause:
     return replace(cause, fix=_IN_OWN_LOOP.get(cause.key, cause.fix))
 
 
-def refusal(message: str, for_user: bool) -> Cause:
-    """Return the cause of a failure, by the words in its message."""
-    unnamed = "refused" if for_user else "failed"
-    return named(next((key for words, key in _REFUSALS.items() if words in message), unnamed), message)
+def of_failure(key: str, message: str, for_user: bool) -> Cause:
+    """Return the cause of a failed trial. `key` is empty if the engine's refusal named no mistake."""
+    return named(key or ("refused" if for_user else "failed"), message)

@@ -96,7 +96,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         metavar="N|auto|1..8",
         help="processes to start on this machine, and to restart after failures (default: train in this process)",
     )
-    parser.add_argument("--nnodes", metavar="M|1:4", help="number of machines; type the same command on each of them")
+    parser.add_argument("--nnodes", metavar="M|1:4", help="number of machines; run the same command on each of them")
     parser.add_argument(
         "--join",
         metavar="HOST:PORT,...",

@@ -20,14 +20,16 @@ class UserError(Exception):
     problem  a sentence that states the problem with its value, without a period
     found    what was found instead, if that adds something; "" leaves the line out
     fix      the exact thing to type or to change
+    cause    the mistake, if `lockstep verify` can name it: a key of `causes.CAUSES`
     """
 
-    def __init__(self, problem: str, found: str, fix: str):
-        # All three are passed on, so that the error can be pickled.
-        super().__init__(problem, found, fix)
+    def __init__(self, problem: str, found: str, fix: str, cause: str = ""):
+        # All are passed on, so that the error can be pickled, or raised on another rank: UserError(*error.args).
+        super().__init__(problem, found, fix, *filter(None, [cause]))
         self.problem = problem
         self.found = found
         self.fix = fix
+        self.cause = cause
 
     def __str__(self) -> str:
         found = f"\n  found: {self.found}" if self.found else ""
@@ -112,7 +114,7 @@ def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
     """Return the error for a setting whose value is not one of the `known` names."""
     names = list(known)
     (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
-    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"type {key}={nearest}")
+    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"set {key}={nearest}")
 
 
 def plural(count: int, one: str, many: str = "") -> str:

@@ -103,7 +103,7 @@ def choose_precision(config: RunConfig, device: torch.device) -> Precision:
 
 def _check_tf32(config: RunConfig, device: torch.device) -> None:
     if device.type != "cuda":
-        raise UserError(f"precision=tf32 cannot be used on {device.type}, which has no TF32", "", "type precision=fp32")
+        raise UserError(f"precision=tf32 cannot be used on {device.type}, which has no TF32", "", "set precision=fp32")
 
 
 def _check_bf16(config: RunConfig, device: torch.device) -> None:
@@ -111,15 +111,13 @@ def _check_bf16(config: RunConfig, device: torch.device) -> None:
         raise UserError(
             f"precision={config.precision} cannot be used: {torch.cuda.get_device_name(device)} has no bf16",
             "",
-            "type precision=fp16",
+            "set precision=fp16",
         )
 
 
 def _check_fp8(config: RunConfig, device: torch.device) -> None:
     if device.type != "cuda":
-        raise UserError(
-            f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "type precision=bf16"
-        )
+        raise UserError(f"precision=fp8 cannot be used on {device.type}, which has no float8", "", "set precision=bf16")
 
     # float8 tensor cores need compute capability 8.9 (Ada) or 9.0 (Hopper).
     major, minor = torch.cuda.get_device_capability(device)
@@ -128,7 +126,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
             f"precision=fp8 cannot be used on {torch.cuda.get_device_name(device)}, compute capability {major}.{minor};"
             " 8.9 is needed",
             "",
-            "type precision=bf16",
+            "set precision=bf16",
         )
 
     _refuse_sharded_layers(config)
@@ -142,7 +140,7 @@ def _check_fp8(config: RunConfig, device: torch.device) -> None:
         raise UserError(
             "precision=fp8 with compile=false would be slow",
             "without compilation, conversions to float8 cost more than they save",
-            "leave compile out, or type precision=bf16",
+            "leave compile out, or set precision=bf16",
         )
 
 
@@ -153,14 +151,14 @@ def _check_bf16_storage(config: RunConfig, device: torch.device) -> None:
         raise UserError(
             f"precision={config.precision} with fsdp.offload=true is not supported",
             "parameters that are stored in bf16 cannot be kept in host memory",
-            "leave fsdp.offload out, or type precision=bf16",
+            "leave fsdp.offload out, or set precision=bf16",
         )
 
     if config.ddp.hook not in ("none", "bf16"):
         raise UserError(
             f"precision={config.precision} with ddp.hook={config.ddp.hook} is not supported",
             "gradients are already stored in bfloat16",
-            "type ddp.hook=bf16 (sums in bfloat16), or ddp.hook=none (sums in float32)",
+            "set ddp.hook=bf16 (sums in bfloat16), or ddp.hook=none (sums in float32)",
         )
 
 
@@ -173,7 +171,7 @@ def _refuse_sharded_layers(config: RunConfig) -> None:
         raise UserError(
             f"precision={config.precision} with {sharding[0]} is not supported",
             "layers or stages are on several ranks",
-            "type precision=bf16, or strategy=fsdp without a mesh",
+            "set precision=bf16, or strategy=fsdp without a mesh",
         )
 
 
@@ -243,7 +241,7 @@ def for_model(precision: Precision, setting: str, model: nn.Module) -> Precision
             f"precision={precision.name} has no effect on a model in float64",
             f"{len(in_float64)} trainable parameters are in float64, first {in_float64[0]!r}; autocast does not cast "
             "them",
-            "build the model with model.float(); or type precision=fp32, which computes in the model's own float64",
+            "build the model with model.float(); or set precision=fp32, which computes in the model's own float64",
         )
     fp32 = replace(PRECISIONS["fp32"], name="fp32", device_type=precision.device_type)
     return fp32 if len(in_float64) == len(trainable) else precision
@@ -259,6 +257,7 @@ def check_storage(model: nn.Module) -> None:
             "they are the master weights: updates below 1/256 of a weight would round away",
             "build the model with model.float(); precision=bf16 computes in bf16 from float32 weights, and "
             "precision=bf16-master stores bf16 copies of them",
+            cause="half-precision",
         )
 
 
@@ -270,7 +269,7 @@ def check_batchnorm(model: nn.Module, precision: Precision) -> None:
         raise UserError(
             f"precision={precision.name} cannot be used with BatchNorm ({names[0]!r}) on a CPU",
             "its statistics stay in float32, which torch's CPU kernels do not support with bf16 weights",
-            "use GroupNorm, or type precision=bf16",
+            "use GroupNorm, or set precision=bf16",
         )
 
 

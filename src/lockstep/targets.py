@@ -53,14 +53,14 @@ def check(target: str) -> None:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
             raise UserError(
-                f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"type {path}:MyTask"
+                f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"use {path}:MyTask"
             )
     elif target not in recipes():
         near = difflib.get_close_matches(target, recipes(), n=1)
         raise UserError(
             f"the target {target} is not a recipe",
             f"the recipes are {', '.join(recipes())}",
-            f"type {near[0]}" if near else "type the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+            f"use {near[0]}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
         )
 
 
@@ -69,7 +69,7 @@ def _check_file(target: str, file: Path) -> None:
         raise UserError(
             f"the target {target} cannot be loaded: there is no file {file}",
             "",
-            "type FILE.py:CLASS, with a path that exists",
+            "use FILE.py:CLASS, with a path that exists",
         )
 
 
@@ -82,7 +82,7 @@ def _check_script(target: str) -> None:
         raise UserError(
             f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
             "",
-            f"type {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
+            f"use {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
         )
 
 
@@ -112,7 +112,7 @@ def load_class(target: str) -> type[Any]:
         raise UserError(
             f"the configuration of the script {target} is known only when it runs",
             "",
-            f"type {target}:CLASS, or look at config.yaml in its run folder",
+            f"use {target}:CLASS, or look at config.yaml in its run folder",
         )
 
     path, colon, class_name = target.rpartition(":")
@@ -150,14 +150,14 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
         return UserError(
             f"the class {class_name} in {path} is not a task: it lacks {missing}",
             "",
-            f"type {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
+            f"use {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
         )
 
     near = difflib.get_close_matches(class_name, tasks, n=1)
     return UserError(
         f"the file {path} has no class {class_name}",
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
-        f"type {path}:{near[0] if near else 'MyTask'}",
+        f"use {path}:{near[0] if near else 'MyTask'}",
     )
 
 
@@ -217,7 +217,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     for name, p in parameters.items():
         required = p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         if required and name not in options:
-            problems.append(UserError(f"task.{name} is not set, and it has no default", "", f"type task.{name}=..."))
+            problems.append(UserError(f"task.{name} is not set, and it has no default", "", f"set task.{name}=..."))
 
     if problems:
         raise ConfigError(problems)
@@ -254,7 +254,7 @@ def _unknown_option(kind: type[Any], key: str, names: list[str]) -> UserError:
     return UserError(
         f"task.{key} is not an option of {kind.__name__}",
         f"its options are {known}",
-        f"type task.{near[0]}=..." if near else f"leave task.{key} out",
+        f"set task.{near[0]}=..." if near else f"leave task.{key} out",
     )
 
 

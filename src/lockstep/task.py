@@ -111,7 +111,7 @@ class BatchSource(Protocol):
 
     A source may also have these: `attach(context)`, called before the first step (see SourceContext); `close()`, called
     after the last; `upcoming()`, whose result a resumed run compares with the saved one; and for `policy=rewind`,
-    `pass_over(span)`, which skips these positions from now on, and `passed_over`, the spans skipped so far.
+    `skip(span)`, which skips these positions from now on, and `skipped_spans`, the spans skipped so far.
     """
 
     def take(self) -> StepBatches:

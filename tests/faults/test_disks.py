@@ -56,7 +56,7 @@ def test_a_read_only_folder_is_refused_at_the_start(small_disk: Path) -> None:
         subprocess.run(["umount", "-l", str(small_disk / "run")], check=True)
     assert ended.code == 2, ended.output
     assert "Read-only file system" in ended.output
-    assert "type run_dir=FOLDER" in ended.output
+    assert "set run_dir=FOLDER" in ended.output
 
 
 @pytest.mark.parametrize("how", ["corrupt", "truncate"])

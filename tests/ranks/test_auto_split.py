@@ -275,7 +275,7 @@ class SurprisingTask(KnottyTask):
 REFUSED = {
     "another stage's parameter": (
         SurprisingTask(),
-        ("'stem.weight' is used in another stage", "only stage 0 holds it", "for every sample"),
+        ("'stem.weight' is used in a stage", "only stage 0 holds it", "for every sample"),
     ),
     "a stream": (Streamed(), ("two samples", "a Stream", "def stages(self, model)")),
     "a block that is left out": (Dropping(), ("did not call block 1",)),

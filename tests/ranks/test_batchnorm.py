@@ -347,9 +347,9 @@ def test_a_pipeline_has_no_sync_batchnorm(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("samples", "values", "words"),
     [
-        (13, {"global_batch": 6, "steps": 3}, ("every epoch", "type tail=drop")),
-        (12, {"global_batch": 5, "micro_batch": 2, "steps": 2}, ("every step", "type micro_batch=3")),
-        (12, {"global_batch": 4, "micro_batch": 1, "steps": 1}, ("every micro-batch", "type micro_batch=2")),
+        (13, {"global_batch": 6, "steps": 3}, ("every epoch", "set tail=drop")),
+        (12, {"global_batch": 5, "micro_batch": 2, "steps": 2}, ("every step", "set micro_batch=3")),
+        (12, {"global_batch": 4, "micro_batch": 1, "steps": 1}, ("every micro-batch", "set micro_batch=2")),
     ],
 )
 def test_one_sample_alone_is_refused_before_the_first_update(

@@ -250,8 +250,8 @@ def test_unequal_configuration(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("values", "fix"),
     [
-        ({"global_batch": 3}, "type global_batch=4 or more, or --nproc 3"),
-        ({"global_batch": 8, "micro_batch": 4}, "type micro_batch=2 or less"),
+        ({"global_batch": 3}, "set global_batch=4 or more, or --nproc 3"),
+        ({"global_batch": 8, "micro_batch": 4}, "set micro_batch=2 or less"),
     ],
 )
 def test_a_batch_that_cannot_be_split(pool: Pool, values: dict[str, Any], fix: str) -> None:

@@ -21,7 +21,7 @@ from lockstep.parallel.ddp.driver import DDPDriver
 from lockstep.parallel.ddp.hooks import fp16_scale
 from lockstep.plan.plan import make_plan
 from lockstep.recipes.char_lm import CharLM
-from lockstep.runtime import context
+from lockstep.runtime import context, control_word
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
@@ -191,7 +191,7 @@ def test_half_sums_are_off_by_what_is_said(pool: Pool, hook: str, bits: int, sca
             assert off.any(), "nothing was rounded: was it compressed at all?"
 
 
-WORD = 12  # numbers
+WORD = control_word.LENGTH  # numbers
 
 
 @pytest.mark.parametrize(("hook", "more"), [("bf16", 0), ("fp16", 4)])

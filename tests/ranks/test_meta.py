@@ -479,7 +479,7 @@ def test_a_model_that_was_made_unseen_is_refused() -> None:
     words = ["other weights", "'embed.weight' of Small", "run.init_module()"]
     check_named(words, lambda: check_init(model, META))
     check_named(["already has weights", "run.init_module()"], lambda: check_init(Small(), META))
-    with pytest.raises(UserError, match="type init=meta"):
+    with pytest.raises(UserError, match="set init=meta"):
         check_init(model, RunConfig())
 
 

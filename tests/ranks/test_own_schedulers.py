@@ -318,7 +318,7 @@ def test_a_plateau_follows_the_evaluations(pool: Pool) -> None:
     for trace in traces:
         assert [note.optimizer_lrs[0] / 0.02 for note in trace.steps] == [1, 1, 1, 1, 0.5, 0.5, 0.25]
 
-    assert_user_errors(pool.errors(fit_with, task, VALUES, world=2), "ReduceLROnPlateau", "type evaluate.every=100")
+    assert_user_errors(pool.errors(fit_with, task, VALUES, world=2), "ReduceLROnPlateau", "set evaluate.every=100")
 
 
 def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, values: dict[str, Any]) -> list[float]:

@@ -308,7 +308,7 @@ def test_another_stages_parameter_in_the_loss_ends_all_ranks_alike(pool: Pool, u
     errors = pool.errors(final, task, {"pp.schedule": schedule}, world=2)
     assert_user_errors(
         errors,
-        "'0.weight' is used in another stage",
+        "'0.weight' is used in a stage",
         "only stage 0 holds it",
         "3 other tensors too",
         "weight_decay",

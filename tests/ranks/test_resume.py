@@ -237,7 +237,7 @@ class Slots(Averaged):
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
-        (Slots(), {"global_batch": 4}, ("global_batch=4 does not fit", "saved its state with", "type global_batch=")),
+        (Slots(), {"global_batch": 4}, ("global_batch=4 does not fit", "saved its state with", "set global_batch=")),
         (OtherNet(), {}, ("differs from the model in the checkpoint", "missing in the checkpoint, first '0.bias'")),
         (OtherOptimizer(), {}, ("2 optimizers, the task 1",)),
         (Untied(), {}, ("tied",)),

@@ -293,7 +293,7 @@ def penalised(world: World, store: Any, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["fsdp", "tp", "fsdp x tp"])
 def test_a_loss_that_reads_what_is_cut(pool: Pool, name: str) -> None:
     errors = pool.errors(penalised, STRATEGIES[name], world=2)
-    assert_user_errors(errors, "the task uses them", "type strategy=ddp")
+    assert_user_errors(errors, "the task uses them", "set strategy=ddp")
 
 
 def told_of_blocks(world: World, store: Any, kind: type[Ragged], name: str) -> dict[str, str]:

@@ -353,7 +353,7 @@ UNCUT = [
     (tower, {"0": "diagonal"}, "no style 'diagonal'", "colwise, rowwise, gathered"),
     (tower, {"hidden": "colwise"}, "'hidden' in tensor_plan matches no layer", "such as 0, 2"),
     (tower, {"1": "colwise"}, "a ReLU", "name the nn.Linear layers"),
-    (tower, {"0": "colwise", "2": "rowwise"}, "6 output features, which 4 does not divide", "type mesh.tp=2"),
+    (tower, {"0": "colwise", "2": "rowwise"}, "6 output features, which 4 does not divide", "set mesh.tp=2"),
     (Transformer, {"head": "gathered"}, "is tied to 'embed.weight'", "leave 'head' out"),
 ]
 

@@ -65,7 +65,7 @@ def test_what_one_rank_leaves_out_is_named_by_all(pool: Pool, part: str, strateg
     ranks = 4 if strategy == "hsdp" else 2
     values = VALUES | {"strategy": strategy, "micro_batch": 4 // ranks}  # two on each rank
     errors = pool.errors(fit, task, values, world=ranks)
-    assert_user_errors(errors, *SAID[part], "type strategy=ddp ddp.find_unused_parameters=true")
+    assert_user_errors(errors, *SAID[part], "set strategy=ddp ddp.find_unused_parameters=true")
 
 
 def test_the_copies_of_a_stage_compare_too(pool: Pool) -> None:

@@ -178,7 +178,7 @@ def test_a_file_without_valid_prices_is_refused(tmp_path, text, word):
 
 def test_prices_that_are_too_few_or_missing_are_reported_with_a_fix(tmp_path):
     write_prices(tmp_path / "prices.csv", 100)
-    with pytest.raises(UserError, match=r"task.window=6, task.days=30.*\n.*\n.*type task.days=14 or less"):
+    with pytest.raises(UserError, match=r"task.window=6, task.days=30.*\n.*\n.*set task.days=14 or less"):
         tiny(prices=str(tmp_path / "prices.csv"))
     tiny(prices=str(tmp_path / "prices.csv"), days=14)
     with pytest.raises(UserError, match="does not exist"):

@@ -278,4 +278,4 @@ def test_wrong_options_are_named_together() -> None:
         "task.layers=0 is less than 1",
     }
     assert "task.variant takes hrm, trm" in {p.found for p in error.value.problems}
-    assert "type task.variant=trm" in {p.fix for p in error.value.problems}
+    assert "set task.variant=trm" in {p.fix for p in error.value.problems}

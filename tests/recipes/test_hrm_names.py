@@ -231,7 +231,7 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     assert process_aggregated_metrics(sums)["cell"] == pytest.approx(middle.summary["eval_metrics"]["cell"])
     for words_of, said in (
         (["checkpoint=nowhere"], "found: no such folder"),
-        ([f"checkpoint={run}", "save_output=true"], "type save_outputs=true"),
+        ([f"checkpoint={run}", "save_output=true"], "set save_outputs=true"),
     ):
         with pytest.raises(SystemExit):
             evaluate_main(words_of)
@@ -243,12 +243,12 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     assert "is a run of pixel_llm" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         pretrain_main(words)
-    assert "add resume=auto to resume it; or type another run_name" in capsys.readouterr().err
+    assert "add resume=auto to resume it; or set another run_name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("word", "advice"),
-    [("resume=auto", "add run_name=NAME"), ("lrr=1", "type lr=1"), ("eval_intervall=3", "type eval_interval=3")],
+    [("resume=auto", "add run_name=NAME"), ("lrr=1", "set lr=1"), ("eval_intervall=3", "set eval_interval=3")],
 )
 def test_errors_use_the_keys_of_the_script(folder, monkeypatch, capsys, word, advice):
     monkeypatch.chdir(folder)

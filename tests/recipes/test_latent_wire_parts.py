@@ -242,7 +242,7 @@ def test_wrong_options_are_named_together():
     with pytest.raises(ConfigError) as error:
         LatentWire(world="letters", mode="whisper", lora=-1, latent_adapter=[2])
     assert len(error.value.problems) == 4  # both readers have two layers, which is one problem
-    with pytest.raises(ConfigError, match=r"type task\.world=topics"):
+    with pytest.raises(ConfigError, match=r"set task\.world=topics"):
         LatentWire(world="topic")
     with pytest.raises(ConfigError, match="has 0 readers"):
         LatentWire(readers=[])

@@ -185,7 +185,7 @@ def test_a_batch_that_the_nodes_cannot_share_is_refused(monkeypatch, capsys):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert main("latent_wire", ["--elastic_gpu", "preset=tiny"], readers=2) == 2
-    assert "type global_batch=18" in capsys.readouterr().err
+    assert "set global_batch=18" in capsys.readouterr().err
     assert main("latent_wire", ["--elastic_gpu", "preset=tiny", "global_batch=18"], readers=2) == 0
     assert "2 x 3 x 1 = 6 samples" in capsys.readouterr().out  # of this machine
     assert len(called) == 1

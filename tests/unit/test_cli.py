@@ -27,9 +27,9 @@ def test_all_mistakes_of_a_command_come_in_one_message():
     both += "at most one of global_batch, local_batch can be set"
     typed = "train char_lm stepz=10 lr.peak=abc global_batch=8 local_batch=4 foo"
     assert problems(lockstep(*typed.split())) == {
-        "foo (command line) has no =": "type key=value, such as steps=1000",
-        "stepz = 10 (command line): there is no key stepz": "type steps=10",
-        "lr.peak = abc (command line) should be a valid number": "type lr.peak=0.001",
+        "foo (command line) has no =": "write key=value, such as steps=1000",
+        "stepz = 10 (command line): there is no key stepz": "set steps=10",
+        "lr.peak = abc (command line) should be a valid number": "set lr.peak=0.001",
         both: "keep one, such as global_batch=8",
     }
 
@@ -51,8 +51,8 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
         "stepz = 10 (command line): there is no key stepz",
         "presicion = bf16 (command line): there is no key presicion",
     }
-    assert found["sede = 3 (file a.yaml): there is no key sede"] == "type seed=3"
-    assert found["presicion = bf16 (command line): there is no key presicion"] == "type precision=bf16"
+    assert found["sede = 3 (file a.yaml): there is no key sede"] == "set seed=3"
+    assert found["presicion = bf16 (command line): there is no key presicion"] == "set precision=bf16"
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
         ("train", "TARGET"),
         ("train char_lm --nporc 2", "unrecognized arguments: --nporc"),
         ("recipes steps=3", "recipes takes no settings such as steps=3"),
-        ("train char_ml", "type char_lm"),
-        ("train char_lm --nproc many", "type --nproc 2, --nproc 1..8, or --nproc auto"),
+        ("train char_ml", "use char_lm"),
+        ("train char_lm --nproc many", "use --nproc 2, --nproc 1..8, or --nproc auto"),
         ("train missing.py:Toy", "no file missing.py"),
-        ("train toy.py:Toi", "type toy.py:Toy"),
-        ("config show toy.py:Toi", "type toy.py:Toy"),
+        ("train toy.py:Toi", "use toy.py:Toy"),
+        ("config show toy.py:Toi", "use toy.py:Toy"),
     ],
 )
 def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):

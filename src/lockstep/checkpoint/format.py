@@ -33,14 +33,14 @@ Header = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True)
-class PieceToWrite:
-    """A piece of the tensor `name` before it is written. It has everything for the manifest, except the file."""
+class SliceSpec:
+    """The place of a slice in the tensor `name`: everything that the manifest says of it, except the file."""
 
     name: str  # also its key in the file
     dtype: str
     full_shape: tuple[int, ...]  # of the tensor
-    offset: tuple[int, ...]  # of the piece in the tensor
-    shape: tuple[int, ...]  # of the piece
+    offset: tuple[int, ...]  # of the slice in the tensor
+    shape: tuple[int, ...]  # of the slice
 
     @property
     def bytes(self) -> int:
@@ -49,10 +49,10 @@ class PieceToWrite:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file: a header, and a data section with all pieces, without gaps."""
+    """The layout of a file: a header, and a data section with all slices, without gaps."""
 
-    pieces: tuple[PieceToWrite, ...]
-    starts: tuple[int, ...]  # the start of each piece in the data section
+    slices: tuple[SliceSpec, ...]
+    starts: tuple[int, ...]  # the start of each slice in the data section
     size: int  # of the data section
     header: bytes
 
@@ -65,29 +65,29 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def arrange(pieces: Sequence[PieceToWrite]) -> FileLayout:
-    """Lay out `pieces`, largest dtypes first. This aligns every tensor without gaps, which the format forbids."""
+def arrange(slices: Sequence[SliceSpec]) -> FileLayout:
+    """Lay out `slices`, largest dtypes first. This aligns every tensor without gaps, which the format forbids."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = [0] * len(pieces)
+    starts = [0] * len(slices)
     position = 0
 
-    for index in sorted(range(len(pieces)), key=lambda index: -SIZES[pieces[index].dtype]):
-        piece = pieces[index]
-        if piece.name in header:
-            raise ValueError(f"a rank may write only one piece of a tensor, but there are two of {piece.name}")
+    for index in sorted(range(len(slices)), key=lambda index: -SIZES[slices[index].dtype]):
+        spec = slices[index]
+        if spec.name in header:
+            raise ValueError(f"a rank may write only one slice of a tensor, but there are two of {spec.name}")
 
         starts[index] = position
-        position += piece.bytes
-        header[piece.name] = {
-            "dtype": piece.dtype,
-            "shape": piece.shape,
+        position += spec.bytes
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
             "data_offsets": [starts[index], position],
         }
 
     # Pad the header so that the data section begins at a page, as direct writes require.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return FileLayout(tuple(pieces), tuple(starts), position, len(text).to_bytes(8, "little") + text)
+    return FileLayout(tuple(slices), tuple(starts), position, len(text).to_bytes(8, "little") + text)
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> tuple[Manifest | None, list[Damaged]]:

@@ -111,14 +111,14 @@ def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
 
     # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
     # written by a run may hold any values.
-    missing: Any = read_manifest(checkpoint).values
-    for key in ("state", "model", "left_out"):
-        missing = missing.get(key) if isinstance(missing, dict) else None
-    if not missing:
+    digests: Any = read_manifest(checkpoint).values
+    for key in ("state", "model", "frozen_digests"):
+        digests = digests.get(key) if isinstance(digests, dict) else None
+    if not digests:
         return str(target), 0
 
-    left_out = plural(len(missing), "frozen parameter")
-    return f"{target}\nwithout {left_out}, which no checkpoint holds: {', '.join(sorted(missing))}", 0
+    missing = plural(len(digests), "frozen parameter")
+    return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
 
 
 def export_weights(checkpoint: Checkpoint, out: Path) -> Path:

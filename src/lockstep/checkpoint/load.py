@@ -35,16 +35,16 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
     listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
     names = gather(listed)[0]
 
-    # Ranks with separate disks would resume separately. A rank has another disk if
+    # Ranks with separate disks would resume separately. A rank has a different disk if
     # - it does not see what rank 0 listed,
     # - it sees checkpoints where rank 0 sees none, or
-    # - its store has another owner.
+    # - its store has a different owner.
     visible = sorted(set(names) & set(store.folders()))
     sees_more = listed != [] and not names
     views = gather([visible, sees_more, store.owner()])
     for other_rank, view in enumerate(views):
         if view != views[0]:
-            raise _not_shared(f"rank {other_rank} finds other files there than rank 0")
+            raise _not_shared(f"rank {other_rank} finds different files there than rank 0")
 
     # The newest checkpoint comes first.
     damaged: list[Damaged] = []

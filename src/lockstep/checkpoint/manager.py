@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,11 @@ from lockstep.checkpoint.storage import (
     FileStore,
     Retention,
     Store,
-    clean,
     committed,
     set_aside,
     set_aside_after,
 )
-from lockstep.checkpoint.writer import PendingSave
+from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
@@ -50,13 +49,23 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
-# The keys of the loop's state in a checkpoint, which `Run` fills in; also fields of `Resumed`.
-LOOP_STATE = ("evaluation_due", "interval", "seconds")
-
 # Settings that may change on resume without being reported.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
+
+    evaluation_due: bool = False  # whether the run was preempted before it could evaluate
+    interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
+    seconds: float = 0.0  # elapsed seconds of the run at the save
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> LoopState:
+        return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,8 @@ class Resumed:
     path: Path  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
     changed_settings: list[Change]
-    changes: list[str]  # descriptions of these settings and of everything else that differs
-    evaluation_due: bool  # whether the run was preempted before it could evaluate
-    interval: dict[str, Any]  # sums since the last log line, from `Recorder.interval_state`
-    seconds: float  # the time that the run had taken when the checkpoint was saved
+    changes: list[str]  # all differences, as text, including `changed_settings`
+    loop: LoopState
 
 
 class CheckpointManager:
@@ -97,16 +104,11 @@ class CheckpointManager:
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
-        self.saver = Saver(
-            self.store,
-            runtime.world.rank,
-            runtime.world.size,
-            folder.token,
-            Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode),
-            settings.asynchronous,
-        )
+        retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+        context = SaveContext(self.store, runtime.world.rank, runtime.world.size, folder.token, retention)
+        self.saver = Saver(context, settings.asynchronous)
 
-        # Whether a save was started on whose outcome the ranks have not yet agreed (`settle`).
+        # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
         # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
@@ -172,17 +174,17 @@ class CheckpointManager:
         # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
         source: Any = self.state.source
         assert span is not None
-        skipped = [*source.passed_over, span]
+        skipped_spans = [*source.skipped_spans, span]
         resumed = self._load(reader)
-        for skipped_span in skipped:
-            source.pass_over(skipped_span)
+        for skipped_span in skipped_spans:
+            source.skip(skipped_span)
 
         self.log_event(
             "rewind",
             step=result.step,
             to=self.state.stepper.counters.step,
             reason=result.skip_reason,
-            left_out=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
+            skipped=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
         return resumed
 
@@ -205,7 +207,7 @@ class CheckpointManager:
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         values = reader.manifest.values
-        missing = {"state", "config", "world", *LOOP_STATE} - values.keys()
+        missing = {"state", "config", "world"} - values.keys()
         if missing:
             raise UserError(
                 f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
@@ -221,7 +223,7 @@ class CheckpointManager:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
                     "",
-                    f"type {key}={before}, or start a new run from the exported weights",
+                    f"set {key}={before}, or start a new run from the exported weights",
                 )
 
         other_changes = self.state.restore(reader, values["state"], changed_settings)
@@ -230,7 +232,7 @@ class CheckpointManager:
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
         # here, because none may save before that. The store of another run must not change.
         in_own_store = reader.checkpoint.store == self.store
-        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else [])
+        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else None)
 
         self._saved_step = step if in_own_store else None
         self._saved_at = time.monotonic()
@@ -243,7 +245,7 @@ class CheckpointManager:
             world_size=values["world"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
-            **{key: values[key] for key in LOOP_STATE},
+            loop=LoopState.from_saved(values.get("loop", {})),
         )
 
     # ---- before the first step ----
@@ -253,10 +255,6 @@ class CheckpointManager:
 
         This runs before the first step, so the size of the optimizers' state is an estimate.
         """
-        # Delete the staged files of killed attempts first.
-        if self.runtime.is_main:
-            clean(self.store, self.folder.token)
-
         settings = self.config.checkpoint
         if settings.every is None and settings.minutes is None and not settings.at_end:
             return
@@ -268,7 +266,7 @@ class CheckpointManager:
             raise UserError(
                 f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
                 f"{size_text(known)} needed for the weights alone",
-                f"free {size_text(known + estimate - free)}, or type run_dir=FOLDER on another disk",
+                f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
             )
 
         needed = 2 * (known + estimate)
@@ -286,11 +284,11 @@ class CheckpointManager:
         if policy is None:
             return
 
-        if not hasattr(self.state.source, "pass_over"):
+        if not hasattr(self.state.source, "skip"):
             raise UserError(
                 f"{policy}=rewind cannot be used with a stream, which cannot skip samples",
                 "",
-                f"type {policy}=skip, or {policy}=stop",
+                f"set {policy}=skip, or {policy}=stop",
             )
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
@@ -300,7 +298,7 @@ class CheckpointManager:
                 raise UserError(
                     f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                     "",
-                    f"make room on the disk, or type {policy}=skip",
+                    f"make room on the disk, or set {policy}=skip",
                 )
 
     def prepare(self) -> None:
@@ -320,10 +318,10 @@ class CheckpointManager:
         every = self.config.checkpoint.every
         return (requested or (every is not None and step % every == 0)) and step != self._saved_step
 
-    def save(self, loop_state: dict[str, Any]) -> None:
+    def save(self, loop: LoopState, metrics: dict[str, float]) -> None:
         """Copy the state, and write it in the background while training continues.
 
-        `loop_state` has the keys `LOOP_STATE`, and `metrics`, by which the best checkpoint is chosen.
+        `metrics` choose the best checkpoint. Also reseeds Python's and numpy's generators, as a resume does.
         """
         self.settle()
         heartbeat = self.runtime.heartbeat
@@ -348,7 +346,8 @@ class CheckpointManager:
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            **loop_state,
+            "loop": asdict(loop),
+            "metrics": metrics,
         }
         self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
 
@@ -360,14 +359,13 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._rewinds = 0
 
-        # Seed Python's and numpy's generators, as `_load` does: a resumed run then draws the same numbers.
         seed_host(derive(self.config.seed, "checkpoint", step))
         heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
-        self._log(self.saver.wait(0))
-        return self.saver.failed is not None
+        self._log(self.saver.take_ended(0))
+        return self.saver.failed_save is not None
 
     def settle(self) -> bool:
         """Wait until the last save is committed, or abandoned on all ranks. Return whether it is committed.
@@ -387,7 +385,7 @@ class CheckpointManager:
 
         # If all files are written, wait for the commit, which may still fail on rank 0.
         if not abandoned:
-            self._log(self.saver.wait())
+            self._log(self.saver.take_ended())
             abandoned = self.abandon_if_failed()
 
         self._unsettled = False
@@ -399,12 +397,12 @@ class CheckpointManager:
 
         Training continues: a full disk costs a checkpoint, but not the run.
         """
-        # The control word arrives one step late, so `settle` may have handled this failure already.
-        failed = self.saver.failed
+        failed = self.saver.failed_save
         own_failure = [failed.error, failed.caused_elsewhere] if failed else [None, False]
         reports = self.runtime.collectives.gather_json(own_failure)
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:
+            # `settle` may already have handled it: the control word is one step late.
             return False
 
         # Name each cause once, with the rank on which it occurred.
@@ -426,7 +424,7 @@ class CheckpointManager:
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the saver. A save that is being written gets `timeout` seconds to finish."""
-        self.saver.wait(timeout)
+        self.saver.take_ended(timeout)
         self.saver.close()
 
     def newest_path(self) -> Path | None:
@@ -439,7 +437,7 @@ class CheckpointManager:
         # If all ranks hold the same tensors, no exchange is needed.
         same = self.state.same_on_all_ranks
         all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
-        return slices_to_write(tensors, world.rank, all_sizes)
+        return slices_to_write(tensors, world.rank, all_sizes, self.state.duplicates)
 
     def _warn_of_differences(self) -> None:
         """Warn if the state of a part differs between ranks, because only rank 0's is saved."""
@@ -448,7 +446,7 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, saves: list[PendingSave]) -> None:
+    def _log(self, saves: list[Save]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
             if save.checkpoint and save.error:
@@ -473,9 +471,10 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     changes = []
     for key in {**saved, **now}:
         # A key that the older version did not have counts as its default.
-        before = saved.get(key, typed(KEYS[key].default) if key in KEYS else None)
-        if key not in NOT_COMPARED and before != now.get(key):
-            changes.append(Change(key, saved.get(key, "not set"), now.get(key, "not set")))
+        before = saved.get(key, typed(KEYS[key].default) if key in KEYS else "not set")
+        after = now.get(key, "not set")
+        if key not in NOT_COMPARED and before != after:
+            changes.append(Change(key, before, after))
     return changes
 
 

@@ -4,12 +4,11 @@ A manifest is not trusted: every field is checked before it is used, and any err
 exception. This module does not import torch.
 
 Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
-that could be mistaken for this (its only key begins with "$") gets one more "$", which is removed when it is read.
+that could be mistaken for this never gets here: `state_tree.pack` encodes it.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import io
 import json
@@ -22,12 +21,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from lockstep import garbage
 from lockstep.checkpoint.storage import Checkpoint, step_in
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST
 
 # The version of the manifest's format. Other versions are not read.
-FORMAT = 1
+FORMAT = 2
 
 # Bytes of one element, by the dtype's name in safetensors.
 SIZES = {
@@ -37,14 +37,14 @@ SIZES = {
     **{"I64": 8, "U64": 8, "F64": 8},
 }
 
-# The most bytes of a tensor or file. A larger number is invalid, and would overflow later.
-_LARGEST = 2**60
+# Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
+_MAX_BYTES = 2**60
 
-# The most bytes of a manifest, which is read into memory.
-_LARGEST_MANIFEST = 2**28
+# Upper limit on the size of a manifest, which is read into memory, in bytes.
+_MAX_MANIFEST_BYTES = 2**28
 
-# Pieces of one tensor that do not lie in a grid: each may have to be compared with every other.
-_MOST_IRREGULAR = 4096
+# The most pieces of a tensor that may be off the grid: they are compared pairwise.
+_MAX_IRREGULAR_PIECES = 4096
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -138,7 +138,9 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse `data`, the contents of `manifest.json`. Raise Damaged if they are invalid in any way."""
     try:
-        with _collector_paused():
+        # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
+        # again and again, which takes as long as the rest.
+        with garbage.paused():
             return _decode(data)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
@@ -155,24 +157,8 @@ def _decode(data: bytes) -> Manifest:
     )
 
     digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
-    require(outer["digest"] == digest, "the contents do not have the digest that was written with them")
+    require(outer["digest"] == digest, "the digest does not match the contents")
     return _manifest(outer["content"])
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from running.
-
-    A large manifest becomes millions of objects, none of them garbage, and the collector would go through all of them
-    again and again: it takes as long as the rest.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # ---- files ----
@@ -192,9 +178,9 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
-        data = stream.read(_LARGEST_MANIFEST + 1)
-    if len(data) > _LARGEST_MANIFEST:
-        raise Damaged(checkpoint, MANIFEST, f"more than {_LARGEST_MANIFEST:,} bytes")
+        data = stream.read(_MAX_MANIFEST_BYTES + 1)
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
 
     manifest = decode(data, checkpoint)
 
@@ -245,15 +231,16 @@ def to_json(value: Any, where: str = "values") -> Any:
                 if not isinstance(key, str):
                     raise _not_json(f"the key {key!r} of {where}", key)
 
-            # A dict that looks like our encoding of a float gets one more "$".
-            inner = {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-            return {f"${key}": item for key, item in inner.items()} if _is_marked(inner) else inner
+            # It would be read as a float.
+            if value.keys() == {"$float"}:
+                raise _not_json(where, value, 'dict whose only key is "$float"')
+            return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
     raise _not_json(where, value)
 
 
-def _not_json(where: str, value: object) -> UserError:
+def _not_json(where: str, value: object, kind: str = "") -> UserError:
     return UserError(
-        f"{where} cannot be saved in a checkpoint: JSON has no {type(value).__name__}",
+        f"{where} cannot be saved in a checkpoint: JSON has no {kind or type(value).__name__}",
         "",
         "keep state in tensors, numbers, strings, lists and dicts with string keys",
     )
@@ -265,24 +252,13 @@ def from_json(value: Any) -> Any:
         case list():
             return [from_json(item) for item in value]
 
-        case dict() if _is_marked(value):
-            [(key, item)] = value.items()
-            if key.startswith("$$"):
-                return {key[1:]: from_json(item)}
-
-            require(
-                key == "$float" and isinstance(item, str) and item in _FLOATS,
-                f"{key} = {str(item)[:40]!r} is not the encoding of a number",
-            )
+        case {"$float": item} if len(value) == 1:
+            require(isinstance(item, str) and item in _FLOATS, f"$float = {str(item)[:40]!r} is not a number")
             return _FLOATS[item]
         case dict():
             return {key: from_json(item) for key, item in value.items()}
         case _:
             return value
-
-
-def _is_marked(value: dict[str, Any]) -> bool:
-    return len(value) == 1 and next(iter(value)).startswith("$")
 
 
 def parse_json(data: bytes) -> Any:
@@ -323,7 +299,7 @@ def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
         wrong_keys = sorted(fields.keys() ^ kinds.keys())
         raise ValueError(f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
     for key, kind in kinds.items():
-        # Most are right at first sight, and then there is nothing to call.
+        # Fast path: skip the call if the type matches. An int still needs its range check.
         if kind is not object and (kind is int or type(fields[key]) is not kind):
             _check(fields[key], kind, what, key)
     return fields
@@ -333,15 +309,15 @@ def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
     """Return a shape or an offset, if it is one that torch could have. `field` names it, `what` is its owner."""
     if len(value) > 64:
         raise ValueError(f"{what}: {field} has too many dimensions")
-    # True is no int here, see `_check`.
-    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _LARGEST):
+    # `type`, not `isinstance`: True must not pass as 1.
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_BYTES):
         raise ValueError(f"{what}: {field} is not {_KINDS[int]}")
     return tuple(value)
 
 
 def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
-    # Not isinstance: True is an instance of int.
-    if type(value) is not kind or (kind is int and not 0 <= value <= _LARGEST):
+    # `type`, not `isinstance`: True must not pass as 1.
+    if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
         raise ValueError(f"{what}{': ' * bool(field)}{field} is not {_KINDS[kind]}")
     return value
 
@@ -388,9 +364,9 @@ def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     dtype = fields["dtype"]
     require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
-    # A dimension of 0 must not hide the size of the others, which torch multiplies as well.
+    # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
     shape = check_counts(fields["shape"], what, "shape")
-    require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _LARGEST, f"{what} would be too large")
+    require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _MAX_BYTES, f"{what} would be too large")
 
     what_piece = f"a piece of {what}"
     pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])
@@ -408,7 +384,7 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
         raise ValueError(f"{what} is in {fields['file'][:60]!r}, which is not listed")
 
     if not len(offset) == len(shape) == len(full_shape):
-        raise ValueError(f"{what} has another number of dimensions")
+        raise ValueError(f"{what} has a different number of dimensions")
     for start, length, limit in zip(offset, shape, full_shape, strict=True):
         if start + length > limit:
             raise ValueError(f"{what} exceeds the tensor's shape")
@@ -424,8 +400,8 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
     if len(nonempty) < 2 or _is_grid(shape, nonempty):
         return
 
-    # Ranks that shard a tensor make a grid. Nothing that is not one has many pieces, and comparing pairs takes long.
-    require(len(nonempty) <= _MOST_IRREGULAR, f"{what} has {len(nonempty):,} pieces that are not a grid")
+    # Sharding yields a grid. Irregular pieces are few; comparing many pairwise would be too slow.
+    require(len(nonempty) <= _MAX_IRREGULAR_PIECES, f"{what} has {len(nonempty):,} pieces that are not a grid")
 
     # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in nonempty}))

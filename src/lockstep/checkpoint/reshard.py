@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.snapshot import Slice
-from lockstep.runtime.layout import balance, is_sharded_by_rows, laid_out, like, shard_of
+from lockstep.runtime.layout import balance, dtensor_by_rows, dtensor_like, is_sharded_by_rows, shard_of
 
 # ---- writing ----
 
@@ -24,33 +24,27 @@ def plain_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
 
 
-def without_duplicates(tensors: dict[str, Tensor], duplicates: frozenset[str]) -> dict[str, Tensor]:
-    """Drop the shards of the parameters `duplicates`, and of their optimizer state: another rank saves them."""
-    # Plain tensors stay: `slices_to_write` chooses one writer for each.
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not isinstance(tensor, DTensor) or parameter_of(key) not in duplicates
-    }
-
-
 def parameter_of(key: str) -> str:
     """Return the parameter's NAME in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
     kind, _, rest = key.partition(".")
     return rest if kind == "model" else rest.partition(".")[2].rpartition(".")[0]
 
 
-def slices_to_write(tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]]) -> list[Slice]:
+def slices_to_write(
+    tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]], duplicates: frozenset[str] = frozenset()
+) -> list[Slice]:
     """Return the slices that this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
-    `sizes` holds the `plain_sizes` of each rank.
+    `sizes` holds the `plain_sizes` of each rank. `duplicates`: see `RankRole.duplicates`.
     """
-    # If several ranks hold the same shard, the first of them writes it. An empty shard needs no file.
+    # If several ranks hold the same shard, the first of them writes it. The mesh says which is the first, except among
+    # the stages of a pipeline, which hold different tensors: `duplicates` names the few that they share. An empty shard
+    # needs no file.
     shards = {name: shard_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     slices = [
         Slice(name, shard.local, shard.full_shape, shard.offset)
         for name, shard in shards.items()
-        if shard.first_copy and shard.local.numel()
+        if shard.first_copy and parameter_of(name) not in duplicates and shard.local.numel()
     ]
 
     # Every rank computes the writers of all replicated tensors, and keeps its own ones.
@@ -116,12 +110,12 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
     # The same shape: a moment, for example.
     shard = shard_of(parameter)
     if shape == tuple(parameter.shape):
-        return like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
+        return dtensor_like(reader.read_slice(name, shard.offset, tuple(shard.local.shape)), parameter)
 
     # The same number of rows: statistics per row, for example.
     if shape[0] == parameter.shape[0] and is_sharded_by_rows(parameter):
         offset = (shard.offset[0], *[0] * (len(shape) - 1))
         size = (len(shard.local), *shape[1:])
-        return laid_out(reader.read_slice(name, offset, size), parameter, shape)
+        return dtensor_by_rows(reader.read_slice(name, offset, size), parameter, shape)
 
-    return laid_out(reader.read(name), parameter, shape, replicate=True)
+    return dtensor_by_rows(reader.read(name), parameter, shape, replicate=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import parameter_of, read_into, read_state_like, without_duplicates
+from lockstep.checkpoint.reshard import parameter_of, read_into, read_state_like
 from lockstep.checkpoint.state_tree import digest, pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
@@ -27,7 +27,8 @@ from lockstep.optim.registry import state_copies
 from lockstep.runtime.layout import full_tensor, local
 from lockstep.task import BatchSource, Task
 
-Values = dict[str, Any]
+# Plain state, as it is in the manifest.
+JsonDict = dict[str, Any]
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
@@ -36,20 +37,16 @@ ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 class Stateful(Protocol):
     """A part of the run that has state.
 
-    Optional members: `read(name, reader)`, to read only its own shard; `changes_since` of `ReportsChanges`; `lasting`
-    and `frozen_advice` of a `Task`.
+    Optional members, looked up with `getattr`:
+
+    read(name, reader)       reads only its own shard of a tensor; without it, the state is replicated on every rank
+    changes_since(state)     lists what the user's code has changed since `state` was saved
+    lasting, frozen_advice   see `Task`
     """
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
-@runtime_checkable
-class ReportsChanges(Protocol):
-    """A part that can list what the user's code has changed since its state was saved."""
-
-    def changes_since(self, state: dict[str, Any]) -> list[str]: ...
 
 
 class SavedStepper(Stateful, Protocol):
@@ -75,7 +72,7 @@ class CapturedState(NamedTuple):
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
-    plain_state: Values
+    plain_state: JsonDict
 
 
 class RunState:
@@ -103,20 +100,20 @@ class RunState:
         `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: parameters whose shard a lower rank also holds and saves.
+        `duplicates`: parameters whose shard a lower rank also holds; that rank saves it.
         """
         self.model = model
         self.optimizers = optimizers
         self.stepper = stepper
         self.source = source
         self.parts = parts
+        self.duplicates = duplicates
 
         # Whether all ranks capture the same plain state and the same plain tensors. DTensors may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
-        self._remote = {name for name, ranks in (holders or {}).items() if rank not in ranks}
-        self._duplicates = duplicates
+        self._foreign = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
 
         # Frozen parameters for which a checkpoint holds only digests.
@@ -145,20 +142,23 @@ class RunState:
 
         state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
         aliases = _tied_names(state)
-        for name in [name for name in state if not (is_extra(name) or name in aliases or name in self._remote)]:
-            # Save the float32 master instead of a parameter, which is only its rounded copy.
-            master = self._tensor_to_save(name, state[name])
-            if master is not None:
-                tensors[f"model.{name}"] = master.detach()
+        for name, value in state.items():
+            if is_extra(name) or name in aliases or name in self._foreign:
+                continue
+
+            # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
+            to_save = self._tensor_to_save(name, value)
+            if to_save is not None:
+                tensors[f"model.{name}"] = to_save.detach()
 
         # These keys are part of the file format: do not rename them.
         parts = {"data": self.source, **self.parts}
-        plain_state: Values = {
+        plain_state: JsonDict = {
             "model": {
                 "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "left_out": {
+                "frozen_digests": {
                     name: digest(full_tensor(self.model.get_parameter(name)))
-                    for name in sorted(self._digest_only - self._remote)
+                    for name in sorted(self._digest_only - self._foreign)
                 },
             },
             "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
@@ -166,9 +166,9 @@ class RunState:
             "next_samples": next_samples(self.source),
         }
         aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return CapturedState(without_duplicates(tensors, self._duplicates), aliases, plain_state)
+        return CapturedState(tensors, aliases, plain_state)
 
-    def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> Values:
+    def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> JsonDict:
         optimizer = self.optimizers.all[number]
         names = self._names_by_id()
 
@@ -230,14 +230,14 @@ class RunState:
 
     def digest_replicated(self) -> dict[str, str]:
         """Return a digest of each part whose state is replicated on every rank."""
-        return {name: digest(part.state_dict()) for name, part in self.parts.items() if not hasattr(part, "read")}
+        return {name: digest(part.state_dict()) for name, part in self.parts.items() if not getattr(part, "read", None)}
 
     # ---- restoring ----
 
     def restore(
-        self, reader: CheckpointReader, plain_state: Values, changed_settings: Sequence[Change] = ()
+        self, reader: CheckpointReader, plain_state: JsonDict, changed_settings: Sequence[Change] = ()
     ) -> list[str]:
-        """Restore the tensors and shards that this rank holds. Raise a UserError if another run was saved.
+        """Restore the tensors and shards that this rank holds. Raise a UserError if a different run was saved.
 
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
@@ -260,7 +260,7 @@ class RunState:
         _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
         return changed + self._restore_parts(states)
 
-    def _restore_parts(self, states: Values) -> list[str]:
+    def _restore_parts(self, states: JsonDict) -> list[str]:
         """Restore all parts except the data source. Return descriptions of the parts that gained or lost state."""
         changed = []
         for name, part in self.parts.items():
@@ -268,8 +268,9 @@ class RunState:
             current = part.state_dict()
 
             if saved:
-                if isinstance(part, ReportsChanges):
-                    changed += part.changes_since(saved)
+                changes_since = getattr(part, "changes_since", None)
+                if changes_since:
+                    changed += changes_since(saved)
                 part.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
@@ -288,19 +289,21 @@ class RunState:
         read = (lambda tensor: own_read(tensor, reader)) if own_read else reader.read
         return unpack(state, read, self._device)
 
-    def _restore_model(self, reader: CheckpointReader, saved_model: Values) -> None:
+    def _restore_model(self, reader: CheckpointReader, saved_model: JsonDict) -> None:
         state = self.model.state_dict()
         saved = sorted(name.removeprefix("model.") for name in reader.names() if name.startswith("model."))
-        self._check_same_model(state, saved, reader, saved_model["left_out"])
+        self._check_same_model(state, saved, reader, saved_model["frozen_digests"])
         _check_same_ties(state, saved, reader)
 
-        for name in [name for name in saved if name not in self._remote]:
+        for name in saved:
+            if name in self._foreign:
+                continue
             read_into(state[name], f"model.{name}", reader)
 
-            # The checkpoint holds the master; `read_into` above has rounded it for the parameter.
-            master = self._tensor_to_save(name, state[name])
-            if master is not None and master is not state[name]:
-                read_into(master, f"model.{name}", reader)
+            # If the checkpoint holds a master, `read_into` above has rounded it for the parameter.
+            saved_tensor = self._tensor_to_save(name, state[name])
+            if saved_tensor is not None and saved_tensor is not state[name]:
+                read_into(saved_tensor, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():
@@ -313,13 +316,15 @@ class RunState:
         """Check names, shapes and the digests of frozen parameters before anything is changed."""
         # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         names = {name for name in state if not is_extra(name)}
-        for name in [name for name in digests if name in names and name not in self._remote]:
-            if digest(full_tensor(self.model.get_parameter(name))) != digests[name]:
-                advice = [part.frozen_advice for part in self.parts.values() if hasattr(part, "frozen_advice")]
+        for name, saved_digest in digests.items():
+            if name not in names or name in self._foreign:
+                continue
+            if digest(full_tensor(self.model.get_parameter(name))) != saved_digest:
+                advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
                 raise UserError(
-                    f"the frozen parameter {name!r} has other values than when the checkpoint was written",
+                    f"the values of the frozen parameter {name!r} differ from those when the checkpoint was written",
                     "the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    next(iter(advice), Task.frozen_advice),
+                    next(filter(None, advice), Task.frozen_advice),
                 )
 
         differences = {
@@ -341,15 +346,15 @@ class RunState:
                     f"{name!r} has shape {shape} in the checkpoint and {tuple(state[name].shape)} in this model"
                 )
 
-    def _restore_optimizer(self, number: int, saved: Values, reader: CheckpointReader) -> list[str]:
+    def _restore_optimizer(self, number: int, saved: JsonDict, reader: CheckpointReader) -> list[str]:
         optimizer = self.optimizers.all[number]
         self._check_same_optimizer(number, saved)
-        changed, options = self._options_to_use(number, saved, reader)
+        changed, options = self._merge_group_options(number, saved, reader)
 
         # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
         names = self._names_by_id()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-        needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._remote}
+        needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._foreign}
         states = self._read_optimizer_state(number, needed, reader)
 
         # torch numbers the parameters consecutively, over all groups.
@@ -369,7 +374,7 @@ class RunState:
             optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
         return changed
 
-    def _check_same_optimizer(self, number: int, saved: Values) -> None:
+    def _check_same_optimizer(self, number: int, saved: JsonDict) -> None:
         kind = type(self.optimizers.all[number]).__name__
         if saved["kind"] != kind:
             raise UserError(
@@ -385,7 +390,7 @@ class RunState:
         if differing:
             raise _different_model(f"optimizer {number} does not hold the same parameters, such as {min(differing)!r}")
 
-    def _read_optimizer_state(self, number: int, saved: Values, reader: CheckpointReader) -> Values:
+    def _read_optimizer_state(self, number: int, saved: JsonDict, reader: CheckpointReader) -> JsonDict:
         # The compensation (the rounding errors of bfloat16 parameters) is dropped if this run does not add it back.
         masters = self.optimizers.masters
         if not (masters and masters.rounding == "compensated"):
@@ -397,7 +402,9 @@ class RunState:
             saved, lambda name: read_state_like(name, parameters.get(parameter_of(name)), reader), self._device
         )
 
-    def _options_to_use(self, number: int, saved: Values, reader: CheckpointReader) -> tuple[list[str], list[Values]]:
+    def _merge_group_options(
+        self, number: int, saved: JsonDict, reader: CheckpointReader
+    ) -> tuple[list[str], list[JsonDict]]:
         """Return the user's changes of the parameter groups, and the options to use for each group.
 
         An option that the user's code has changed keeps its new value. All other options get their values from the end
@@ -461,10 +468,12 @@ def full_state(
     state = model.state_dict()
     aliases = _tied_names(state)
     tensors = {}
-    for name in [name for name in state if not (is_extra(name) or name in aliases)]:
-        full = fetch(name, state[name])
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
+            continue
+        full = fetch(name, value)
         if keep:
-            tensors[name] = (full if full is state[name] else full.cpu()).contiguous()
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
     return tensors, aliases
 
 
@@ -489,12 +498,12 @@ def _identity(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _group_options(optimizer: torch.optim.Optimizer) -> list[Values]:
+def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
     """Return a copy of the options of each parameter group, without the learning rate, which the schedule sets."""
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
 
 
-def _on_device_of(parameter: Tensor, key: str, value: Any, group: Values) -> Any:
+def _on_device_of(parameter: Tensor, key: str, value: Any, group: JsonDict) -> Any:
     """Move a value of an optimizer's state to the device of its parameter, without a cast."""
     # As in torch, step counts stay on the host unless the optimizer's kernels read them.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))

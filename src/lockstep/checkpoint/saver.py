@@ -2,12 +2,12 @@
 
     staged -> own file durable -> committed     by rank 0, when the files of all ranks are durable
        |             |
-       +-------------+----------> failed        on this rank: `failed` has the error
+       +-------------+----------> failed        on this rank: `failed_save` has the error
        +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
 
 `save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
-`wait_for_copy` waits until the optimizers' state has been copied. `wait` returns finished saves: committed, failed or
-abandoned. A failed save never raises, and does not affect the next one.
+`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
+committed, failed or abandoned. A failed save never raises, and does not affect the next one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import from_json, to_json
 from lockstep.checkpoint.snapshot import BackgroundCopy, Slice, Snapshot
-from lockstep.checkpoint.storage import Retention, Store
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Save, SaveContext
 
 
 class Saver:
@@ -30,35 +29,25 @@ class Saver:
     All ranks call `save` for the same steps. There is one buffer, so a save waits until the previous one has ended.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        token: str,
-        retention: Retention,
-        asynchronous: bool = True,
-        timeout_s: float = 600.0,
-    ):
-        assert token.isalnum(), token
-        self._context = SaveContext(store, rank, world_size, token, retention, timeout_s)
+    def __init__(self, context: SaveContext, asynchronous: bool = True):
+        self._context = context
         self._asynchronous = asynchronous
         self._snapshot = Snapshot()
 
         # The last save, and its thread while it runs.
-        self._pending: PendingSave | None = None
+        self._last: Save | None = None
         self._thread: threading.Thread | None = None
 
         # The copy that runs while training continues, from `save` to `wait_for_copy`.
         self._copying: BackgroundCopy | None = None
 
-        self._unreported: list[PendingSave] = []  # saves that have ended and that `wait` has not returned yet
+        self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
         self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
-    def prepare(self, slices: Sequence[Slice]) -> int:
-        """Allocate the buffer early, so that the first save of `slices` is as fast as later ones. Return its bytes."""
+    def prepare(self, slices: Sequence[Slice]) -> None:
+        """Allocate the buffer early, so that the first save of `slices` is as fast as later ones."""
         self._join()
-        return self._snapshot.fit(slices).file_size
+        self._snapshot.fit(slices)
 
     def save(
         self,
@@ -81,18 +70,18 @@ class Saver:
         plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(slices)
 
-        # From here on, `failed` refers to this save.
+        # From here on, `failed_save` refers to this save.
         self._saves += 1
-        self._pending = pending = PendingSave(self._context, step, self._saves, layout.file_size)
+        self._last = save = Save(self._context, step, self._saves, layout.file_size)
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
         free = self._context.store.free_bytes()
         if free < needed:
-            pending.refuse(needed - free)
+            save.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
-            run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -100,43 +89,43 @@ class Saver:
             else:
                 run()
 
-        pending.stall_s = time.perf_counter() - began
+        save.stall_s = time.perf_counter() - began
 
         # Without a thread, the save has ended.
         if self._thread is None:
-            self._unreported.append(pending)
+            self._unreported.append(save)
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Without a save this returns at once."""
-        if self._copying is not None and self._pending is not None:
+        if self._copying is not None and self._last is not None:
             began = time.perf_counter()
             self._copying.wait()
             self._copying = None
-            self._pending.stall_s += time.perf_counter() - began
+            self._last.stall_s += time.perf_counter() - began
 
     @property
-    def failed(self) -> PendingSave | None:
+    def failed_save(self) -> Save | None:
         """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
         # Read `error` before `checkpoint`, because the thread may commit in between. If tidying up after a commit
         # raises an error, the save has not failed.
-        save = self._pending
+        save = self._last
         return save if save and save.error and not (save.checkpoint or save.abandoned.is_set()) else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
-        if self._pending is not None:
-            self._pending.file_ended.wait()
+        if self._last is not None:
+            self._last.file_ended.wait()
 
     def abandon(self, why: str) -> None:
         """End the save without a commit, because it failed on some rank, and delete this rank's staged files."""
-        if self._pending is not None:
-            self._pending.abandon(why)
+        if self._last is not None:
+            self._last.abandon(why)
             self._join()
 
             # The thread may have finished before it saw the flag, so delete the files here too.
-            self._pending.delete_staged()
+            self._last.delete_staged()
 
-    def wait(self, timeout: float | None = None) -> list[PendingSave]:
+    def take_ended(self, timeout: float | None = None) -> list[Save]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
         self._join(timeout)
         ended = self._unreported
@@ -144,14 +133,14 @@ class Saver:
         return ended
 
     def close(self) -> None:
-        """Abandon a save that has not ended (call `wait` first to keep it) and free the buffer."""
+        """Abandon a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
         self._snapshot = Snapshot()
 
     def _join(self, timeout: float | None = None) -> None:
-        if self._thread is not None and self._pending is not None:
+        if self._thread is not None and self._last is not None:
             self._thread.join(timeout)
             if not self._thread.is_alive():
                 self._thread = None
-                self._unreported.append(self._pending)
+                self._unreported.append(self._last)

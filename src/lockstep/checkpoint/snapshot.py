@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.checkpoint.format import FileLayout, PieceToWrite, arrange
+from lockstep.checkpoint.format import FileLayout, SliceSpec, arrange
 from lockstep.checkpoint.state_tree import DTYPES, dtype_name
 from lockstep.checkpoint.storage import PAGE
 
@@ -36,12 +36,13 @@ class Slice:
     def full(cls, name: str, tensor: torch.Tensor) -> Slice:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def describe(self) -> PieceToWrite:
+    @property
+    def spec(self) -> SliceSpec:
         shape = tuple(self.tensor.shape)
-        assert len(shape) == len(self.full_shape) == len(self.offset), f"{self.name} has another number of dimensions"
+        assert len(shape) == len(self.full_shape) == len(self.offset), f"the offset or shape of {self.name} is wrong"
         bounds = zip(self.offset, shape, self.full_shape, strict=True)
         assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
-        return PieceToWrite(self.name, dtype_name(self.tensor, self.name), self.full_shape, self.offset, shape)
+        return SliceSpec(self.name, dtype_name(self.tensor, self.name), self.full_shape, self.offset, shape)
 
 
 class Snapshot:
@@ -54,14 +55,14 @@ class Snapshot:
         self.layout: FileLayout = arrange([])
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-        # Views of the buffer, one for each piece.
+        # Views of the buffer, one for each slice.
         self._views: list[torch.Tensor] = []
 
     def fit(self, slices: Sequence[Slice]) -> FileLayout:
         """Make room for `slices`. If they have the same layout as the last ones, there is nothing to do."""
-        pieces = tuple(source.describe() for source in slices)
-        if pieces != self.layout.pieces:
-            self.layout = arrange(pieces)
+        specs = tuple(source.spec for source in slices)
+        if specs != self.layout.slices:
+            self.layout = arrange(specs)
             self._views = []
 
         # A GPU can only copy to pinned memory while it computes.
@@ -75,8 +76,8 @@ class Snapshot:
 
         if not self._views:
             self._views = [
-                self._buffer[start : start + piece.bytes].view(DTYPES[piece.dtype]).view(piece.shape)
-                for piece, start in zip(pieces, self.layout.starts, strict=True)
+                self._buffer[start : start + spec.bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+                for spec, start in zip(specs, self.layout.starts, strict=True)
             ]
         return self.layout
 
@@ -129,7 +130,7 @@ class BackgroundCopy:
         if torn:
             raise RuntimeError(
                 "the optimizer's state was changed between two updates, while it was being copied: change it only in "
-                "the optimizer's step(), or type checkpoint.asynchronous=false"
+                "the optimizer's step(), or set checkpoint.asynchronous=false"
             )
 
     def wait(self) -> None:

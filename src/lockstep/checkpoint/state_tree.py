@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 
 # A dict with one of these keys, and no other, encodes a value that JSON cannot represent.
-_MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items"}
+# "$float" is the manifest's.
+_MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 # The dtypes that a checkpoint can hold, by their names in a safetensors file.
 DTYPES = {
@@ -127,7 +128,7 @@ def _feed(sha: Any, data: Any) -> None:
         case Tensor():
             sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
 
-            # Every rank holds another shard of a DTensor, so only its dtype and shape count.
+            # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
             if not isinstance(data, DTensor):
                 sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         case np.ndarray() if data.dtype != object:

@@ -36,7 +36,6 @@ PAGE = 4096
 LATEST = "latest"
 OWNER = "owner"
 
-
 _NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
@@ -73,7 +72,8 @@ class Store(Protocol):
     def claim(self, token: str) -> None:
         """Make the attempt with this token the only one that may commit.
 
-        The owner is checked just before the rename. A process that is stopped between the two could still commit.
+        The owner is checked just before the rename. A process suspended between the check and the rename can still
+        commit.
         """
 
     def owner(self) -> str | None:
@@ -167,18 +167,15 @@ def _free_name(name: str, why: str, taken: Container[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def set_aside_after(store: Store, step: int) -> list[str]:
-    """Set aside all checkpoints after `step`, to which the run goes back. Return their new names."""
+def set_aside_after(store: Store, step: int) -> None:
+    """Set aside all checkpoints after `step`, to which the run goes back."""
     # List the folder only once, however many checkpoints there are.
     taken = set(store.folders())
-    names = {}
-    for later in committed(store):
-        if later.step > step:
-            names[later.name] = _free_name(later.name, "undone", taken)
-            store.rename(later.name, names[later.name])
-    if names:
+    undone = [checkpoint.name for checkpoint in committed(store) if checkpoint.step > step]
+    for name in undone:
+        store.rename(name, _free_name(name, "undone", taken))
+    if undone:
         update_latest(store)
-    return list(names.values())
 
 
 def remove(store: Store, name: str, token: str) -> None:

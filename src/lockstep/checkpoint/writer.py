@@ -1,11 +1,11 @@
 """One save, from the snapshot to the commit. Each rank writes and confirms its file; then rank 0 commits.
 
-    every rank   step-N.tmp-TOKEN-1/part-RANK.safetensors   its file, durable
-    every rank   step-N.tmp-TOKEN-1/part-RANK.json          its confirmation: size, digest, pieces; or an error
+    every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.safetensors   its file, durable
+    every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation: size, digest, slices; or an error
     rank 0       waits for all confirmations, checks them, and deletes them
-    rank 0       step-N.tmp-TOKEN-1/manifest.json           durable
+    rank 0       step-N.tmp-TOKEN-NUMBER/manifest.json           durable
     rank 0       checks that it still owns the store
-    rank 0       step-N.tmp-TOKEN-1 -> step-N               the commit
+    rank 0       step-N.tmp-TOKEN-NUMBER -> step-N               the commit
     rank 0       updates `latest` and deletes the checkpoints that `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
@@ -67,14 +67,17 @@ class SaveContext:
     world_size: int
     token: str  # identifies this attempt of the run
     retention: Retention
-    timeout_s: float  # how long rank 0 waits for the other ranks' files
+    timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
+
+    def __post_init__(self) -> None:
+        assert self.token.isalnum(), self.token  # it becomes part of a folder's name
 
 
 class SaveFailed(Exception):
     """A save must not be committed, for a reason other than an OSError. The message is the reason."""
 
 
-class PendingSave:
+class Save:
     """One save on one rank, and its result once it has ended.
 
     `run` may be called in a thread; all other methods are called in the training thread. A save is committed (by rank
@@ -97,7 +100,7 @@ class PendingSave:
 
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited for the save
-        self.write_s = 0.0  # from then to the commit
+        self.write_s = 0.0  # from the start of `run` until this rank's file is durable; on rank 0, until the commit
         self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._began = 0.0  # when `run` was called
 
@@ -178,8 +181,8 @@ class PendingSave:
         self.context.store.write(self._key(file_name(self.context.rank)), self._chunks(layout, data, digest))
 
         # Rank 0 builds the manifest from this confirmation, which is written after the file is durable.
-        pieces = [asdict(piece) for piece in layout.pieces]
-        self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "pieces": pieces})
+        slices = [asdict(spec) for spec in layout.slices]
+        self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "slices": slices})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An abandoned save ends between two chunks."""
@@ -295,13 +298,13 @@ class PendingSave:
             file = file_name(rank)
             files.append(File(file, confirmation["size"], confirmation["digest"]))
 
-            for piece in confirmation["pieces"]:
-                name = piece["name"]
-                kind = (piece["dtype"], tuple(piece["full_shape"]))
+            for spec in confirmation["slices"]:
+                name = spec["name"]
+                kind = (spec["dtype"], tuple(spec["full_shape"]))
                 known_kind, pieces = tensors.setdefault(name, (kind, []))
                 if known_kind != kind:
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
-                pieces.append(Piece(file, name, tuple(piece["offset"]), tuple(piece["shape"])))
+                pieces.append(Piece(file, name, tuple(spec["offset"]), tuple(spec["shape"])))
 
         return Manifest(
             step=self.step,

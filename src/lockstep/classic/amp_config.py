@@ -57,7 +57,7 @@ class AMPConfig:
                 UserError(
                     f"gradient_accumulation_steps={self.gradient_accumulation_steps} is less than 1",
                     "",
-                    "type 1 for a step with every batch",
+                    "use 1 for a step with every batch",
                 )
             )
 

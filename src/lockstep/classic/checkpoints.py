@@ -17,6 +17,7 @@ from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
+from lockstep.checkpoint.writer import SaveContext
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST, is_checkpoint
 from lockstep.runtime.context import Runtime
@@ -32,7 +33,7 @@ def save_state(state: RunState, runtime: Runtime, folder: Path, writer: int, nam
     """
     if not 0 <= writer < runtime.world.size:
         raise UserError(
-            f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {runtime.world.size - 1}", "type rank=0"
+            f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {runtime.world.size - 1}", "pass rank=0"
         )
 
     if runtime.world.rank == writer:
@@ -81,11 +82,11 @@ def _write(state: RunState, store: Store, world_size: int) -> list[str | None]:
     # One rank writes everything, in this thread: the state is the same on all ranks.
     tensors, aliases, plain_state = state.capture()
     slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
-    saver = Saver(store, 0, 1, token, Retention(3), asynchronous=False)  # the newest three stay
+    saver = Saver(SaveContext(store, 0, 1, token, Retention(3)), asynchronous=False)  # the newest three stay
     saver.save(state.stepper.counters.step, slices, aliases, {"state": plain_state, "world": world_size})
 
     # A failed save is an outcome and not an exception: the other ranks wait for it.
-    [save] = saver.wait()
+    [save] = saver.take_ended()
     saver.close()
     return [str(save.checkpoint.path) if save.checkpoint else None, save.error]
 

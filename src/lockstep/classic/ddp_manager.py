@@ -109,7 +109,7 @@ class DDPManager:
     def all_reduce(self, tensor: Tensor, op: str | dist.ReduceOp.RedOpType = "mean") -> Tensor:
         """Reduce `tensor` over all ranks in place: mean, sum, max or min, or one of torch's ReduceOps."""
         if isinstance(op, str) and op not in (*OPERATIONS, "mean"):
-            raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"type mean, {', '.join(OPERATIONS)}")
+            raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"use mean, {', '.join(OPERATIONS)}")
         mean = op in ("mean", dist.ReduceOp.AVG)
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UserError(

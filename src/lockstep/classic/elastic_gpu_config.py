@@ -199,7 +199,7 @@ def uneven(batch: int, processes: int) -> UserError:
     return UserError(
         f"a batch of {batch} does not divide by {processes} processes",
         "",
-        f"type global_batch={-(-batch // processes) * processes}",
+        f"set global_batch={-(-batch // processes) * processes}",
     )
 
 

@@ -105,7 +105,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["micro_batch"] = options.batch_size
     elif options.grad_accum_steps != 1:
         raise UserError(
-            "--grad_accum_steps needs --batch_size", "", "also type --batch_size N, the samples of one forward"
+            "--grad_accum_steps needs --batch_size", "", "also use --batch_size N, the samples of one forward"
         )
 
     if options.save_every is not None:
@@ -121,7 +121,7 @@ def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
     for key, flag in RIVALS.items():
         # Equal values do not contradict each other.
         if getattr(options, flag) and key in typed and settings.get(key) != typed[key]:
-            raise UserError(f"--{flag} and {key}={typed[key]} set the same thing twice", "", "type only one of them")
+            raise UserError(f"--{flag} and {key}={typed[key]} set the same thing twice", "", "use only one of them")
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
@@ -150,7 +150,7 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     if config.local_batch is not None:
         batch = config.local_batch
     elif config.global_batch is None:
-        raise UserError("--elastic_gpu needs a batch to divide among the processes", "", "type global_batch=64")
+        raise UserError("--elastic_gpu needs a batch to divide among the processes", "", "set global_batch=64")
     elif config.global_batch % world.size:
         raise uneven(config.global_batch, world.size)
     else:

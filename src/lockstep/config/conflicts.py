@@ -90,7 +90,7 @@ def _order(settings: Settings) -> Iterator[UserError]:
             yield UserError(
                 f"{lower} is larger than {upper}",
                 "",
-                f"type {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}",
+                f"set {lower.key}={typed(upper.value)}, or {upper.key}={typed(lower.value)}",
             )
 
 
@@ -101,7 +101,7 @@ def _reference_batch(settings: Settings) -> Iterator[UserError]:
             yield UserError(
                 f"{scaling} needs lr.reference_batch, the batch that lr.peak was tuned for",
                 "",
-                "add lr.reference_batch=256, or type lr.scaling=none",
+                "add lr.reference_batch=256, or set lr.scaling=none",
             )
 
 
@@ -126,7 +126,7 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
         for other in others:
             # Our own all-reduce for unused parameters broadcasts buffers as well.
             if (key, other.key) != ("ddp.broadcast_buffers", "ddp.find_unused_parameters"):
-                yield _together(option, other, reason, f"type {key}={typed(neutral)}, or leave {other.key} out")
+                yield _together(option, other, reason, f"set {key}={typed(neutral)}, or leave {other.key} out")
 
 
 def _load_balance(settings: Settings) -> Iterator[UserError]:
@@ -136,7 +136,7 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
         coupled = _on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm")
         if collective:
             key = collective[0].key
-            fix = "type strategy=ddp, or strategy=zero1" if key == "strategy" else f"leave {key} out"
+            fix = "set strategy=ddp, or strategy=zero1" if key == "strategy" else f"leave {key} out"
             reason = "forwards in which the ranks wait for each other, so that all must run the same number"
             yield _together(balance, collective[0], reason, f"{fix}; or leave {balance.key} out")
         elif coupled:
@@ -153,10 +153,10 @@ def _stages(settings: Settings) -> Iterator[UserError]:
     for stages in _on(settings, "pp.stages_per_rank"):
         # Zero-bubble takes one stage on each rank, or several.
         if stages.value > 1 and schedule.value not in ("interleaved", "zero-bubble"):
-            fix = "type pp.schedule=interleaved, or pp.stages_per_rank=1"
+            fix = "set pp.schedule=interleaved, or pp.stages_per_rank=1"
             yield _together(stages, schedule, "a schedule with one stage on each rank", fix)
         elif stages.value == 1 and schedule.value == "interleaved":
-            fix = "type pp.stages_per_rank=2, or pp.schedule=1f1b"
+            fix = "set pp.stages_per_rank=2, or pp.schedule=1f1b"
             yield _together(stages, schedule, "a schedule that interleaves several stages of a rank", fix)
 
 
@@ -173,7 +173,7 @@ def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
                 graph,
                 others[0],
                 "a model that is sharded, waits for other ranks or computes twice, which is not captured",
-                f"type graph=auto, or leave {others[0].key} out",
+                f"set graph=auto, or leave {others[0].key} out",
             )
 
 
@@ -188,14 +188,14 @@ PAIRS = (
         "an option that requires one micro-batch per rank and step",
         "leave ddp.static_graph out, or micro_batch",
     ),
-    ("attention", "cudnn", "deterministic", True, "kernels that add in no fixed order", "type attention=flash"),
+    ("attention", "cudnn", "deterministic", True, "kernels that add in no fixed order", "set attention=flash"),
     (
         "exact",
         True,
         "micro_batch",
         "auto",
         "micro-batches that depend on the memory that is free at the time",
-        "type micro_batch=4, the same on every number of ranks",
+        "set micro_batch=4, the same on every number of ranks",
     ),
 )
 
@@ -217,14 +217,14 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "strategy": (
         with_trait("exact"),
         "a strategy that adds gradients in a different order",
-        "type strategy=ddp, or strategy=fsdp",
+        "set strategy=ddp, or strategy=fsdp",
     ),
     "mesh.tp": ((None, 1), "sharded layers, whose parts are added in another order", "leave mesh.tp out"),
     "mesh.pp": ((None, 1), "stages, which draw other random numbers than a full model", "leave mesh.pp out"),
     "local_batch": (
         (None,),
         "a batch that grows with the number of ranks",
-        "type global_batch=N instead, the samples of all ranks together",
+        "set global_batch=N instead, the samples of all ranks together",
     ),
     "ddp.hook": (("none",), "compressed gradients, which lose bits", "leave ddp.hook out"),
     "ddp.broadcast_buffers": ((False,), "buffers that follow rank 0's samples", "leave ddp.broadcast_buffers out"),
@@ -239,7 +239,7 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "precision": (
         ("auto", "fp32", "tf32", "bf16", "fp16"),
         "a format whose sums have no fixed order",
-        "type precision=bf16",
+        "set precision=bf16",
     ),
     "optimizer": (("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
     "graph": (("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
@@ -329,7 +329,7 @@ def unused(settings: Settings, layers: Sequence[tuple[str, Mapping[str, Any]]]) 
                 yield UserError(
                     f"{option} has no effect with {rule.switch}={typed(switch.value)}",
                     rule.reason,
-                    f"type {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}",
+                    f"set {rule.fix}, or {option.key}={typed(KEYS[option.key].default)}",
                 )
 
 

@@ -95,12 +95,12 @@ def _override(arg: str) -> tuple[str, Any]:
     shown = f"{arg} (command line)"
     if not equals:
         name = next(iter(nearest(key, KEYS)), "steps")
-        raise UserError(f"{shown} has no =", "", f"type key=value, such as {name}={typed(usual(name))}")
+        raise UserError(f"{shown} has no =", "", f"write key=value, such as {name}={typed(usual(name))}")
     if not key:
-        raise UserError(f"{shown} has no key before the =", "", "type key=value, such as steps=1000")
+        raise UserError(f"{shown} has no key before the =", "", "write key=value, such as steps=1000")
     if not text:  # most often an unset shell variable
         raise UserError(
-            f"{shown} has no value after the =", "", f"type {key}=null to unset it, or {key}=\"''\" for an empty text"
+            f"{shown} has no value after the =", "", f"set {key}=null to unset it, or {key}=\"''\" for an empty text"
         )
 
     # A Python user types `none` for null. Only brackets and quotes begin more than a plain word, so that

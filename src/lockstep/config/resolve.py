@@ -60,7 +60,7 @@ def resolve_for(
         near = get_close_matches(name, presets, 1, 0.0) or ["null"]
         problem = f"preset = {name} ({source}) is not a preset of the task"
         known = f"its presets are {', '.join(presets)}" if presets else "it has no presets"
-        problems = [UserError(problem, known, f"type preset={near[0]}")]
+        problems = [UserError(problem, known, f"set preset={near[0]}")]
 
     return resolve([*weakest, *layers], problems)
 
@@ -74,7 +74,7 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
     for key, value in walk(items):
         setting = Setting(key, value, source)
         if not all(key.split(".")):
-            problems.append(UserError(f"{setting} has a key with an empty part", "", "type a key such as lr.peak"))
+            problems.append(UserError(f"{setting} has a key with an empty part", "", "use a key such as lr.peak"))
         elif key in settings:
             problems.append(UserError(f"{key} is set twice: {settings[key]} and {setting}", "", f"keep one {key}"))
         else:
@@ -220,16 +220,16 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
     # The surest guess first: a rename, another tool's name, a section, a typo, and last an option of the task.
     if key in RENAMED:
         problem = f"{setting} cannot be set: {key} is now called {RENAMED[key]}"
-        fix = f"type {RENAMED[key]}={value}"
+        fix = f"set {RENAMED[key]}={value}"
     elif last in _ALIASES and (key not in SECTIONS or type(setting.value) in (int, float)):  # lr=0.1 is lr.peak
-        fix = f"type {_ALIASES[last].format(value=value)}"
+        fix = f"set {_ALIASES[last].format(value=value)}"
     elif key in SECTIONS:
         inside = [name for name in KEYS if _inside(name, key)] or ["task.<option>"]
         fix = f"set one of its keys: {', '.join(inside)}"
     elif near := nearest(key, known):
-        fix = f"type {' or '.join(f'{name}={value}' for name in near)}"
+        fix = f"set {' or '.join(f'{name}={value}' for name in near)}"
     else:
-        fix = f"an option of the task is typed task.{key}={value}"
+        fix = f"an option of the task is set as task.{key}={value}"
     return UserError(problem, "", fix)
 
 
@@ -237,7 +237,7 @@ def _bad_value(setting: Setting, expected: str) -> UserError:
     return UserError(
         f"{setting} {expected}",
         "null" if setting.value is None else f"{setting.value!r} ({type(setting.value).__name__})",
-        f"type {setting.key}={typed(_meant(setting, expected))}",
+        f"set {setting.key}={typed(_meant(setting, expected))}",
     )
 
 

@@ -197,7 +197,7 @@ def check_no_connection(dataset: Any) -> None:
                 f"the dataset's {name} is an open connection, which worker processes would share",
                 f"{value!r}: a response to one process could reach another",
                 "open it when a process reads its first sample, in __getitem__ or __iter__, and not before (compare "
-                "os.getpid()); or type data.workers=0",
+                "os.getpid()); or set data.workers=0",
             )
 
 

@@ -142,7 +142,7 @@ def _on_device(found: str) -> UserError:
         "a worker process can neither compute on a GPU nor send tensors that are on one",
         found,
         "leave tensors on the CPU in the dataset and in collate: Lockstep copies every micro-batch to the GPU, one "
-        "ahead; or type data.workers=0",
+        "ahead; or set data.workers=0",
     )
 
 
@@ -157,5 +157,5 @@ def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
             f"a worker process cannot send its batch to the rank: {type(error).__name__}: {error}",
             f"samples {some_names([str(i) for i in ids])} {where}, a {type(batch).__name__}",
             "return tensors (detached), numbers, text, or lists and dicts of them from the dataset and from collate; "
-            "or type data.workers=0",
+            "or set data.workers=0",
         ) from error

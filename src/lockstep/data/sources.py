@@ -1,7 +1,7 @@
 """Batch sources over datasets: `take` returns this rank's micro-batches of each global step.
 
 The state of a map-style source is one integer, a position in the endless sequence of samples: epoch 0, then epoch 1,
-and so on. Skipped samples (`tail=drop`, `pass_over`) keep their positions. Spans skipped after a rewind are saved too.
+and so on. Skipped samples (`tail=drop`, `skip`) keep their positions. Spans skipped after a rewind are saved too.
 Streams, which have no position, are in streams.py.
 """
 
@@ -102,7 +102,7 @@ class MapSource:
         self.position = 0  # where the next step begins, in the endless sequence of samples
 
         # Spans [start, stop) of positions that are skipped because they spoiled a step.
-        self.passed_over: list[tuple[int, int]] = []
+        self.skipped_spans: list[tuple[int, int]] = []
 
         # The assignment of micro-batches before this position is final: workers may already be reading them.
         self.assigned_until = 0
@@ -176,9 +176,9 @@ class MapSource:
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
                 "they have copies of the dataset, and read ahead",
-                "type data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
+                "set data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
                 "torch, numpy or random, which are seeded by epoch and sample. If the workers need not see it, since "
-                "only your sampler reads it, say, type checks.first_batch=false",
+                "only your sampler reads it, say, set checks.first_batch=false",
             )
 
     def _changed(self) -> Iterator[str]:
@@ -228,9 +228,9 @@ class MapSource:
         request = self.next_request(count, beyond_step=True)
         return [request.epoch, *request.ids]
 
-    def pass_over(self, span: tuple[int, int]) -> None:
+    def skip(self, span: tuple[int, int]) -> None:
         """Skip these positions from now on, because they spoiled a step."""
-        self.passed_over = sorted({*self.passed_over, span})
+        self.skipped_spans = sorted({*self.skipped_spans, span})
 
     def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
         """Assign micro-batches to the ranks by their `speeds` from `position` on.
@@ -244,7 +244,7 @@ class MapSource:
         return {
             "position": self.position,
             "length": self.length,
-            "passed_over": [list(span) for span in self.passed_over],
+            "skipped_spans": [list(span) for span in self.skipped_spans],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,21 +257,21 @@ class MapSource:
 
         # Prefetched batches belong to the old position.
         self.position = int(state["position"])
-        self.passed_over = [(int(start), int(stop)) for start, stop in state["passed_over"]]
+        self.skipped_spans = [(int(start), int(stop)) for start, stop in state["skipped_spans"]]
         self._prefetched = None
         self.assigned_until = self.position
 
     # ---- choosing samples ----
 
     def _window(self, position: int) -> Window:
-        """Return the window at a position, without the spans that are passed over."""
-        for start, stop in self.passed_over:
+        """Return the window at a position, without the skipped spans."""
+        for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
-        # After a resume with a different batch size, a window may reach into a span that is passed over.
-        for start, _ in self.passed_over:
+        # After a resume with a different batch size, a window may reach into a skipped span.
+        for start, _ in self.skipped_spans:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)

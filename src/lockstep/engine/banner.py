@@ -216,7 +216,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
     ranks = mesh.data_size // replicas
     # One rank per shard group is legal but saves no memory: say so, and what to type.
     if ranks == 1 and replicas > 1:
-        return f"{replicas} replicas on one rank each, so nothing is sharded (type strategy=ddp, or strategy=fsdp)"
+        return f"{replicas} replicas on one rank each, so nothing is sharded (set strategy=ddp, or strategy=fsdp)"
     if ranks == 1:
         return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
 

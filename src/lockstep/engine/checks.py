@@ -70,7 +70,7 @@ def check_evaluations(needed: bool, every: int | None, evaluates: bool) -> None:
         raise UserError(
             "ReduceLROnPlateau follows the loss of evaluations, and there is no evaluation before the end",
             "" if evaluates else "eval_data() returns None",
-            "type evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
+            "set evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
         )
 
 
@@ -80,7 +80,7 @@ def check_best(config: RunConfig, evaluates: bool) -> None:
         raise UserError(
             f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run",
             "" if evaluates else "eval_data() returns None",
-            "type evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
+            "set evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
         )
 
 
@@ -100,7 +100,7 @@ def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
-            "type strategy=ddp, without mesh.pp",
+            "set strategy=ddp, without mesh.pp",
         )
 
     if config.load_balance == "auto" and not alone:
@@ -118,7 +118,7 @@ def check_steps_left(steps: int, done: int) -> None:
         raise UserError(
             f"steps={steps} leaves nothing to train: the checkpoint is from step {done}",
             "",
-            f"type steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
+            f"set steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
         )
 
 
@@ -150,7 +150,7 @@ def check_not_wrapped(model: Any) -> None:
             raise UserError(
                 f"{repr(name) if name else 'the model'} is already wrapped in {type(module).__name__}",
                 "Lockstep wraps and compiles a plain model itself",
-                f"return the model inside it, and type {settings[0]}",
+                f"return the model inside it, and set {settings[0]}",
             )
 
 
@@ -200,7 +200,7 @@ def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
             f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
-            f"type tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
+            f"set tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
 
 
@@ -258,10 +258,10 @@ def _without_single_samples(plan: Plan, tail: str) -> str:
     possible = [micro for micro in range(2, max_micro_batch + 1) if all(size % micro != 1 for size in sizes)]
     fixes = ["use GroupNorm, which needs no other sample"]
     if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
-        fixes.insert(0, "type tail=drop")
+        fixes.insert(0, "set tail=drop")
     if possible:
         closest = min(possible, key=lambda micro: abs(micro - plan.micro_batch))
-        fixes.insert(0, f"type micro_batch={closest}")
+        fixes.insert(0, f"set micro_batch={closest}")
     return "; or ".join(fixes)
 
 
@@ -272,7 +272,7 @@ def check_enough_micro_batches(plan: Plan) -> None:
 
     # Two micro-batches for each pipeline, if the batch has that many samples.
     smaller = plan.global_batch // (2 * plan.data_size)
-    fix = f"type micro_batch={smaller} or less" if smaller else "type a larger batch"
+    fix = f"set micro_batch={smaller} or less" if smaller else "set a larger batch"
     raise UserError(
         f"a step has {plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
         f"for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
@@ -306,6 +306,7 @@ class LateHooks:
                 "the hooks of parameters are carried over when Lockstep gets the model, and a later one might never be "
                 "called",
                 "set it in model(), or before run.setup(...)",
+                cause="hook",
             )
 
 
@@ -350,6 +351,7 @@ def _trainable_changed(change: str) -> UserError:
         "freeze, unfreeze and replace parameters in model(), before Lockstep gets it; to change them later, "
         "start a second run from the saved weights. Two models in turn need no freezing: step.apply(optimizer) drops "
         "the gradients of the other",
+        cause="changed-structure",
     )
 
 
@@ -430,6 +432,7 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "every rank must hold the same weights",
                     "load or initialise frozen parts equally on all ranks; look for code that changes parameters on "
                     "one rank only (`if rank == 0`)",
+                    cause="not-synchronised",
                 )
 
 

@@ -109,7 +109,7 @@ class Exactness:
             raise UserError(
                 f"exact=true with {threads} CPU threads per rank cannot resume a run with {state['threads']}",
                 "kernels add in a different order with a different number of threads",
-                f"type threads={state['threads']}",
+                f"set threads={state['threads']}",
             )
 
         self._changes = [Change(key, state[key], now) for key, now in self.platform.items() if state[key] != now]
@@ -172,7 +172,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
                 raise UserError(
                     f"exact=true needs equal ranks, and {key} is {value} on rank 0 and {other[key]} on rank {rank}",
                     "",
-                    "run on machines of one kind, with one version of torch; or type exact=false",
+                    "run on machines of one kind, with one version of torch; or set exact=false",
                 )
 
     return own

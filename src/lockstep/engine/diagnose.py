@@ -57,7 +57,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
             raise UserError(
                 "a BatchNorm got a micro-batch of one sample: one value per channel has no variance",
                 str(error).splitlines()[0],
-                "type a larger micro_batch, and drop a last micro-batch of one sample; or use GroupNorm",
+                "set a larger micro_batch, and drop a last micro-batch of one sample; or use GroupNorm",
             ) from error
 
         raise
@@ -76,7 +76,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
             raise UserError(
                 "the loss computes a gradient through the model and keeps its graph; compiled code does not allow that",
                 str(error).splitlines()[0],
-                "type compile=false",
+                "set compile=false",
             ) from error
 
         # This includes NotImplementedError, a RuntimeError that torch raises for operators without a sparse kernel.
@@ -104,7 +104,7 @@ def _explain_sharded_parameters(error: RuntimeError, builder: RunBuilder) -> Use
         "the model, outside the model's forward",
         str(error).splitlines()[0],
         "do that inside the model's forward, which the task calls; use the optimizer's weight_decay as a penalty on "
-        "weights; or type strategy=ddp, which keeps full parameters on every rank",
+        "weights; or set strategy=ddp, which keeps full parameters on every rank",
     )
 
 
@@ -137,7 +137,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         return UserError(
             "the model does not fit into the memory of this device",
             str(shortage),
-            "build a smaller one, or type device=cpu",
+            "build a smaller one, or set device=cpu",
         )
 
     footprint = _footprint(driver, builder)
@@ -224,7 +224,7 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
             "these ranks were started by another launcher",
-            "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or type micro_batch=8",
+            "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or set micro_batch=8",
         )
 
     path = run_dir / MICRO_BATCH_FILE

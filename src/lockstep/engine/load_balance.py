@@ -49,17 +49,17 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
         raise UserError(
             f"load_balance={list(speeds)} has {plural(len(speeds), 'number')} for {plural(plan.data_size, 'rank')}",
             "",
-            "give one number for each rank, or type load_balance=auto",
+            "give one number for each rank, or set load_balance=auto",
         )
 
     if plan.data_size > 1 and plan.micro_batches <= plan.data_size:
         # About four micro-batches for each rank leave room to balance speeds that differ by a quarter.
         smaller = max(1, plan.global_batch // (4 * plan.data_size))
-        larger_batch = f"type global_batch={4 * plan.data_size} or more, and micro_batch=1"
+        larger_batch = f"set global_batch={4 * plan.data_size} or more, and micro_batch=1"
         raise UserError(
             f"load_balance cannot assign {plan.micro_batches} micro-batches to {plan.data_size} ranks",
             "each rank has at most one, so none can be moved",
-            f"type micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
+            f"set micro_batch={smaller}" if smaller < plan.micro_batch else larger_batch,
         )
 
     # With `auto` the first steps are assigned evenly, as the plan already does.

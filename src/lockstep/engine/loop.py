@@ -52,7 +52,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
         run.evaluate(eval_data, task.eval_loss, task.collate, may_preempt=True)
 
     # If the run was preempted during an evaluation, repeat that first.
-    if evaluate_every and run.resumed and run.resumed.evaluation_due:
+    if evaluate_every and run.resumed and run.resumed.loop.evaluation_due:
         evaluate()
 
     for batches in run.step_batches():

@@ -236,7 +236,7 @@ class Outcomes:
             fix = "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked)"
         elif self._scale_backoffs == self.skipped:
             cause = f"{self.skipped} overflowed, and each of them halved the loss scale of fp16"
-            fix = "train for more steps, or type a smaller scaler.initial"
+            fix = "train for more steps, or set a smaller scaler.initial"
         else:
             cause = f"{self.skipped} were skipped for the reasons above"
             fix = "look at the samples that are named above, and at the loss of an untrained model"

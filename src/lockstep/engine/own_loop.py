@@ -99,7 +99,7 @@ class OwnRun:
                 "a pipeline (mesh.pp) cannot run in a custom loop",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
                 "flight together, and only the last stage computes the loss",
-                "write a Task and use lockstep.fit or `lockstep train`; or type strategy=fsdp",
+                "write a Task and use lockstep.fit or `lockstep train`; or set strategy=fsdp",
             )
 
         # A direct optimizer.step() would apply gradient sums that are not divided yet.

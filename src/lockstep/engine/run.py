@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
@@ -417,7 +417,7 @@ class Run:
         resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
 
         # The log interval also returns to its state in the checkpoint.
-        self.recorder.resume_interval(self.stepper.sums, resumed.interval)
+        self.recorder.resume_interval(self.stepper.sums, resumed.loop.interval)
         self.stepper.context.metrics.known = set(self.recorder.names)
         self._interval.clear()
         self.recorder.start_clock()
@@ -438,11 +438,5 @@ class Run:
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
-        self.checkpoints.save(
-            {
-                "metrics": metrics,
-                "evaluation_due": repeat_evaluation,
-                "interval": self.recorder.interval_state(self.stepper.sums),
-                "seconds": time.time() - self.started,
-            }
-        )
+        interval = self.recorder.interval_state(self.stepper.sums)
+        self.checkpoints.save(LoopState(repeat_evaluation, interval, time.time() - self.started), metrics)

@@ -22,6 +22,7 @@ from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
+from lockstep.checkpoint.storage import clean
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
@@ -144,7 +145,7 @@ class RunBuilder:
         self._on_failure.callback(release_captures, self.driver.model)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
         late_hooks = LateHooks(model, parameters_before)
-        for name, part in self.driver.extra_state.items():
+        for name, part in self.driver.parts.items():
             self.add_part(name, part)
 
         # Make the optimizers after sharding, so that their state matches the shards.
@@ -245,7 +246,7 @@ class RunBuilder:
             raise UserError(
                 "evaluate.batch is not set, and an evaluation before the first step needs it",
                 "",
-                "type evaluate.batch=64",
+                "set evaluate.batch=64",
             )
 
         self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
@@ -364,6 +365,10 @@ class RunBuilder:
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
+
+        # Free the space of what killed attempts left behind.
+        if self.runtime.is_main:
+            clean(checkpoints.store, self.folder.token)
         checkpoints.check_space()
         return checkpoints
 
@@ -371,8 +376,8 @@ class RunBuilder:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
         step = stepper.counters.step
         check_steps_left(plan.steps, step)
-        self.started -= resumed.seconds
-        self.recorder.resume_interval(stepper.sums, resumed.interval)
+        self.started -= resumed.loop.seconds
+        self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metrics.known = set(self.recorder.names)
         # If all steps are done, no new log line will be written, but the summary needs the last one.
         if step == plan.steps:
@@ -464,7 +469,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
         raise UserError(
             f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
             "each rank holds only a part of the model",
-            "type strategy=ddp or strategy=fsdp",
+            "set strategy=ddp or strategy=fsdp",
         )
 
     return attach(

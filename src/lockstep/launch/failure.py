@@ -77,6 +77,7 @@ class Failure:
     step: int | None = None
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
+    cause: str = ""  # see `UserError`
 
     @property
     def is_signal(self) -> bool:
@@ -177,6 +178,7 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
+        cause=error.cause if isinstance(error, UserError) else "",
     )
     records.write(folder / f"rank-{rank}.json", json.dumps(asdict(failure)))
 

@@ -204,7 +204,7 @@ def parse_nproc(asked: str | int | None) -> Bounds:
         UserError(
             f"--nproc {asked} is not a number of processes",
             "neither a count, nor a range, nor auto",
-            "type --nproc 2, --nproc 1..8, or --nproc auto",
+            "use --nproc 2, --nproc 1..8, or --nproc auto",
         ),
     )
     if bounds.least == bounds.most:
@@ -221,7 +221,7 @@ def parse_nnodes(asked: str | int | None) -> Bounds:
         UserError(
             f"--nnodes {asked} is not a number of nodes",
             "neither a count nor a range",
-            "type --nnodes 2, or --nnodes 1:4",
+            "use --nnodes 2, or --nnodes 1:4",
         ),
     )
 
@@ -244,7 +244,7 @@ def parse_address(asked: str) -> tuple[str, int]:
         raise UserError(
             f"--join {asked} is not an address",
             "the form is HOST:PORT",
-            "type --join and one node's address, as in 10.0.0.1:29400, or several with commas between them",
+            "use --join and one node's address, as in 10.0.0.1:29400, or several with commas between them",
         )
 
     host = host.strip("[]")
@@ -255,7 +255,7 @@ def parse_address(asked: str) -> tuple[str, int]:
             raise UserError(
                 f"--join {asked} names no machine",
                 f"{host} stands for all addresses of whichever machine uses it",
-                "type the address of one node, as the others reach it",
+                "use the address of one node, as the others reach it",
             )
 
     return host, int(port)

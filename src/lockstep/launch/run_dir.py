@@ -74,7 +74,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
         raise UserError(
             "a run that torchrun has restarted cannot be resumed without run_dir",
             "the default folder has a new name every time",
-            "type run_dir=FOLDER, or give torchrun --rdzv-id",
+            "set run_dir=FOLDER, or give torchrun --rdzv-id",
         )
 
     return new_run_dir(name) if resume == "never" else run_of(Path(resume))
@@ -86,7 +86,7 @@ def refuse_another_run(run: Path, resume: str) -> None:
         raise UserError(
             f"run_dir={run} already holds a run",
             "metrics or checkpoints of that run",
-            "add --resume auto to resume it; or type another run_dir (without one, every run gets its own folder)",
+            "add --resume auto to resume it; or set another run_dir (without one, every run gets its own folder)",
         )
 
 
@@ -120,7 +120,7 @@ def run_of(path: Path) -> Path:
     raise UserError(
         f"--resume {path} names neither a run's folder nor one of its checkpoints",
         "a folder with other contents" if path.exists() else "no such folder",
-        "type --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; or leave it out",
+        "use --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; or leave it out",
     )
 
 
@@ -160,7 +160,7 @@ def not_writable(run: Path, error: OSError) -> UserError:
     return UserError(
         f"run_dir={run} cannot be written to",
         f"{error.strerror}: {error.filename or run}",
-        "type run_dir=FOLDER, one that you may write to",
+        "set run_dir=FOLDER, one that you may write to",
     )
 
 
@@ -242,7 +242,7 @@ def _acquire(file: IO[str], timeout: float) -> bool | None:
 
 
 def _in_use(run: Path, found: str) -> UserError:
-    return UserError(f"run_dir={run} is in use by another run", found, "wait for it, stop it, or type another run_dir")
+    return UserError(f"run_dir={run} is in use by another run", found, "wait for it, stop it, or set another run_dir")
 
 
 def _holder(run: Path) -> str:
@@ -272,7 +272,7 @@ def stored(run: Path, name: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        fix = f"restore it, or remove {name}, config.yaml and config.sources.json there, and type the settings again"
+        fix = f"restore it, or remove {name}, config.yaml and config.sources.json there, and give the settings again"
         raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
 
@@ -346,11 +346,11 @@ def ask_for_size(run: Path, count: int) -> None:
     asked = f"lockstep resize {run} {count}"
     if not (run / LOCK).exists():
         raise UserError(
-            f"{asked}: {run} is not the folder of a run", "no file .lock in it", "type lockstep resize RUN N"
+            f"{asked}: {run} is not the folder of a run", "no file .lock in it", "run `lockstep resize RUN N`"
         )
 
     if count < 1:
-        raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "type 1 or more")
+        raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "use 1 or more")
 
     # The lock of rank 0 does not count: between two attempts there is no rank, and the request is still valid.
     if not has_launcher(run):

@@ -23,7 +23,7 @@ def supervise(job: Job) -> tuple[JobEnd, bool]:
         raise UserError(
             f"--nnodes {job.nnodes} needs --join",
             "no address where the nodes meet",
-            "type the same on every node, with one node's address: --join HOST:29400",
+            "run the same command on every node, with one node's address: --join HOST:29400",
         )
 
     name = job.host or socket.gethostname()

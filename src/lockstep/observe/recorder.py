@@ -167,8 +167,10 @@ class Recorder:
             sums.put(names, totals)
         return {"names": names, "totals": totals}
 
-    def resume_interval(self, sums: Sums, state: dict[str, Any]) -> None:
+    def resume_interval(self, sums: Sums, state: dict[str, Any] | None) -> None:
         """Continue the interval of a checkpoint; `state` comes from `interval_state`, on any number of ranks."""
+        if state is None:
+            return
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])

@@ -81,7 +81,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         raise UserError(
             f"rank {blind.index(True)} does not see the files of rank 0 in run_dir={folder.path}",
             "",
-            "type run_dir=FOLDER on a file system that all machines share",
+            "set run_dir=FOLDER on a file system that all machines share",
         )
 
     return folder
@@ -104,7 +104,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
         raise UserError(
             f"--resume {origin} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
-            f"type another run_dir; or --resume {shown} to resume the run that is there",
+            f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
 
     # Resuming a run in its own folder starts from its newest checkpoint, unless one is named.

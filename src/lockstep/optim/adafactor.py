@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.runtime.layout import by_mesh, laid_out, like, local
+from lockstep.runtime.layout import by_mesh, dtensor_by_rows, dtensor_like, local
 
 # Epsilon 1 of the paper, added to a squared gradient because the update divides by its root.
 EPS1 = 1e-30
@@ -106,15 +106,15 @@ def _first_state(p: Tensor) -> dict[str, Any]:
     shard = local(p)
     step = torch.tensor(0.0)
     if p.dim() < 2 or min(p.shape[-2:]) == 1:
-        return {"step": step, "square": like(torch.zeros_like(shard), p)}
+        return {"step": step, "square": dtensor_like(torch.zeros_like(shard), p)}
 
     # Row means are sharded like the rows. Column means of a matrix are replicated.
     rows = shard.new_zeros(shard.shape[:-1])
     columns = shard.new_zeros((*shard.shape[:-2], 1, shard.shape[-1]))
     return {
         "step": step,
-        "rows": laid_out(rows, p, p.shape[:-1]),
-        "columns": laid_out(columns, p, (*p.shape[:-2], 1, p.shape[-1]), replicate=p.dim() == 2),
+        "rows": dtensor_by_rows(rows, p, p.shape[:-1]),
+        "columns": dtensor_by_rows(columns, p, (*p.shape[:-2], 1, p.shape[-1]), replicate=p.dim() == 2),
     }
 
 

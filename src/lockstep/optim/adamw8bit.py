@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.layout import laid_out, like, local
+from lockstep.runtime.layout import dtensor_by_rows, dtensor_like, local
 
 BLOCK = 256  # at most this many elements of a row share a scale
 MIN_ELEMENTS = 4096  # parameters with fewer elements keep float32 moments
@@ -105,14 +105,14 @@ def _first_state(p: Tensor) -> dict[str, Any]:
         state[name] = _filled(p, zero, torch.uint8)
         # One scale for each block of a row, placed like the rows.
         scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
-        state[f"{name}_scale"] = laid_out(scales, p, (*p.shape[:-1], blocks))
+        state[f"{name}_scale"] = dtensor_by_rows(scales, p, (*p.shape[:-1], blocks))
     return state
 
 
 def _filled(p: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor filled with `value`, with the shape and placement of `p`, always in row-major order."""
     shard = local(p)
-    return like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
+    return dtensor_like(torch.full(shard.shape, value, dtype=dtype, device=shard.device), p)
 
 
 def _adamw_(p: Tensor, grad: Tensor, moments: list[Tensor], count: float, group: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.optim.optimizers import GroupPart, restricted_to
-from lockstep.runtime.layout import by_mesh, like, local, shard_of
+from lockstep.runtime.layout import by_mesh, dtensor_like, local, shard_of
 from lockstep.runtime.seeds import derive
 
 CHUNK_ELEMENTS = 2**24  # elements that are updated at a time
@@ -90,7 +90,7 @@ class MasterWeights:
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
-        stand_in = nn.Parameter(like(wide, parameter))
+        stand_in = nn.Parameter(dtensor_like(wide, parameter))
         self._stand_ins[id(parameter)] = stand_in
         self._parameters[id(stand_in)] = parameter
 
@@ -151,7 +151,7 @@ class MasterWeights:
         wide = local(gradient).float()
         if divisor is not None:
             wide.div_(divisor)
-        stand_in.grad = like(wide, gradient)
+        stand_in.grad = dtensor_like(wide, gradient)
 
     def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, update_count: int) -> None:
         """Round an updated stand-in into its bfloat16 parameter, and free temporary memory."""
@@ -168,7 +168,7 @@ class MasterWeights:
 
         # Stored after the update, because optimizers initialise their state only if it is empty.
         if self.rounding == "compensated":
-            optimizer.state[stand_in][COMPENSATION] = like((wide - shard).to(shard.dtype), parameter)
+            optimizer.state[stand_in][COMPENSATION] = dtensor_like((wide - shard).to(shard.dtype), parameter)
 
         stand_in.grad = None
         if not self.persistent:

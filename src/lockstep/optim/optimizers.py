@@ -99,14 +99,14 @@ class Optimizers:
                 hook = (
                     "its hook before a step (register_step_pre_hook) would see only the gradients of these parameters"
                 )
-                fix = "clip gradients with clip.norm=1 instead of in a hook; or type strategy=ddp"
+                fix = "clip gradients with clip.norm=1 instead of in a hook; or set strategy=ddp"
                 raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", hook, fix)
             if has_trainable and not _is_trusted(optimizer):
                 try:
                     classify_update(optimizer)
                 except TrialFailed as reason:
                     fix = (
-                        "type strategy=ddp, where every rank steps all parameters; if it updates each parameter "
+                        "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
                         f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
                     )
                     raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", reason, fix) from reason
@@ -313,14 +313,14 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         needs_full = classify_update(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
     except TrialFailed as reason:
         fix = (
-            "type strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
+            "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
             f"{DTENSOR_ATTRIBUTE} = True in its class"
         )
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 
     # The optimizer is stepped once per parameter, so a hook on its step would be called too often.
     if needs_full and any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
-        fix = "do in after_step(), or after step.apply(), what the hook does; or type strategy=ddp"
+        fix = "do in after_step(), or after step.apply(), what the hook does; or set strategy=ddp"
         reason = "it has a hook on its step, and needs full parameters"
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
     return needs_full

@@ -110,7 +110,7 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
             f"optimizer={config.optimizer} with tensor parallelism (mesh.tp) is not possible: mesh.tp shards rows of a "
             "parameter, and the state of this optimizer is per row",
             "",
-            "type strategy=fsdp without mesh.tp, or optimizer=task",
+            "set strategy=fsdp without mesh.tp, or optimizer=task",
         )
 
     built: list[torch.optim.Optimizer] = []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import full_tensor, like, local, shard_of
+from lockstep.runtime.layout import dtensor_like, full_tensor, local, shard_of
 
 Groups = list[dict[str, Any]]
 
@@ -89,7 +89,7 @@ def _laid_out(value: Any, p: nn.Parameter, stand_in: Tensor, gather: bool) -> An
     """Return a value of the optimizer's state for storage: a tensor with the parameter's shape is sharded like it."""
     if not (isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim() and value.shape == stand_in.shape):
         return value
-    return like(_own_shard(value, p).clone() if gather else value, p)
+    return dtensor_like(_own_shard(value, p).clone() if gather else value, p)
 
 
 def _own_shard(full: Tensor, p: DTensor) -> Tensor:

@@ -93,7 +93,7 @@ def _no_such_blocks(name: str, model: nn.Module) -> UserError:
         why = "the model contains no module of this class"
 
     suggestion = suggest_block_class(model, name)
-    fix = f"type blocks=[{suggestion}]" if suggestion else "leave blocks out"
+    fix = f"set blocks=[{suggestion}]" if suggestion else "leave blocks out"
     return UserError(f"blocks=[{name}] names no blocks of {type(model).__name__}", why, fix)
 
 

@@ -51,7 +51,7 @@ def refuse_kv_cache(block: nn.Module, arguments: Iterable[Any], remat: str) -> N
                 f"remat={remat} would fill the KV cache of {type(block).__name__} twice",
                 f"it gets a {type(argument).__name__}, since the loss calls the model with use_cache=True or with "
                 "past_key_values",
-                "leave both out of the call, or type remat=none",
+                "leave both out of the call, or set remat=none",
             )
 
 

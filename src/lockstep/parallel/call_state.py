@@ -74,7 +74,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         for module, before in self._attributes:
             _restore_attributes(module, before)
 
-    def buffers(self) -> list[Tensor]:
+    def current_buffers(self) -> list[Tensor]:
         """Return copies of the current values of the buffers that existed at the snapshot."""
         return [buffer.clone() for buffer, _ in self._values]
 
@@ -96,7 +96,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         ]
 
     def changed_attributes(self) -> list[str]:
-        """Return `Class.name` of attributes that were added or replaced, or whose list or dict has other members."""
+        """Return `Class.name` of attributes that were added or replaced, or whose list or dict was changed."""
         return [
             f"{type(module).__name__}.{name}"
             for module, before in self._attributes
@@ -134,7 +134,7 @@ def _unchanged(now: Any, before: Any, contents: Any) -> bool:
 
 
 def _member_ids(container: Any) -> list[int]:
-    # Include the keys: a dict may map other keys to the same values.
+    # Include the keys: a dict may map different keys to the same values.
     members = [*container, *container.values()] if isinstance(container, dict) else container
     return [id(member) for member in members]
 

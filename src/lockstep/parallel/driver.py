@@ -109,7 +109,7 @@ class Driver(Protocol):
     role: RankRole
     model: nn.Module  # the user's model, unwrapped: parameter names are relative to it
     module: nn.Module  # the module that the task calls
-    extra_state: Mapping[str, Any]  # further objects with state_dict and load_state_dict, for the checkpoint
+    parts: Mapping[str, Any]  # further objects with state_dict and load_state_dict, for the checkpoint
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
@@ -143,7 +143,7 @@ class BaseDriver(Driver):
     """
 
     role = RankRole()
-    extra_state: Mapping[str, Any] = {}
+    parts: Mapping[str, Any] = {}
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
     to_sum = 1.0
     _word: Tensor  # the reduced control word of the latest step
@@ -338,7 +338,7 @@ class ShardedDriver(BaseDriver):
             raise UserError(
                 f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.call_site,
-                "type strategy=ddp or strategy=zero1, which keep full parameters on every rank",
+                "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -378,7 +378,7 @@ def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
         raise UserError(
             f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train",
             "",
-            "set requires_grad=True on the parameters to train before you pass the model to Lockstep",
+            "unfreeze the parameters to train (requires_grad=True) before you pass the model to Lockstep",
         )
 
     return [name for name, _ in pairs], [p for _, p in pairs]

@@ -118,6 +118,7 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
             inner.call_site,
             "return the loss and leave backward() to Lockstep (in a custom loop: step.backward(loss_sum, "
             "weight)); for a gradient inside the loss use torch.autograd.grad(...), or backward(inputs=[x])",
+            cause="left-gradient",
         )
 
 
@@ -139,7 +140,7 @@ def refuse_second_derivative(inner: InnerGradient, leaves: Collection[int]) -> N
             "the loss depends on a gradient of the model (create_graph=True), which tensor parallelism (mesh.tp) "
             "cannot differentiate again",
             inner.call_site,
-            "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
+            "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.tp",
         )
 
 

@@ -28,7 +28,7 @@ def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
         raise UserError(
             f"precision=fp8 finds no layer to convert in {type(model).__name__}",
             f"no block has an nn.Linear whose features are multiples of {FLOAT8_MULTIPLE}",
-            "type precision=bf16, or name the classes of the blocks: blocks=[Block]",
+            "set precision=bf16, or name the classes of the blocks: blocks=[Block]",
         )
 
     convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in chosen)
@@ -83,7 +83,7 @@ def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) ->
             raise UserError(
                 f"{name!r} is a SyncBatchNorm, which cannot be used in a pipeline (mesh.pp)",
                 "its forward waits for all ranks, but the ranks of other stages never call it",
-                "use nn.BatchNorm or GroupNorm; or type strategy=ddp",
+                "use nn.BatchNorm or GroupNorm; or set strategy=ddp",
             )
         if runtime.device.type != "cuda" and module.process_group is None:
             module.__class__ = HostSyncBatchNorm  # pyrefly: ignore[bad-argument-type]

@@ -114,7 +114,7 @@ def _misfit(configured: Mapping[str, int], free_axis: str | None, world_size: in
 
         if fitting:
             nearest = min(fitting, key=lambda size: abs(size - configured[axis]))
-            fixes.insert(0, f"type mesh.{axis}={nearest}")
+            fixes.insert(0, f"set mesh.{axis}={nearest}")
             break
 
     settings = ", ".join(f"mesh.{axis}={configured[axis]}" for axis in AXES if axis in configured)
@@ -133,7 +133,7 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
         raise UserError(
             f"strategy={strategy.name} cannot be combined with mesh.{inner[0]}={sizes[inner[0]]}",
             "",
-            f"type strategy={strategy.nearest}, or leave mesh out",
+            f"set strategy={strategy.nearest}, or leave mesh out",
         )
 
     if inner and config.fsdp.offload:
@@ -147,5 +147,5 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
         raise UserError(
             f"strategy={strategy.name} with mesh.{strategy.axis}=1 leaves nothing to shard along that axis",
             "",
-            f"leave mesh.{strategy.axis} out, or type strategy=ddp",
+            f"leave mesh.{strategy.axis} out, or set strategy=ddp",
         )

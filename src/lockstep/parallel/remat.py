@@ -48,7 +48,7 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
         raise UserError(
             f"remat={config.remat} finds no blocks in {type(model).__name__} to recompute",
             "it has no ModuleList or Sequential whose members all have the same class",
-            f"name the classes of its blocks, such as blocks=[{part}]" if part else "type remat=none",
+            f"name the classes of its blocks, such as blocks=[{part}]" if part else "set remat=none",
         )
 
     disable_kv_cache(model, always=False)
@@ -66,13 +66,13 @@ def blocks_to_recompute(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
     # config/ has checked that a number follows.
     every = int(remat.removeprefix("every-"))
     if every == 1:
-        raise UserError("remat=every-1 would recompute all blocks, as remat=full does", "", "type remat=full")
+        raise UserError("remat=every-1 would recompute all blocks, as remat=full does", "", "set remat=full")
 
     if every > len(blocks):
         raise UserError(
             f"remat={remat} needs at least {every} blocks",
             f"the model has {plural(len(blocks), 'block')}",
-            f"type remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "type remat=full",
+            f"set remat=every-{len(blocks)}, or less" if len(blocks) > 1 else "set remat=full",
         )
 
     return blocks[::every]
@@ -124,5 +124,5 @@ def _check_no_running_statistics(block: nn.Module, remat: str) -> None:
             raise UserError(
                 f"remat={remat} would make {where} count every batch twice",
                 f"it is a {type(module).__name__} with running statistics, inside a block that is recomputed",
-                "use GroupNorm or LayerNorm, name blocks without it (blocks=[...]), or type remat=none",
+                "use GroupNorm or LayerNorm, name blocks without it (blocks=[...]), or set remat=none",
             )

@@ -65,7 +65,7 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
         raise UserError(
             f"ddp.static_graph=true does not work with {accumulation} micro-batches per rank and step",
             "torch's DDP expects gradients of all micro-batches in the first step, and of the last one afterwards",
-            f"type micro_batch={math.ceil(global_batch / data_size)}, or leave ddp.static_graph out",
+            f"set micro_batch={math.ceil(global_batch / data_size)}, or leave ddp.static_graph out",
         )
 
     # The run: how many steps.
@@ -78,7 +78,7 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
         raise UserError(
             f"global_batch={global_batch} with tail=drop leaves no step: the dataset has {samples} samples",
             "",
-            "type tail=short, or a smaller global_batch",
+            "set tail=short, or a smaller global_batch",
         )
 
     steps, reasons["steps"] = _steps(config, per_epoch)
@@ -109,7 +109,7 @@ def _global_batch(config: RunConfig, data_size: int) -> tuple[int, str]:
         raise UserError(
             "neither global_batch nor local_batch is set",
             "",
-            "type global_batch=32, the samples of all ranks together (the same model on any number of ranks)",
+            "set global_batch=32, the samples of all ranks together (the same model on any number of ranks)",
         )
     return config.global_batch, "as asked"
 
@@ -120,7 +120,7 @@ def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int
         raise UserError(
             f"global_batch={global_batch} cannot be split on {_ranks(config, data_size)}",
             f"{_ranks(config, data_size - global_batch)} that would have nothing to do in every step",
-            f"type global_batch={data_size} or more"
+            f"set global_batch={data_size} or more"
             + ("" if config.uses_axis("tp", "pp") else f", or --nproc {global_batch}"),
         )
 
@@ -136,7 +136,7 @@ def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int
             f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split on "
             f"{_ranks(config, data_size)}",
             f"{plural(count, 'micro-batch', 'micro-batches')} for {_ranks(config, data_size)}",
-            f"type micro_batch={global_batch // data_size} or less",
+            f"set micro_batch={global_batch // data_size} or less",
         )
     return config.micro_batch, "as asked"
 
@@ -149,7 +149,7 @@ def _exact_micro_batch(global_batch: int, data_size: int) -> tuple[int, str]:
         raise UserError(
             f"exact=true with global_batch={global_batch} cannot be split on {data_size} ranks",
             f"{count} micro-batches of {micro}, whatever the number of ranks",
-            f"type micro_batch={global_batch // data_size} (on every number of ranks alike), or --nproc {count}",
+            f"set micro_batch={global_batch // data_size} (on every number of ranks alike), or --nproc {count}",
         )
     return micro, f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"
 
@@ -168,18 +168,18 @@ def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:
     if config.steps is not None:
         return config.steps, "as asked"
     if config.epochs is None:
-        raise UserError("neither steps nor epochs is set", "", "type steps=1000, or epochs=3")
+        raise UserError("neither steps nor epochs is set", "", "set steps=1000, or epochs=3")
     if per_epoch is None:
         raise UserError(
             f"epochs={config.epochs} cannot be counted: the dataset is a stream without a length",
             "the learning-rate schedule needs the number of steps",
-            "type steps=1000",
+            "set steps=1000",
         )
 
     # Fractions of an epoch are allowed, down to one step.
     steps = round(config.epochs * per_epoch)
     if not steps:
         raise UserError(
-            f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps", "", "type steps=1"
+            f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps", "", "set steps=1"
         )
     return steps, f"{config.epochs:g} epochs of {per_epoch} steps"

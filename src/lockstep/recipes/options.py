@@ -70,7 +70,7 @@ def check_options(
 
     # None stands for a default that is chosen later.
     too_small = [
-        UserError(f"task.{name}={values[name]} is less than {least}", "", f"type task.{name}={least} or more")
+        UserError(f"task.{name}={values[name]} is less than {least}", "", f"set task.{name}={least} or more")
         for name, least in smallest.items()
         if values[name] is not None and values[name] < least
     ]
@@ -87,7 +87,7 @@ def uneven_heads(width: int, heads: int) -> Iterator[UserError]:
         yield UserError(
             f"task.width={width} cannot be divided among task.heads={heads}",
             "each head needs the same even number of channels",
-            f"type {fix}",
+            f"set {fix}",
         )
 
 

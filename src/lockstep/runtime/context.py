@@ -239,7 +239,7 @@ def choose_device(asked: str, world: World) -> torch.device:
     """Return the CPU, or GPU number LOCAL_RANK modulo the visible GPUs: several ranks may share one, over gloo."""
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
-        raise UserError("device=cuda needs a GPU", "torch sees no CUDA device here", "type device=cpu, or device=auto")
+        raise UserError("device=cuda needs a GPU", "torch sees no CUDA device here", "set device=cpu, or device=auto")
 
     if asked == "cpu" or not available:
         return torch.device("cpu")
@@ -279,7 +279,7 @@ def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> N
         raise UserError(
             f"gpu_memory={gibibytes:g} is more than the GPU has",
             f"{total:.1f} GiB on the GPU",
-            f"type gpu_memory={int(total)}, or leave it out",
+            f"set gpu_memory={int(total)}, or leave it out",
         )
 
     before = torch.cuda.get_per_process_memory_fraction(device)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,16 +70,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     # DTensor.full_tensor crashes over gloo if the tensor is on a GPU (torch 2.11), so this gathers through the host.
     shard = tensor.to_local().detach().cpu()
-    for axis, dim, size, _ in reversed(_splits(tensor)):
-        shard = _gather(shard, dim, size, tensor.device_mesh.get_group(axis))
+    for split in reversed(_splits(tensor)):
+        shard = _gather(shard, split.dim, split.size, tensor.device_mesh.get_group(split.axis))
 
     return shard.to(tensor.device)
 
 
 def shard_of(tensor: DTensor) -> LocalShard:
     offset = [0] * tensor.dim()
-    for _, dim, _, start in _splits(tensor):
-        offset[dim] += start
+    for split in _splits(tensor):
+        offset[split.dim] += split.start
 
     # Along replicated axes, inside the tensor's mesh or outside, only coordinate 0 counts as the first copy.
     replicated = [axis for axis, placement in enumerate(tensor.placements) if placement == Replicate()]
@@ -95,12 +96,17 @@ def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
-    """Return how the full tensor was split into this rank's shard, one step after another.
+class _Split(NamedTuple):
+    """One step on the way from a full tensor to a shard."""
 
-    Each step is a mesh axis, the dimension that it splits, the size of that dimension before the split, and where this
-    rank's part of it starts.
-    """
+    axis: int  # of the mesh
+    dim: int  # the dimension of the tensor that it splits
+    size: int  # of that dimension, before the split
+    start: int  # of this rank's part of it
+
+
+def _splits(tensor: DTensor) -> list[_Split]:
+    """Return how the full tensor was split into this rank's shard, one step after another."""
     # From the leftmost axis to the rightmost, with one exception: FSDP's axis stands to the left of tp's, and FSDP
     # shards what tp sharded already.
     sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
@@ -111,7 +117,7 @@ def _splits(tensor: DTensor) -> list[tuple[int, int, int, int]]:
         dim = placement.dim  # pyrefly: ignore[missing-attribute]
         size = shape[dim]
         start, shape[dim] = _chunk(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
-        splits.append((axis, dim, size, start))
+        splits.append(_Split(axis, dim, size, start))
 
     assert list(tensor.to_local().shape) == shape, "the shard's size does not match the tensor's placements"
 
@@ -145,12 +151,12 @@ def _coordinates_outside(tensor: DTensor) -> list[int]:
     return [position for name, position in named if name not in inner]
 
 
-def like(shard: Tensor, reference: Tensor) -> Tensor:
+def dtensor_like(shard: Tensor, reference: Tensor) -> Tensor:
     """Return a DTensor with this shard, laid out like `reference`; or the shard if `reference` is a plain tensor."""
     return _dtensor(shard, reference, reference.placements, reference) if isinstance(reference, DTensor) else shard
 
 
-def laid_out(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: bool = False) -> Tensor:
+def dtensor_by_rows(shard: Tensor, reference: Tensor, shape: Sequence[int], replicate: bool = False) -> Tensor:
     """Return a DTensor of `shape` whose rows are on the same ranks as `reference`'s; with `replicate`, on every rank.
 
     If `reference` is a plain tensor, the shard itself is returned.

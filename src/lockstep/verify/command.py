@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import targets
-from lockstep.causes import Cause, in_own_loop, named, refusal
+from lockstep.causes import Cause, in_own_loop, named, of_failure
 from lockstep.config import Layer
 from lockstep.config import check as check_layers
 from lockstep.errors import UserError, printable
@@ -82,7 +82,7 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise UserError(
-            f"--json {path} cannot be written", str(error), "type a file in a folder that you may write to"
+            f"--json {path} cannot be written", str(error), "use a file in a folder that you may write to"
         ) from error
 
 
@@ -263,7 +263,7 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
     assert failure is not None
 
     # A mistake that the engine refuses, such as a forward around the wrapper, is a result. Other refusals are raised.
-    cause = refusal(failure.message, failure.for_user)
+    cause = of_failure(failure.cause, failure.message, failure.for_user)
     if cause.key == "refused":
         # All that a rank leaves of a UserError is its text.
         head, _, fix = failure.message.partition("\n  do:    ")

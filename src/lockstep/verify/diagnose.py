@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lockstep.causes import Cause, named, refusal
+from lockstep.causes import Cause, named, of_failure
 from lockstep.verify.compare import KINDS, Comparison, Divergence, compare
 from lockstep.verify.record import Micro, Record
 from lockstep.verify.trials import Matrix, Trial
@@ -88,7 +88,7 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
         first = case.compare(trial).first if trial in rows and not failure else None
 
         if failure:
-            cause = refusal(failure.message, failure.for_user)
+            cause = of_failure(failure.cause, failure.message, failure.for_user)
         elif first and trial.world > 1:
             cause = _of_world(case, trial, first)
         elif first and causes.keys() <= {"buffer", "batchnorm"}:
@@ -123,7 +123,7 @@ def _differs_from_itself(case: Case) -> Cause | None:
 
 
 def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
-    """Return the first micro-batch that has the same ids as in the reference, but other contents."""
+    """Return the first micro-batch that has the same ids as in the reference, but different contents."""
     # One of the two may have ended early.
     for step in range(min(record.steps, reference.steps)):
         for micro, other in _matched(record, reference, step):

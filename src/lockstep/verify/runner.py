@@ -187,9 +187,8 @@ def _failure(ended: RunningTrial) -> Failure | None:
     if not any(ended.codes.values()):
         return None
     if ended.hung:
-        return Failure(
-            0, "localhost", time.time(), Kind.HANG, f"still running after {time.monotonic() - ended.began:.0f} s"
-        )
+        text = f"still running after {time.monotonic() - ended.began:.0f} s"
+        return Failure(0, "localhost", time.time(), Kind.HANG, text, cause="hang")
 
     failures = [Failure.read(path) for path in (ended.folder / "attempt").glob("rank-*.json")]
     if failures:

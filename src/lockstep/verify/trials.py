@@ -72,7 +72,7 @@ class VerifyOptions:
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise UserError(f"{option} {text} is not a list of whole numbers", "", f"type {option} 1,2")
+        raise UserError(f"{option} {text} is not a list of whole numbers", "", f"use {option} 1,2")
     return tuple(map(int, parts))
 
 
@@ -85,25 +85,25 @@ def check(options: VerifyOptions) -> None:
 
     for name in strategies:
         if name not in STRATEGIES:
-            raise UserError(f"{typed} has {name}, which is not a strategy", "", f"type some of {','.join(comparable)}")
+            raise UserError(f"{typed} has {name}, which is not a strategy", "", f"use some of {','.join(comparable)}")
 
         if name not in comparable:
             raise UserError(
                 f"{typed} has {name}, which cannot be compared",
                 "its ranks do not hold or gather every parameter under its own name",
-                f"type some of {','.join(comparable)}",
+                f"use some of {','.join(comparable)}",
             )
 
         if options.exact and name not in exact:
             raise UserError(
                 f"--exact {typed} has {name}, which cannot be exact",
                 "it adds gradients in a different order",
-                f"type some of {','.join(exact)}",
+                f"use some of {','.join(exact)}",
             )
 
     for option, counts in [("--worlds", options.worlds), ("--splits", options.splits), ("--steps", (options.steps,))]:
         if counts is not None and (not counts or min(counts) < 1):
-            raise UserError(f"{option} {_as_typed(counts)} has a count below 1", "", f"type {option} 1 or more")
+            raise UserError(f"{option} {_as_typed(counts)} has a count below 1", "", f"use {option} 1 or more")
 
 
 def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
@@ -157,7 +157,7 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
         raise UserError(
             f"--worlds {_as_typed(options.worlds)} cannot be used: {problem}",
             "",
-            f"type --worlds {_as_typed([1, *fitting])}",
+            f"use --worlds {_as_typed([1, *fitting])}",
         )
     return fitting, [f"{problem}: left out"]
 
@@ -184,7 +184,7 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
             raise UserError(
                 f"--splits {_as_typed(options.splits)} has {large[0]}, more than the global batch of {batch} samples",
                 "",
-                f"type --splits {batch} or less",
+                f"use --splits {batch} or less",
             )
         return [size for size in options.splits if size != micro_batch]
 

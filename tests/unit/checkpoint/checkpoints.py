@@ -16,7 +16,7 @@ from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
-from lockstep.checkpoint.writer import PendingSave
+from lockstep.checkpoint.writer import Save, SaveContext
 
 TOKEN = "a1b2c3"
 
@@ -50,11 +50,18 @@ def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Sli
 
 
 def savers(
-    place: Path | Store, size: int = 1, token: str = TOKEN, keep: Retention | None = None, **options: Any
+    place: Path | Store,
+    size: int = 1,
+    token: str = TOKEN,
+    keep: Retention | None = None,
+    asynchronous: bool = True,
+    timeout_s: float = 600.0,
 ) -> list[Saver]:
     store = as_store(place)
     store.claim(token)
-    return [Saver(store, rank, size, token, keep or Retention(last=10), **options) for rank in range(size)]
+    keep = keep or Retention(last=10)
+    contexts = [SaveContext(store, rank, size, token, keep, timeout_s) for rank in range(size)]
+    return [Saver(context, asynchronous) for context in contexts]
 
 
 def commit(
@@ -70,7 +77,7 @@ def commit(
     team = savers(store, size)
     for rank, saver in enumerate(team):
         saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, values or {"step": step})
-    [report] = team[0].wait()
+    [report] = team[0].take_ended()
     for saver in team:
         saver.close()
     assert report.checkpoint is not None, report.error
@@ -121,6 +128,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[PendingSave]:
+def end(team: list[Saver]) -> list[Save]:
     """Wait for all ranks, and return the one save of each."""
-    return [report for saver in team for report in saver.wait(60)]
+    return [report for saver in team for report in saver.take_ended(60)]

@@ -110,10 +110,10 @@ class StoreContract:
         assert latest(store) == "step-00000003"
         commit(store, 4)
         assert set_aside(store, "step-00000004", "damaged") == "step-00000004.damaged1"
-        undone = set_aside_after(store, 1)
-        assert undone == ["step-00000003.undone", "step-00000002.undone"]
+        set_aside_after(store, 1)
+        assert {"step-00000003.undone", "step-00000002.undone"} <= set(store.folders())
         assert latest(store) == "step-00000001"
-        assert Checkpoint(store, undone[0]).open(file_name(0)).read()
+        assert Checkpoint(store, "step-00000003.undone").open(file_name(0)).read()
         set_aside(store, "step-00000001", "damaged")
         with pytest.raises(FileNotFoundError):
             latest(store)
@@ -123,7 +123,7 @@ class StoreContract:
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.save(step, shard(state(step), rank, 3), {}, {"step": step})
-        assert [report.checkpoint is not None for report in team[0].wait()] == [True] * 3
+        assert [report.checkpoint is not None for report in team[0].take_ended()] == [True] * 3
         assert set(store.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(store)
         assert found.manifest.values == {"step": 3}

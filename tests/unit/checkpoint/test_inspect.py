@@ -24,8 +24,8 @@ from lockstep.errors import UserError
 @pytest.fixture
 def run(tmp_path) -> Path:
     for step in (5, 10, 15):
-        left_out = {"trunk.weight": "its digest"} if step == 15 else {}
-        values = {"metrics": {"loss": 1 / step}, "state": {"model": {"left_out": left_out}}}
+        digests = {"trunk.weight": "its digest"} if step == 15 else {}
+        values = {"metrics": {"loss": 1 / step}, "state": {"model": {"frozen_digests": digests}}}
         commit(tmp_path / "checkpoints", step, 2, values=values)
     return tmp_path
 

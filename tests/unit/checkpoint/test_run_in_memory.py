@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.manager import CheckpointManager, config_changes
+from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
 from lockstep.checkpoint.storage import MemoryStore, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
@@ -62,6 +62,19 @@ def test_settings_saved_under_a_former_name_are_compared_under_the_present_one()
     assert config_changes({**saved, "speed_weights": value}, config) == []
     (change,) = config_changes({**saved, "speed_weights": "none"}, config)
     assert str(change) == f"load_balance: none -> {value}"
+
+
+def test_a_setting_that_the_checkpoint_lacks_is_shown_as_its_default():
+    config = resolve([("argument", {"load_balance": "auto"})]).config
+    saved = {key: typed(value) for key, value in flatten(config).items()}
+    default = typed(flatten(resolve([]).config)["load_balance"])
+    del saved["load_balance"]
+    assert [str(change) for change in config_changes(saved, config)] == [f"load_balance: {default} -> auto"]
+
+
+def test_the_state_of_the_loop_in_a_checkpoint_of_another_version():
+    """A field that it lacks gets its default, and one that this version does not have is ignored."""
+    assert LoopState.from_saved({"seconds": 3.0, "future": 1}) == LoopState(seconds=3.0)
 
 
 def test_what_a_killed_attempt_has_staged_does_not_count_as_used(

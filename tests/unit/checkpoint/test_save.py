@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -22,8 +23,9 @@ from lockstep import faults
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import MANIFEST, read_manifest
+from lockstep.checkpoint.manifest import MANIFEST, from_json, read_manifest, to_json
 from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean
 from lockstep.errors import UserError
 
@@ -101,7 +103,7 @@ def test_values_come_back_with_what_json_cannot_hold(store):
     values = {
         "metrics": {"loss": math.inf, "other": -math.inf},
         "list": [1, 2.5, None, True, "text", [], {}],
-        "looks like ours": [{"$float": "nan"}, {"$float": 1.0}, {"$$x": 1}, {"$": {"$float": math.inf}}],
+        "looks like ours": [{"$float": "nan", "x": 1}, {"$x": 1}, {"$": {"x": math.inf}}],
         "large": 2**100,
         "tiny": 5e-324,
     }
@@ -112,7 +114,27 @@ def test_values_come_back_with_what_json_cannot_hold(store):
     assert b"NaN" not in Checkpoint(store, "step-00000001").open(MANIFEST).read()
 
 
-@pytest.mark.parametrize(("value", "place"), [({"a": [{1}]}, r"values\.a\[0\]"), ({"a": {3: 1}}, "key 3 of values.a")])
+def test_state_that_looks_like_an_encoding_comes_back():
+    state = [
+        {"$float": "nan"},
+        {"$float": 1.0},
+        {"$tensor": "x"},
+        {"$items": [math.inf]},
+        {"$$float": 1},
+        (1, {"$": 2}),
+    ]
+    saved = json.dumps(to_json({"state": pack(state, "state", {})}), allow_nan=False)
+    assert unpack(from_json(json.loads(saved))["state"], pytest.fail, torch.device("cpu")) == state
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": [{1}]}, r"values\.a\[0\]"),
+        ({"a": {3: 1}}, "key 3 of values.a"),
+        ({"a": {"$float": "nan"}}, r"values\.a cannot be saved"),
+    ],
+)
 def test_a_value_that_json_cannot_hold_is_named(store, value, place):
     [saver] = savers(store)
     with pytest.raises(UserError, match=place):
@@ -130,7 +152,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(store, monkeypatch):
         tensor.zero_()
     values["list"].append(2)
     changed.append(True)
-    assert saver.wait()[0].checkpoint
+    assert saver.take_ended()[0].checkpoint
     found, loaded = load(store)
     assert same(loaded, state(1))
     assert found.manifest.values == {"list": [1]}
@@ -138,27 +160,28 @@ def test_the_state_is_that_of_the_moment_of_the_save(store, monkeypatch):
 
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(store):
     [saver] = savers(store)
-    size = saver.prepare(shard(state(0), 0, 1))
+    saver.prepare(shard(state(0), 0, 1))
+    size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
     for step in (1, 2, 3):
         saver.save(step, shard(state(step), 0, 1), {}, {})
-    reports = saver.wait()
+    reports = saver.take_ended()
     assert [report.checkpoint and report.checkpoint.step for report in reports] == [1, 2, 3]
-    assert saver._pending.bytes == size
+    assert saver._last.bytes == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.save(4, shard(more, 0, 1), {}, {})  # the layout may change
-    assert saver.wait()[0].checkpoint
+    assert saver.take_ended()[0].checkpoint
     assert same(load(store)[1], more)
 
 
 def test_saving_at_once_needs_no_thread(store):
     [saver] = savers(store, asynchronous=False)
     saver.save(1, shard(state(1), 0, 1), {}, {})
-    [report] = saver.wait(0)
+    [report] = saver.take_ended(0)
     assert report.checkpoint
     assert report.stall_s >= report.write_s > 0
-    assert saver.wait(0) == []
+    assert saver.take_ended(0) == []
 
 
 def test_aliases_share_bytes(store):
@@ -181,7 +204,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
         saver.save(1, [Slice("x", whole.narrow(axis, low, high - low), shape, offset)], {}, {})
-    assert team[0].wait()[0].checkpoint
+    assert team[0].take_ended()[0].checkpoint
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
@@ -208,7 +231,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
-    assert saver.wait()[0].checkpoint
+    assert saver.take_ended()[0].checkpoint
     assert same(load(store)[1], expected)
 
 
@@ -228,19 +251,20 @@ def test_ranks_that_write_the_same_rows_do_not_commit(store):
 def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypatch):
     commit(store, 1)
     [saver] = savers(store)
-    size = saver.prepare(shard(state(2), 0, 1))
+    saver.prepare(shard(state(2), 0, 1))
+    size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(store), "free_bytes", lambda self: size - 10)
     saver.save(2, shard(state(2), 0, 1), {}, {})
-    assert saver.failed
-    [report] = saver.wait(0)
+    assert saver.failed_save
+    [report] = saver.take_ended(0)
     assert not report.checkpoint
     assert "no space left" in report.error
     assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
     assert same(load(store)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
-    assert saver.failed is None
-    assert saver.wait()[0].checkpoint
+    assert saver.failed_save is None
+    assert saver.take_ended()[0].checkpoint
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -249,14 +273,14 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monke
     team = savers(store, 2)
     fault(monkeypatch, "write", "disk full")
     team[rank].save(2, shard(state(2), rank, 2), {}, {})
-    [report] = team[rank].wait()
-    assert team[rank].failed
+    [report] = team[rank].take_ended()
+    assert team[rank].failed_save
     assert "no space left" in report.error
     monkeypatch.undo()
     team[1 - rank].save(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
         saver.abandon("a disk is full")
-        assert saver.failed is None
+        assert saver.failed_save is None
     assert not end([team[1 - rank]])[0].checkpoint
     assert folders(store) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
@@ -269,10 +293,10 @@ def test_rank_0_learns_of_another_ranks_failure_through_the_store(store, monkeyp
     team = savers(store, 2)
     fault(monkeypatch, "write", "disk full")
     team[1].save(1, shard(state(1), 1, 2), {}, {})
-    team[1].wait()
+    team[1].take_ended()
     monkeypatch.undo()
     team[0].save(1, shard(state(1), 0, 2), {}, {})
-    [report] = team[0].wait(30)
+    [report] = team[0].take_ended(30)
     assert report.error.startswith("rank 1: no space left")
     assert report.caused_elsewhere
 
@@ -286,7 +310,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
 
     monkeypatch.setattr(FileStore, "write", write)
     saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
-    [report] = saver.wait()
+    [report] = saver.take_ended()
     assert report.caused_elsewhere
     assert "the staged folder is gone" in report.error
 
@@ -299,21 +323,21 @@ def test_a_real_disk_that_is_full(tmp_path):
     try:
         [saver] = savers(disk / "checkpoints")
         saver.save(1, [Slice.full("x", torch.ones(300_000))], {}, {})
-        assert saver.wait()[0].checkpoint
+        assert saver.take_ended()[0].checkpoint
         (disk / "ballast").write_bytes(bytes(1 << 20))
         saver.save(2, [Slice.full("x", torch.ones(300_000))], {}, {})
-        [early] = saver.wait()
+        [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
             patch.setattr(FileStore, "free_bytes", lambda self: 1 << 40)
             saver.save(3, [Slice.full("x", torch.ones(300_000))], {}, {})
-            [late] = saver.wait()
+            [late] = saver.take_ended()
         for report in (early, late):
             assert not report.checkpoint
             assert "no space left" in report.error
         assert folders(FileStore(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
         saver.save(4, [Slice.full("x", torch.full((300_000,), 4.0))], {}, {})
-        assert saver.wait()[0].checkpoint
+        assert saver.take_ended()[0].checkpoint
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -326,11 +350,11 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, 
 
     monkeypatch.setattr(faults, "fire", broken)
     saver.save(1, shard(state(1), 0, 1), {}, {})
-    [report] = saver.wait()
-    assert (saver.failed.error, report.error) == ("RuntimeError: injected",) * 2
+    [report] = saver.take_ended()
+    assert (saver.failed_save.error, report.error) == ("RuntimeError: injected",) * 2
     monkeypatch.undo()
     saver.save(2, shard(state(2), 0, 1), {}, {})
-    assert saver.wait()[0].checkpoint
+    assert saver.take_ended()[0].checkpoint
 
 
 def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(store, monkeypatch):
@@ -341,21 +365,21 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 
     monkeypatch.setattr(writer, "apply_retention", broken)
     saver.save(1, shard(state(1), 0, 1), {}, {})
-    [report] = saver.wait()
+    [report] = saver.take_ended()
     assert report.checkpoint
     assert "coughed" in report.error
-    assert saver.failed is None
+    assert saver.failed_save is None
     assert same(load(store)[1], state(1))
 
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(store):
     team = savers(store, 2)
     team[1].save(1, shard(state(1), 1, 2), {}, {})
-    assert team[1].wait()[0].error is None
+    assert team[1].take_ended()[0].error is None
     [staged] = store.folders()
     store.write(f"{staged}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].save(1, shard(state(1), 0, 2), {}, {})
-    assert "rank 1 wrote" in team[0].wait()[0].error
+    assert "rank 1 wrote" in team[0].take_ended()[0].error
     assert folders(store) == set()
 
 
@@ -363,7 +387,7 @@ def test_a_rank_that_never_writes_is_named(store):
     team = savers(store, 3, timeout_s=0.1)
     team[0].save(1, shard(state(1), 0, 3), {}, {})
     team[2].save(1, shard(state(1), 2, 3), {}, {})
-    [report] = team[0].wait()
+    [report] = team[0].take_ended()
     assert "rank 1 did not write its file" in report.error
     assert not report.caused_elsewhere
     assert folders(store) == set()
@@ -373,9 +397,9 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(store):
     team = savers(store, 2)
     team[0].save(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
     team[0].abandon("rank 1: no space left")
-    [report] = team[0].wait(30)
+    [report] = team[0].take_ended(30)
     assert (report.checkpoint, report.error) == (None, "rank 1: no space left")
-    assert team[0].failed is None
+    assert team[0].failed_save is None
     assert folders(store) == set()
 
 
@@ -383,7 +407,7 @@ def test_closing_gives_up_what_is_in_flight(store):
     team = savers(store, 2)
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     team[0].close()
-    assert "the run ended" in team[0].wait(0)[0].error
+    assert "the run ended" in team[0].take_ended(0)[0].error
     assert folders(store) == set()
 
 
@@ -400,9 +424,9 @@ def test_an_attempt_that_was_replaced_commits_nothing(store):
     [old] = savers(store, token="00")
     [new] = savers(store, token="11")
     old.save(1, shard(state(7), 0, 1), {}, {})
-    assert "another attempt has taken over" in old.wait()[0].error
+    assert "another attempt has taken over" in old.take_ended()[0].error
     new.save(1, shard(state(1), 0, 1), {}, {})
-    assert new.wait()[0].checkpoint
+    assert new.take_ended()[0].checkpoint
     assert same(load(store)[1], state(1))
 
 
@@ -411,10 +435,10 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(store):
     late = savers(store, 2, token="00")[1]
     team = savers(store, 2, token="11")
     late.save(1, shard(state(7), 1, 2), {}, {})
-    late.wait()
+    late.take_ended()
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     time.sleep(0.05)
-    assert team[0].wait(0) == []  # it does not take the other attempt's part for its own
+    assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     assert end(team)[0].checkpoint
     assert same(load(store)[1], state(1))
@@ -439,7 +463,7 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(store, monkeyp
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(store))))
     for step in (1, 2):
         saver.save(step, shard(state(step), 0, 1), {}, {})
-        assert saver.wait()[0].error is None
+        assert saver.take_ended()[0].error is None
     staged = f"step-00000002.tmp-{TOKEN}-2"
     assert seen[-3:] == [
         ("rename", {"step-00000001", staged}),
@@ -464,7 +488,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     store = FileStore(tmp_path)
-    pending = writer.PendingSave(writer.SaveContext(store, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = writer.Save(writer.SaveContext(store, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileStore, "folders", stale)
     monkeypatch.setattr(FileStore, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))

@@ -46,7 +46,7 @@ def test_a_full_memory_store_costs_a_checkpoint_and_nothing_else():
     commit(store, 1)
     [saver] = savers(store)
     saver.save(2, shard({"x": torch.ones(10_000)}, 0, 1), {}, {})
-    [report] = saver.wait()
+    [report] = saver.take_ended()
     assert "no space left on the disk of memory:checkpoints" in report.error
     assert same(load(store)[1], state(1))
 
@@ -211,6 +211,6 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.save(step, shard(state(step), 0, 1), {}, {"metrics": {"loss": loss}})
-    assert all(report.checkpoint and report.error is None for report in saver.wait())
+    assert all(report.checkpoint and report.error is None for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileStore(tmp_path))] == ["step-00000004", "step-00000002"]
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]

@@ -148,7 +148,7 @@ def test_malformed_overrides_are_collected(args, found):
 def test_a_word_without_a_value_names_the_nearest_key(word, example):
     with pytest.raises(ConfigError) as caught:
         overrides(word)
-    assert [problem.fix for problem in caught.value.problems] == [f"type key=value, such as {example}"]
+    assert [problem.fix for problem in caught.value.problems] == [f"write key=value, such as {example}"]
 
 
 def test_the_layers_of_a_command(tmp_path):

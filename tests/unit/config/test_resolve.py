@@ -22,7 +22,7 @@ def problems_of(*layers: dict) -> list[UserError]:
 def test_every_key_is_described_and_has_a_value_to_type(key):
     assert config.KEYS[key].description
     (problem,) = problems_of({key: object()})  # which no key takes
-    [(_, values)] = read_layers([], [problem.fix.removeprefix("type ")])
+    [(_, values)] = read_layers([], [problem.fix.removeprefix("set ")])
     # As a task's: typed alone, an option of something that is off would be refused.
     assert resolve([("task default", values)]).sources[key] == "task default"
 
@@ -122,7 +122,7 @@ def test_an_unknown_preset_is_reported_with_all_the_rest():
     preset, seed = caught.value.problems
     assert preset.problem == "preset = tyni (command line) is not a preset of the task"
     assert "tiny, gpu" in preset.found
-    assert preset.fix == "type preset=tiny"
+    assert preset.fix == "set preset=tiny"
     assert seed.problem == "seed = x (command line) should be a valid integer"
 
 
@@ -134,25 +134,25 @@ def test_a_preset_cannot_choose_a_preset():
 @pytest.mark.parametrize(
     ("values", "fix"),
     [
-        ({"lr": {"peek": 2}}, "type lr.peak=2"),
-        ({"stpes": 2}, "type steps=2"),
-        ({"Steps": 2}, "type steps=2"),
-        ({"warmup": 2}, "type lr.warmup=2"),
-        ({"log": {"warmup": 2}}, "type lr.warmup=2"),
-        ({"every": 2}, "type evaluate.every=2 or checkpoint.every=2 or log.every=2 or checks.every=2"),
-        ({"task.width": 1, "wdith": 2}, "type task.width=2"),
-        ({"zzz": 2}, "an option of the task is typed task.zzz=2"),
-        ({"steps": {"x": 2}}, "type steps=1000"),
-        ({"learning_rate": 0.1}, "type lr.peak=0.1"),
-        ({"optimizer": {"lr": 0.1}}, "type lr.peak=0.1"),
-        ({"lr": 0.1}, "type lr.peak=0.1"),
-        ({"batch_size": 8}, "type global_batch=8 (all ranks together) or local_batch=8 (per rank)"),
-        ({"max_steps": 8}, "type steps=8"),
-        ({"num_epochs": 8}, "type epochs=8"),
-        ({"fp16": True}, "type precision=fp16 (or bf16, fp32, auto)"),
-        ({"max_grad_norm": 1.0}, "type clip.norm=1.0"),
-        ({"grad_clip": 1.0}, "type clip.norm=1.0"),
-        ({"num_workers": 4}, "type data.workers=4"),
+        ({"lr": {"peek": 2}}, "set lr.peak=2"),
+        ({"stpes": 2}, "set steps=2"),
+        ({"Steps": 2}, "set steps=2"),
+        ({"warmup": 2}, "set lr.warmup=2"),
+        ({"log": {"warmup": 2}}, "set lr.warmup=2"),
+        ({"every": 2}, "set evaluate.every=2 or checkpoint.every=2 or log.every=2 or checks.every=2"),
+        ({"task.width": 1, "wdith": 2}, "set task.width=2"),
+        ({"zzz": 2}, "an option of the task is set as task.zzz=2"),
+        ({"steps": {"x": 2}}, "set steps=1000"),
+        ({"learning_rate": 0.1}, "set lr.peak=0.1"),
+        ({"optimizer": {"lr": 0.1}}, "set lr.peak=0.1"),
+        ({"lr": 0.1}, "set lr.peak=0.1"),
+        ({"batch_size": 8}, "set global_batch=8 (all ranks together) or local_batch=8 (per rank)"),
+        ({"max_steps": 8}, "set steps=8"),
+        ({"num_epochs": 8}, "set epochs=8"),
+        ({"fp16": True}, "set precision=fp16 (or bf16, fp32, auto)"),
+        ({"max_grad_norm": 1.0}, "set clip.norm=1.0"),
+        ({"grad_clip": 1.0}, "set clip.norm=1.0"),
+        ({"num_workers": 4}, "set data.workers=4"),
         ({"clip": None}, "set one of its keys: clip.norm, clip.value, clip.adaptive"),
         ({"task": 3}, "set one of its keys: task.<option>"),
         ({"lr": "fast"}, "set one of its keys: lr.peak, lr.schedule"),
@@ -194,7 +194,7 @@ def test_an_unknown_key_names_the_nearest_one(values, fix):
 )
 def test_a_bad_value_is_shown_with_its_source_and_one_to_type(key, value, fix):
     (problem,) = problems_of({key: value})
-    assert problem.fix == f"type {fix}"
+    assert problem.fix == f"set {fix}"
     assert problem.problem.startswith(f"{key} = ")
     assert "(layer 0) should be" in problem.problem
 
@@ -267,7 +267,7 @@ def test_a_renamed_key_answers_with_its_new_name():
         assert new in config.KEYS
         (problem,) = problems_of({old: "auto"})
         assert problem.problem == f"{old} = auto (layer 0) cannot be set: {old} is now called {new}"
-        assert problem.fix == f"type {new}=auto"
+        assert problem.fix == f"set {new}=auto"
 
 
 def test_problems_found_earlier_are_raised_too():

@@ -93,7 +93,7 @@ class Curriculum(Regression):
 def test_a_curriculum_has_two_ways_out(tmp_path: Path) -> None:
     with pytest.raises(lockstep.UserError, match="dataset's epoch was changed") as caught:
         train(Curriculum(), tmp_path / "refused", data={"workers": 1})
-    assert "type data.workers=0" in caught.value.fix
-    assert "only your sampler reads it, say, type checks.first_batch=false" in caught.value.fix
+    assert "set data.workers=0" in caught.value.fix
+    assert "only your sampler reads it, say, set checks.first_batch=false" in caught.value.fix
     assert train(Curriculum(), tmp_path / "here", data={"workers": 0}) == 8
     assert train(Curriculum(), tmp_path / "unseen", data={"workers": 1}, checks={"first_batch": False}) == 8

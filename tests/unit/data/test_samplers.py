@@ -120,7 +120,7 @@ def test_every_position_of_a_weighted_sampler_is_trained_once_on_any_number_of_r
 def test_the_state_of_a_sampled_dataset_is_its_position():
     first = source(Weighted([1, 2, 3], 20, seed=1), 0, 1, [10, 11, 12])
     first.commit(first.take(), None)
-    assert first.state_dict() == {"position": 6, "length": 20, "passed_over": []}
+    assert first.state_dict() == {"position": 6, "length": 20, "skipped_spans": []}
     second = source(Weighted([1, 2, 3], 20, seed=1), 1, 2, [10, 11, 12])
     second.load_state_dict(first.state_dict())
     assert second.upcoming() == first.upcoming()

@@ -142,7 +142,7 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch):
 
 
 def test_an_unknown_sink_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"log\.sinks=cvs(.|\n)*type log\.sinks=csv"):
+    with pytest.raises(UserError, match=r"log\.sinks=cvs(.|\n)*set log\.sinks=csv"):
         SinkList(["cvs"], tmp_path, print)
     with pytest.raises(UserError, match=r"log\.sinks=cvs"):
         SinkList(["cvs"], None, print)  # a rank that writes nothing

@@ -39,12 +39,12 @@ def test_what_is_not_said_about_the_grid_follows(values: dict[str, Any], size: i
 
 
 REFUSED = [
-    ({"mesh.tp": 3}, 4, "4 is not a multiple of 3", "type mesh.tp=2, or --nproc 3"),
-    ({"mesh.tp": 2}, 1, "1 is not a multiple of 2", "type mesh.tp=1, or --nproc 2"),
-    ({"mesh": {"dp": 3, "tp": 2}}, 8, "it needs 6 ranks", "type mesh.dp=4, or --nproc 6"),
+    ({"mesh.tp": 3}, 4, "4 is not a multiple of 3", "set mesh.tp=2, or --nproc 3"),
+    ({"mesh.tp": 2}, 1, "1 is not a multiple of 2", "set mesh.tp=1, or --nproc 2"),
+    ({"mesh": {"dp": 3, "tp": 2}}, 8, "it needs 6 ranks", "set mesh.dp=4, or --nproc 6"),
     ({"mesh": {"pp": 3, "dp": 1, "tp": 3}}, 8, "it needs 9 ranks", "--nproc 9"),
-    ({"strategy": "hsdp", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "type strategy=fsdp"),
-    ({"strategy": "zero1", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "type strategy=ddp"),
+    ({"strategy": "hsdp", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "set strategy=fsdp"),
+    ({"strategy": "zero1", "mesh.tp": 2}, 4, "cannot be combined with mesh.tp=2", "set strategy=ddp"),
     ({"strategy": "tp", "mesh.tp": 1}, 4, "nothing to shard", "leave mesh.tp out"),
     ({"strategy": "tp", "mesh.dp": 3}, 4, "4 is not a multiple of 3", "mesh.dp=2"),
     ({"strategy": "fsdp", "fsdp.offload": True, "mesh.tp": 2}, 4, "in host memory", "leave fsdp.offload out"),

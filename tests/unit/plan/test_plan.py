@@ -53,7 +53,7 @@ def test_epochs_become_steps():
 def test_what_cannot_work_is_refused_with_something_to_type(world, samples, values, words):
     with pytest.raises(UserError, match=words) as error:
         plan(world, samples, **values)
-    assert "type" in error.value.fix
+    assert "set" in error.value.fix
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])

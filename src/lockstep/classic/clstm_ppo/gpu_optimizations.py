@@ -107,7 +107,7 @@ def processes(num_gpus: int) -> int:
     """
     if num_gpus == 0 or num_gpus < -1:
         raise UserError(
-            f"--num_gpus {num_gpus} is not a number of GPUs", "", "type --num_gpus -1 for all GPUs, or 1 to 8"
+            f"--num_gpus {num_gpus} is not a number of GPUs", "", "use --num_gpus -1 for all GPUs, or 1 to 8"
         )
 
     # All GPUs of all machines: only the launcher can count them.
@@ -120,7 +120,7 @@ def processes(num_gpus: int) -> int:
         raise UserError(
             f"--num_gpus {num_gpus} is more than the {available} GPUs here",
             "",
-            f"type --num_gpus {available}, or -1 for all",
+            f"use --num_gpus {available}, or -1 for all",
         )
     if available:
         return available if num_gpus == -1 else num_gpus
@@ -198,7 +198,7 @@ def estimate_training_speedup(num_gpus: int = -1) -> Speedup:
     if num_gpus == -1:
         num_gpus = max(1, torch.cuda.device_count())
     if num_gpus < 1:
-        raise UserError(f"num_gpus={num_gpus} is not a number of GPUs", "", "type -1 for all GPUs here, or 1 or more")
+        raise UserError(f"num_gpus={num_gpus} is not a number of GPUs", "", "use -1 for all GPUs here, or 1 or more")
     return Speedup(num_gpus, 1 - LOST_PER_DOUBLING * math.log2(num_gpus))
 
 

@@ -90,7 +90,7 @@ def model_memory(trainer: DistributedCLSTMPPOTrainer) -> Finding:
     fixed = bytes_needed(trainer.task, 0, 0) / 2**30
     parts = batch_size // trainer.micro_batch
     fits = int(batch_size * (free - fixed) / (needed - fixed)) // parts * parts
-    advice = f"type --batch_size {fits}, or a smaller --preset" if fits > 0 else "type a smaller --preset"
+    advice = f"use --batch_size {fits}, or a smaller --preset" if fits > 0 else "use a smaller --preset"
     return Finding("model memory", "fail", text, advice)
 
 

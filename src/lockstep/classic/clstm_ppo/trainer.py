@@ -51,13 +51,13 @@ class DistributedCLSTMPPOTrainer:
         """
         for name, value in (("num_episodes", num_episodes), ("batch_size", batch_size)):
             if value < 1:
-                raise UserError(f"--{name} {value} is less than 1", "", f"type --{name} 1 or more")
+                raise UserError(f"--{name} {value} is less than 1", "", f"use --{name} 1 or more")
         if batch_size % gradient_accumulation_steps:
             larger = -(-batch_size // gradient_accumulation_steps) * gradient_accumulation_steps
             raise UserError(
                 f"--batch_size {batch_size} does not divide into {gradient_accumulation_steps} micro-batches",
                 "",
-                f"type --batch_size {larger}",
+                f"use --batch_size {larger}",
             )
 
         # Before anything is started, so that a wrong number is refused at once.

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(
                 "checkpoint is not set: it names the run to evaluate",
                 "",
-                "type checkpoint=runs/NAME",
+                "set checkpoint=runs/NAME",
             )
         checkpoint = Path(values.pop("checkpoint"))
         done = evaluate_checkpoint(checkpoint, bool(values.pop("save_outputs", False)), **values)
@@ -115,10 +115,10 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
         raise UserError(
             f"checkpoint={checkpoint} is not a run with a checkpoint",
             "" if checkpoint.exists() else "no such folder",
-            "type checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
+            "set checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
         )
     if other := _other_recipe(run):
-        raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "type the folder of a run of hrm")
+        raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
     return run, steps[max(steps)], max(steps)
 
 

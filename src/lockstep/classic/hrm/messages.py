@@ -39,13 +39,13 @@ def check_names(values: Mapping[str, Any], known: Collection[str]) -> None:
     for key, value in values.items():
         similar = difflib.get_close_matches(key, known, n=1, cutoff=SIMILAR)
         if key not in known and similar:
-            raise UserError(f"{key}={_typed(value)} is not known", "", f"type {similar[0]}={_typed(value)}")
+            raise UserError(f"{key}={_typed(value)} is not known", "", f"set {similar[0]}={_typed(value)}")
 
 
 def translate(message: str, own_keys: Collection[str] = ()) -> str:
     """Rewrite a message of a run as its settings are typed here: without dashes, and with our own keys."""
     message = re.sub(r"--resume (?=\S)", "resume=", message)
-    message = message.replace("type another run_dir", "type another run_name")
+    message = message.replace("set another run_dir", "set another run_name")
     if own_keys:
         message = re.sub(rf"\btask\.({'|'.join(own_keys)})=", r"\1=", message)
     return message

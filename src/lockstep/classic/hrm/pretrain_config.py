@@ -69,7 +69,7 @@ class PretrainConfig:
             raise UserError(
                 f"epochs={self.epochs} with global_batch_size={self.global_batch_size} is less than one step",
                 f"fewer examples in {self.data_path} than one step takes",
-                "type a smaller global_batch_size, or more epochs",
+                "set a smaller global_batch_size, or more epochs",
             )
 
         # A ratio of 1 means that the rate never falls.
@@ -107,7 +107,7 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise UserError(
             "data_path is not set: it names the folder of the puzzles",
             f"{similar[0]} instead" if similar else "",
-            "type data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
+            "set data_path=FOLDER; python -m lockstep.recipes.hrm.build makes one",
         )
 
     check_names(values, PRETRAIN_KEYS)

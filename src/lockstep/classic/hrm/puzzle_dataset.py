@@ -35,7 +35,7 @@ class PuzzleDatasetConfig:
             raise UserError(
                 f"global_batch_size={self.global_batch_size} cannot be divided among {self.num_replicas} replicas",
                 "",
-                f"type global_batch_size={divisible}",
+                f"set global_batch_size={divisible}",
             )
 
 

@@ -123,10 +123,11 @@ def check_own_loop(run: Run, snapshot: StateSnapshot) -> None:
 def error_for(cause: Cause, config: RunConfig) -> UserError:
     """Return the error that stops the run, with the setting that accepts this cause."""
     if cause.key in NEVER_ACCEPTED:
-        return UserError(cause.title, cause.evidence, cause.fix)
+        return UserError(cause.title, cause.evidence, cause.fix, cause.key)
     accepted = [*accepted_causes(config), cause.key]
     value = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
-    return UserError(cause.title, cause.evidence, f"{cause.fix}. If you mean it, type checks.loss={value}")
+    fix = f"{cause.fix}. If you mean it, set checks.loss={value}"
+    return UserError(cause.title, cause.evidence, fix, cause.key)
 
 
 def accepted_causes(config: RunConfig) -> list[str]:

@@ -101,7 +101,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         check_different(
             list(digests.values()),
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
-            "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
+            "RANK and by worker. If equal batches are right here, set checks.first_batch=false",
         )
     return batches
 
@@ -114,8 +114,8 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
                 f"the stream begins with a different sample on rank {rank} than on rank 0",
                 "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: if the "
                 "stream splits itself by rank, or has a different order on every rank, samples are lost",
-                "type data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
-                "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, type "
+                "set data.sharding=own if it splits itself by rank and by worker; or return the same stream on every "
+                "rank, and shuffle with torch, numpy or random, which are seeded. If it does not matter, set "
                 "checks.first_batch=false",
             )
 
@@ -130,7 +130,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
         raise UserError(
             "this rank cannot read the samples that a worker process has read",
             f"{type(error).__name__}: {error}",
-            "make the dataset readable outside a worker process too (get_worker_info() is None there); or type "
+            "make the dataset readable outside a worker process too (get_worker_info() is None there); or set "
             "checks.first_batch=false",
         ) from error
     if digest(again) == read_by_worker:
@@ -139,14 +139,14 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
         raise UserError(
             f"the {source.options.config.workers} worker processes do not read the same stream",
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
-            "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
+            "set data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )
     raise UserError(
         "a worker process reads different samples than this rank does",
         f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",
         "keep nothing in the dataset that reading changes (a generator, a counter, a file position): draw from "
-        "torch, numpy or random, which are seeded for each sample, and seek before reading; or type data.workers=0. "
-        "If they may differ, type checks.first_batch=false",
+        "torch, numpy or random, which are seeded for each sample, and seek before reading; or set data.workers=0. "
+        "If they may differ, set checks.first_batch=false",
     )
 
 
@@ -155,4 +155,4 @@ def check_different(digests: Sequence[str | None], fix: str) -> None:
     first_rank: dict[str, int] = {}
     for rank, value in enumerate(digests):
         if value is not None and first_rank.setdefault(value, rank) != rank:
-            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix)
+            raise UserError(f"ranks {first_rank[value]} and {rank} read the same first batch", "", fix, cause="data")

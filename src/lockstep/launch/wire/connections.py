@@ -214,7 +214,7 @@ def claim(address: str) -> socket.socket | None:
         raise UserError(
             f"--join {address}: the host {host} is not known here",
             f"{error.strerror}",
-            "type an address that all nodes know",
+            "use an address that all nodes know",
         ) from None
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
@@ -223,7 +223,7 @@ def claim(address: str) -> socket.socket | None:
         raise UserError(
             f"--join {address}: this address cannot be bound",
             os.strerror(error.errno or 0),
-            "type an address and a port that one node may use",
+            "use an address and a port that one node may use",
         ) from None
 
 
@@ -274,7 +274,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
         raise UserError(
             f"--join {address}: the two nodes do not share a secret",
             f"what listens there {error}; the secret here is from {secret.source}",
-            f"type a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
+            f"set a run_dir that all nodes share; or set {SECRET}, or {SECRET_FILE}, to the same on all nodes",
         ) from None
 
 

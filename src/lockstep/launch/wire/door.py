@@ -79,7 +79,7 @@ def find_secret(path: Path) -> Secret:
         raise UserError(
             f"the job's secret cannot be written to {path}",
             error.strerror or str(error),
-            f"type a run_dir that you may write to, or set {SECRET} to the same text on every node",
+            f"set a run_dir that you may write to, or set {SECRET} to the same text on every node",
         ) from None
 
     return _read_secret(path)

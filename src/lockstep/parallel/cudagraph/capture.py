@@ -152,13 +152,13 @@ class _Replay(torch.autograd.Function):
             raise UserError(
                 "a gradient was taken with create_graph=True through a model that runs as a CUDA graph",
                 "a replayed backward cannot be differentiated again",
-                "type graph=false",
+                "set graph=false",
             )
         if ctx.ticket is None:
             raise UserError(
                 "backward() was called twice through one forward of a model that runs as a CUDA graph",
                 "a replay keeps no activations after the first backward",
-                "add up the losses and call backward() once, or type graph=false",
+                "add up the losses and call backward() once, or set graph=false",
             )
         ctx.ticket = None
 

@@ -96,7 +96,7 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         if trial.grad:
             trial.backward(grad_outputs)
 
-        eager_buffers = before.buffers()
+        eager_buffers = before.current_buffers()
 
         # The replay starts from the same buffers and random numbers.
         before.restore()
@@ -107,7 +107,7 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         for subject, expected, replayed in (
             ("a result", eager_outputs, outputs),
             ("a gradient", trial.gradients.get(pattern, []), gradients),
-            ("a buffer", eager_buffers, before.buffers()),
+            ("a buffer", eager_buffers, before.current_buffers()),
         ):
             problem = difference(expected, replayed, low_precision)
             if problem:

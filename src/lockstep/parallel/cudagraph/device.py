@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lockstep import garbage
+
 Work = Callable[[], None]
 
 
@@ -36,23 +38,19 @@ class CudaDevice:
         graphs = []
 
         # A garbage collection during a capture may free tensors and call CUDA functions that invalidate the capture.
-        was_collecting = gc.isenabled()
         gc.collect()
-        gc.disable()
-        try:
-            for work in works:
-                graph = torch.cuda.CUDAGraph()
-                # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    work()
+        with garbage.paused():
+            try:
+                for work in works:
+                    graph = torch.cuda.CUDAGraph()
+                    # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
+                    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                        work()
 
-                graphs.append(graph)
-        except BaseException:
-            self._recover(pool, before, stream)
-            raise
-        finally:
-            if was_collecting:
-                gc.enable()
+                    graphs.append(graph)
+            except BaseException:
+                self._recover(pool, before, stream)
+                raise
 
         return [graph.replay for graph in graphs]
 

@@ -357,7 +357,7 @@ class GraphedCall(Link):
         # An evaluation that cannot be captured is no reason to stop a run.
         if self.required and training:
             raise UserError(
-                f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "type graph=auto"
+                f"graph=true, but {type(self.model).__name__} cannot be captured ({call})", why, "set graph=auto"
             )
 
         self._log_once(call, f"not captured: {why}")

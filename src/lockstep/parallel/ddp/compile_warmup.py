@@ -62,7 +62,7 @@ class CompileWarmup(Link):
                 raise UserError(
                     f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
                     "all ranks must have compiled it before their first gradient all-reduce",
-                    "type hang.first=3600, or compile=false",
+                    "set hang.first=3600, or compile=false",
                 )
 
             heartbeat.beat("compute")

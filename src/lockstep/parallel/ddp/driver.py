@@ -130,7 +130,7 @@ class DDPDriver(BaseDriver):
         self.hook = self._make_hook(group, config, seed)
         if self.hook:
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
-            self.extra_state = self.hook.extra_state
+            self.parts = self.hook.parts
 
         # The ids of the parameters that the last backward reached. If gradients are views of buckets, `_check_complete`
         # can tell from the gradients.
@@ -167,6 +167,7 @@ class DDPDriver(BaseDriver):
                 "reduced and the replicas would drift apart",
                 "in `loss(model, batch)` call `model(...)`, not `self.net(...)`, `model.module(...)` or "
                 "`model.encoder(...)`; give the model's forward an argument that selects what to compute",
+                cause="bypass",
             )
 
         if self.hook:
@@ -259,6 +260,7 @@ def check_reached(missed: list[str], trainable: int) -> None:
             f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
             f"{some_names(missed)}",
             "",
-            "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, type "
+            "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, set "
             "ddp.find_unused_parameters=true",
+            cause="unused",
         )

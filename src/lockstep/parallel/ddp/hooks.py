@@ -57,8 +57,8 @@ class CommHook:
         """
 
     @property
-    def extra_state(self) -> dict[str, Any]:
-        """The objects that a checkpoint must hold, by name: see `Driver.extra_state`."""
+    def parts(self) -> dict[str, Any]:
+        """The objects that a checkpoint must hold, by name: see `Driver.parts`."""
         return {}
 
     def finish(self) -> None:

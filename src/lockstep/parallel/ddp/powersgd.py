@@ -172,7 +172,7 @@ class PowerSGDHook(CommHook):
     # ---- checkpoint state ----
 
     @property
-    def extra_state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         return {STATE_NAME: self}
 
     def state_dict(self) -> dict[str, Any]:

@@ -258,7 +258,7 @@ class OrderedFSDPDriver(FSDPDriver):
             raise UserError(
                 "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
                 "earlier micro-batches of the step use it",
-                "use every part of the model for every micro-batch, or type strategy=ddp",
+                "use every part of the model for every micro-batch, or set strategy=ddp",
             )
 
         if self._scalars:
@@ -361,7 +361,7 @@ class _OrderedReduceScatter(ReduceScatter):
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
                 "the gradients of that block come in parts, one for each call",
-                "type strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
+                "set strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
 
         current = self.expected

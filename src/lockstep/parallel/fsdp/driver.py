@@ -81,7 +81,7 @@ class FSDPDriver(ShardedDriver):
 
     def begin(self) -> None:
         super().begin()
-        self._uniform_use.steps += 1
+        self._uniform_use.begin_step()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
@@ -230,7 +230,7 @@ def hidden_output(found: str) -> UserError:
         "FSDP could not hook the backward of a block, or of the model: forward returns its tensors inside an object "
         "that torch does not look into",
         found,
-        "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or type strategy=ddp",
+        "return tensors, or tuples, lists, dicts or dataclasses of them, from forward; or set strategy=ddp",
     )
 
 
@@ -314,7 +314,7 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
         raise UserError(
             f"strategy={config.strategy} with {obstacle} cannot shard the parameter {scalar!r}: it has no dimension",
             "",
-            "make it a vector with one element, such as torch.zeros(1); or type strategy=ddp",
+            "make it a vector with one element, such as torch.zeros(1); or set strategy=ddp",
         )
 
 
@@ -351,7 +351,7 @@ def make_mesh(config: RunConfig, runtime: Runtime) -> DeviceMesh:
         raise UserError(
             f"strategy=hsdp cannot divide {size} ranks into {replicas} replicas",
             f"{size} is not a multiple of {replicas}",
-            f"type fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "type strategy=ddp",
+            f"set fsdp.replicas={divisors[0]}, or strategy=fsdp" if divisors else "set strategy=ddp",
         )
 
     return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))

@@ -38,7 +38,7 @@ VERBS = ("is done", "is about to use", "has a gradient for")
 class UniformUse:
     """Compares the next collective of all ranks.
 
-    The driver counts `steps`, and calls `compare(END)` after the last backward of each step.
+    The driver calls `begin_step` before the first forward of each step, and `compare(END)` after its last backward.
     """
 
     def __init__(
@@ -73,6 +73,9 @@ class UniformUse:
                 group.post_backward = partial(self._post_backward, group, number, group.post_backward)
                 self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
                 self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
+
+    def begin_step(self) -> None:
+        self.steps += 1
 
     @property
     def compares(self) -> bool:
@@ -151,6 +154,6 @@ def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> Us
     return UserError(
         "the ranks use different parameters in the same micro-batch, but fsdp gathers parameters on all ranks together",
         "; ".join(named),
-        f"type strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
+        f"set strategy=ddp ddp.find_unused_parameters=true{alternative}; or call that part of the model on every "
         "rank, and multiply its output by 0 where it should not count",
     )

@@ -109,6 +109,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
                     f"the ranks set different hooks on {name!r}",
                     f"rank 0 has {sum(first.get(name, []))}, rank {rank} has {sum(counts.get(name, []))}",
                     "set the same hooks on every rank: no `if rank == 0` in model()",
+                    cause="hook",
                 )
 
     if not first:
@@ -119,7 +120,7 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     own_problem = next(filter(None, problems), None)
     for problem in runtime.collectives.gather_json(own_problem):
         if problem:
-            raise UserError(*problem)
+            raise UserError(*problem, cause="hook")
 
 
 def _problem(
@@ -132,7 +133,7 @@ def _problem(
                 f"the hook on {name!r} holds the parameter {held!r}, which this strategy replaces with its shards",
                 "the hook would always see the weights of the first step",
                 "let it read the parameter from its module (`layer.weight`, not a variable that holds the weight), or "
-                "type strategy=ddp",
+                "set strategy=ddp",
             )
 
     parameter = parameters[name]
@@ -148,7 +149,7 @@ def _problem(
         f"the hook on {name!r} is not linear: hook(a + b) must be hook(a) + hook(b)",
         f"{symptom}. The hook gets the gradient of one micro-batch, or a sum that is not yet divided, so its result "
         "would differ from a hook on the gradient of the whole batch",
-        "remove it, and type clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
+        "remove it, and set clip.norm=1, clip.value=1 or clip.adaptive=0.01 to limit gradients; code that needs the "
         "gradient of the whole step belongs in the step() of a custom optimizer",
     )
 

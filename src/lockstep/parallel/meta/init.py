@@ -47,7 +47,7 @@ def _check_strategy(config: RunConfig) -> None:
         return
 
     mesh = " and a mesh" if in_mesh else ""
-    remedy = "leave the mesh out, or type" if config.strategy_record.shards_parameters else "type strategy=fsdp, or"
+    remedy = "leave the mesh out, or set" if config.strategy_record.shards_parameters else "set strategy=fsdp, or"
     raise UserError(
         f"init=meta cannot be combined with strategy={config.strategy}{mesh}",
         "it initialises and shards one block after another, which needs fsdp without a mesh",
@@ -66,7 +66,7 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
             raise UserError(
                 f"init=host cannot be used: {kind} was constructed on the meta device and has no weights",
                 "",
-                "type init=meta, and construct it in `with run.init_module():`",
+                "set init=meta, and construct it in `with run.init_module():`",
             )
         return
 
@@ -76,13 +76,13 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
             raise UserError(
                 f"init=meta cannot be used: {name!r} of {kind} has no shape before its first forward",
                 "",
-                "give the module its size, or type init=host",
+                "give the module its size, or set init=host",
             )
         if not p.is_meta and trained:
             raise UserError(
                 f"init=meta cannot be used: {kind} already has weights",
                 f"{name!r} is on {p.device}",
-                "construct it in `with run.init_module():`, or type init=host",
+                "construct it in `with run.init_module():`, or set init=host",
             )
         if p.is_meta and not memories.is_empty(p):
             raise different_weights(
@@ -139,7 +139,7 @@ class _Filling:
                 raise UserError(
                     f"init=meta cannot initialise {name!r} without many other weights",
                     f"model() computes it from {peak >> 20} MiB, but the largest block has only {largest >> 20} MiB",
-                    "initialise each block independently of the others, or type init=host",
+                    "initialise each block independently of the others, or set init=host",
                 )
 
     def fill(self, module: nn.Module, name: str) -> None:

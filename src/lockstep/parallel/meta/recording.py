@@ -351,7 +351,7 @@ class _Recorder(TorchDispatchMode):
                 f"init=meta would have to keep more than {MAX_SAVED_BYTES >> 20} MiB of the weights on every rank",
                 f"model() creates a tensor of shape {list(tensor.shape)} without torch's functions (with numpy, or "
                 "from a file), so that it cannot be recomputed later",
-                "draw them with torch, load them as a checkpoint, or type init=host",
+                "draw them with torch, load them as a checkpoint, or set init=host",
             )
 
         numbers = memory.saved = _bytes_of(storage).clone()
@@ -437,7 +437,7 @@ def _without_memory(tree: Any) -> Any:
             raise UserError(
                 f"init=meta cannot be used: model() moves its weights to {leaf}",
                 "they have no memory yet; each block is moved when it is initialised",
-                "leave the move out of model(), or type init=host",
+                "leave the move out of model(), or set init=host",
             )
         if isinstance(leaf, torch.Generator):
             return None  # kernels of the meta device accept no CPU generator

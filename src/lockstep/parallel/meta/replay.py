@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def different_weights(found: str, fix: str) -> UserError:
     """Return the error for a constructor whose weights cannot be reproduced."""
-    return UserError("init=meta would start from other weights than init=host", found, f"{fix}; or type init=host")
+    return UserError("init=meta would start from other weights than init=host", found, f"{fix}; or set init=host")
 
 
 class View(NamedTuple):

@@ -130,9 +130,9 @@ class PipelineDriver(ShardedDriver):
 
     def begin(self) -> None:
         super().begin()
-        self._foreign.steps += 1
+        self._foreign.begin_step()
         if self._uniform_use:
-            self._uniform_use.steps += 1
+            self._uniform_use.begin_step()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
@@ -162,7 +162,7 @@ class PipelineDriver(ShardedDriver):
             "the loss computes gradients of the model itself, which a pipeline (mesh.pp) does not support: the rank "
             "that computes the loss holds only the last stage",
             inner.call_site,
-            "type strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
+            "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
     def reduced(self) -> Reduced:
@@ -295,7 +295,7 @@ def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> 
             raise UserError(
                 f"{name!r} is a {type(module).__name__} that {len(stages)} stages of the pipeline (mesh.pp) share",
                 f"each of the stages {', '.join(map(str, stages))} would update its own running statistics",
-                "use a separate BatchNorm in each place; or type strategy=ddp, or strategy=fsdp",
+                "use a separate BatchNorm in each place; or set strategy=ddp, or strategy=fsdp",
             )
 
 
@@ -317,19 +317,19 @@ def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -
         raise UserError(
             "a pipeline (mesh.pp) on GPUs cannot run over gloo, which cannot send GPU tensors from rank to rank",
             "",
-            "give every rank its own GPU (nccl), or type device=cpu",
+            "give every rank its own GPU (nccl), or set device=cpu",
         )
 
     if sharded and config.pp.schedule in ("interleaved", "zero-bubble"):
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with strategy={config.strategy}",
             "this schedule needs the parameters of a stage in full from forward to backward",
-            "type pp.schedule=1f1b, or strategy=pp",
+            "set pp.schedule=1f1b, or strategy=pp",
         )
 
     if compiled and config.pp.schedule == "zero-bubble":
         raise UserError(
             f"pp.schedule={config.pp.schedule} cannot be combined with compile={str(config.compile).lower()}",
             "this schedule splits the backward into two halves, which torch cannot do for a compiled module",
-            "type compile=false, or pp.schedule=1f1b",
+            "set compile=false, or pp.schedule=1f1b",
         )

@@ -33,18 +33,21 @@ class ForeignTensors:
         held: the names of the tensors that this rank holds
         """
         self.stages = stages
-        self.steps = 0
+        self._steps = 0
 
         # Under all names of a tied tensor, so that the error has the name that the user's code uses.
         self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
         self._read: set[str] = set()
+
+    def begin_step(self) -> None:
+        self._steps += 1
 
     def were_read(self, loss: Loss, output: Any, compute_loss: Callable[[Any], Any]) -> bool:
         """Return whether the loss read a placeholder, in this micro-batch or in an earlier one.
 
         `compute_loss` computes the loss from the model's `output`.
         """
-        if self._read or not self._tensors or (loss.total.is_cuda and self.steps > FIRST_STEPS):
+        if self._read or not self._tensors or (loss.total.is_cuda and self._steps > FIRST_STEPS):
             return bool(self._read)
 
         # A NaN may have other causes. A second call of the loss shows which tensors it reads.
@@ -71,12 +74,12 @@ class ForeignTensors:
         if names:
             # One name is enough to find the line of code.
             stages = " and ".join(map(str, self.stages[names[0]]))
-            more = f" (and {len(names) - 1} other tensors too)" if names[1:] else ""
+            more = f" (and {len(names) - 1} more)" if names[1:] else ""
             raise UserError(
-                f"{names[0]!r} is used in another stage of the pipeline than the one that holds it{more}",
+                f"{names[0]!r} is used in a stage of the pipeline that does not hold it{more}",
                 f"only stage {stages} holds it",
                 "for a penalty on weights use the optimizer's weight_decay; compute anything else that needs the "
-                "parameter in the model's forward, for every sample; or train without a pipeline (mesh.pp): type "
+                "parameter in the model's forward, for every sample; or train without a pipeline (mesh.pp): set "
                 "strategy=ddp, or strategy=zero1",
             )
 
@@ -86,22 +89,22 @@ class _ReadRecorder(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        self._names = {_address(tensor): name for name, tensor in tensors.items() if _address(tensor)}
+        self._names = {_storage_address(tensor): name for name, tensor in tensors.items() if _storage_address(tensor)}
         self.read: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
 
         # A view of a placeholder shares its memory. The result of a computation does not.
-        is_view = isinstance(result, Tensor) and _address(result) in self._names
+        is_view = isinstance(result, Tensor) and _storage_address(result) in self._names
         if not is_view:
-            addresses = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            addresses = {_storage_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.read |= {name for address, name in self._names.items() if address in addresses}
 
         return result
 
 
-def _address(tensor: Tensor) -> int:
-    """Return the tensor's address in memory, or 0 if it cannot be a placeholder."""
+def _storage_address(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage, or 0 if it cannot be a placeholder."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain else 0

@@ -414,5 +414,5 @@ def _not_one_call(how_often: str) -> UserError:
     return UserError(
         f"loss(model, batch) calls model(...) {how_often}; in a pipeline it must call it exactly once",
         "",
-        "let the model's forward compute everything in one call; or type strategy=fsdp",
+        "let the model's forward compute everything in one call; or set strategy=fsdp",
     )

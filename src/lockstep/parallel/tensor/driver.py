@@ -60,7 +60,7 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
         raise UserError(
             "tensor parallelism (mesh.tp) on GPUs cannot run over gloo if the output of a layer is gathered",
             f"{gathered[0]} is sharded as {plan[gathered[0]]!r}, and ranks share a GPU",
-            "give every rank a GPU of its own (nccl), or type device=cpu",
+            "give every rank a GPU of its own (nccl), or set device=cpu",
         )
 
     broadcast_model(model, runtime.collectives)

@@ -150,7 +150,7 @@ def choose_plan(model: nn.Module, task: Any, tp_size: int, tp_groups: int = 1) -
             f"mesh.tp finds no layers to shard in {type(model).__name__}",
             "the task has no tensor_plan(model), and Lockstep does not know the model's layer names",
             f"write def tensor_plan(self, model): return {EXAMPLE} (in a custom loop: a method of the model, without "
-            "the argument), or type strategy=fsdp without mesh.tp",
+            "the argument), or set strategy=fsdp without mesh.tp",
         )
 
     _check_layers(plan, model, tp_size)
@@ -221,7 +221,7 @@ def _expand(user_plan: Mapping[str, LayerStyle], model: nn.Module) -> dict[str, 
         plan |= dict.fromkeys(_matching(pattern, model), style)
 
     if not plan:
-        raise UserError("tensor_plan(model) is empty", "", "name some layers, or type strategy=fsdp without mesh.tp")
+        raise UserError("tensor_plan(model) is empty", "", "name some layers, or set strategy=fsdp without mesh.tp")
 
     return plan
 
@@ -297,10 +297,10 @@ def _suggest_sizes(common: int, tp_size: int, tp_groups: int) -> list[str]:
     fitting = [size for size in range(2, 2 * tp_size) if common % size == 0]
     same_ranks = [size for size in fitting if tp_size % size == 0]
     if same_ranks:
-        return [f"type mesh.tp={max(same_ranks)}"]
+        return [f"set mesh.tp={max(same_ranks)}"]
 
     if fitting:
         nearest = max([size for size in fitting if size < tp_size], default=fitting[0])
-        return [f"type mesh.tp={nearest} --nproc {nearest * tp_groups}"]
+        return [f"set mesh.tp={nearest} --nproc {nearest * tp_groups}"]
 
     return []

@@ -85,7 +85,7 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(
             f"the text has {len(ids)} characters, too few for a chunk of validation text",
             f"one chunk of {CHUNK} characters in {VALIDATION_SHARE} is for validation",
-            f"type task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
+            f"set task.max_bytes={CHUNK * VALIDATION_SHARE} or more",
         )
 
     training = [chunk for i, chunk in enumerate(chunks) if (i + 1) % VALIDATION_SHARE]

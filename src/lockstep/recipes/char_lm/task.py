@@ -104,7 +104,7 @@ class CharLM(Task):
         # All problems are reported together.
         problems = [*uneven_heads(width, heads)]
         if not 0 <= dropout < 1:
-            problems.append(UserError(f"task.dropout={dropout} is not in [0, 1)", "", "type task.dropout=0.1"))
+            problems.append(UserError(f"task.dropout={dropout} is not in [0, 1)", "", "set task.dropout=0.1"))
         check_options(vars(self), problems, smallest=COUNTS)
 
     def model(self) -> GPT:
@@ -155,6 +155,6 @@ class CharLM(Task):
             raise UserError(
                 f"task.context={self.context} is too long for {len(validation)} characters of validation text",
                 "a window takes one character more than the context",
-                "type a larger task.max_bytes, or a smaller task.context",
+                "set a larger task.max_bytes, or a smaller task.context",
             )
         return training, validation

@@ -215,7 +215,7 @@ def no_half_lstm() -> UserError:
     return UserError(
         "precision=fp16 cannot be used on a CPU for this agent: torch has no fp16 LSTM there",
         "",
-        "type precision=bf16 or precision=fp32 (--precision bf16 for the script), or train on a GPU",
+        "set precision=bf16 or precision=fp32 (--precision bf16 for the script), or train on a GPU",
     )
 
 

@@ -164,7 +164,7 @@ class PriceSeries:
             raise UserError(
                 f"an episode takes {length} days (task.window + task.days), more than there are",
                 self._days(),
-                f"type a task.window and a task.days of {int(available.min())} together at most, or add days to the "
+                f"set a task.window and a task.days of {int(available.min())} together at most, or add days to the "
                 "file",
             )
 
@@ -178,7 +178,7 @@ class PriceSeries:
         # The window of the first day comes before it, from the same days.
         room = min(self.split, self.test_days) - window
         if days > room:
-            shorter = f"type task.days={room} or less" if room > 0 else "type a smaller task.window and task.days"
+            shorter = f"set task.days={room} or less" if room > 0 else "set a smaller task.window and task.days"
             yield UserError(
                 f"an episode takes {window + days} days (task.window={window}, task.days={days}), more than there are",
                 self._days(),

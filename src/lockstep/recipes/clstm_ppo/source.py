@@ -94,7 +94,7 @@ class Rollouts:
             raise UserError(
                 f"global_batch={context.global_batch} gives {context.ranks} ranks different numbers of micro-batches",
                 f"micro_batch={context.micro_batch}, and a strategy whose forwards wait for each other",
-                f"type global_batch={context.micro_batch * context.ranks} or a multiple of it, or strategy=ddp",
+                f"set global_batch={context.micro_batch * context.ranks} or a multiple of it, or strategy=ddp",
             )
 
         assert isinstance(context.model, Agent)

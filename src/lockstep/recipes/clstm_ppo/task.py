@@ -298,13 +298,13 @@ class ClstmPpo(Task):
             yield UserError(
                 f"task.hidden={shape.hidden} is not a multiple of {heads}",
                 f"attention with {heads} heads lies between the LSTMs (task.cascade={shape.cascade})",
-                f"type task.hidden={-(-shape.hidden // heads) * heads}",
+                f"set task.hidden={-(-shape.hidden // heads) * heads}",
             )
 
         if rules.halt is not None and not 0 < rules.halt < 1:
-            yield UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "type task.halt=0.9")
+            yield UserError(f"task.halt={rules.halt} is not between 0 and 1", "", "set task.halt=0.9")
         if shape.value_per_asset and shape.assets == 1:
-            yield UserError("task.credit=each needs several assets; there is one asset", "", "type task.credit=all")
+            yield UserError("task.credit=each needs several assets; there is one asset", "", "set task.credit=all")
         if isinstance(self.game, Trading) and isinstance(self.game.series, PriceSeries):
             yield from self.game.series.too_short(rules.window, rules.days)
 

@@ -21,7 +21,7 @@ def overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not key:
-            raise UserError(f"the argument {argument!r} is not key=value", "", "type arguments such as lr=1e-4")
+            raise UserError(f"the argument {argument!r} is not key=value", "", "give arguments such as lr=1e-4")
 
         try:
             values[key] = json.loads(text)

@@ -55,7 +55,7 @@ def build(request: Build) -> None:
     warn_unused(Build, RULES, vars(request), prefix="", stacklevel=3)
     if bool(request.train_csv) != bool(request.test_csv):
         typed, missing = ("train_csv", "test_csv") if request.train_csv else ("test_csv", "train_csv")
-        raise UserError(f"{typed} is given without {missing}", "", f"type {missing}=FILE as well")
+        raise UserError(f"{typed} is given without {missing}", "", f"set {missing}=FILE as well")
 
     training, test, symmetry = _splits(request)
 
@@ -134,9 +134,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         values = overrides(arguments)
         if unknown := sorted(values.keys() - known):
-            raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"type one of {', '.join(known)}")
+            raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"use one of {', '.join(known)}")
         if "out" not in values:
-            raise UserError("build needs out=FOLDER, the folder to write to", "", "type out=FOLDER")
+            raise UserError("build needs out=FOLDER, the folder to write to", "", "set out=FOLDER")
         build(Build(**values))
     except UserError as error:
         print(f"build: {error}", file=sys.stderr)

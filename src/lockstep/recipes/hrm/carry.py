@@ -44,7 +44,7 @@ class Carry:
             f"hrm needs the same slots of the global batch in every step; samples {first} to {first + count - 1} are "
             "new on this rank",
             "a puzzle stays in its slot for several steps",
-            "type tail=drop and leave load_balance out",
+            "set tail=drop and leave load_balance out",
         )
 
     def put(self, first: int, slots: Slots) -> None:

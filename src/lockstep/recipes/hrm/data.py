@@ -187,7 +187,7 @@ def _reading(folder: Path) -> Iterator[None]:
         raise UserError(
             f"the puzzles in {folder} cannot be read",
             f"{type(error).__name__}: {error}",
-            "type a data_path with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
+            "set a data_path with train/ and test/; python -m lockstep.recipes.hrm.build makes one",
         ) from error
 
 

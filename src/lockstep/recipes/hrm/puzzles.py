@@ -137,7 +137,7 @@ def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Arra
         raise UserError(
             f"no maze of {n} x {n} was found whose only shortest way has more than {longer_than} cells",
             f"{MAZE_TRIES} tries",
-            "type a smaller task.maze_longer_than, or a larger task.maze_size",
+            "set a smaller task.maze_longer_than, or a larger task.maze_size",
         )
 
     grid[start] = START

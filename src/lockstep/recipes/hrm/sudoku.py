@@ -193,7 +193,7 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
     raise UserError(
         f"no Sudoku of {n} x {n} with {holes} empty cells and one solution was found",
         f"{TRIES} tries",
-        "type a smaller task.holes, or leave it out: then clues go until none can",
+        "set a smaller task.holes, or leave it out: then clues go until none can",
     )
 
 
@@ -249,12 +249,12 @@ def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) ->
     """Say why there are not enough puzzles: all are easy, or there are no more of them."""
     smaller = "a smaller task.train_size and task.test_size"
     if not least_guesses:
-        return UserError(f"{wanted} could not be generated", reached, f"type {smaller}")
+        return UserError(f"{wanted} could not be generated", reached, f"set {smaller}")
 
     problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
     if hardest >= least_guesses:
-        return UserError(problem, reached, f"type a smaller task.least_guesses; or {smaller}")
-    fix = f"type task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
+        return UserError(problem, reached, f"set a smaller task.least_guesses; or {smaller}")
+    fix = f"set task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
     return UserError(problem, f"{reached}: the hardest took {hardest:g} guesses", fix)
 
 
@@ -267,7 +267,7 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
         raise UserError(
             f"only {len(puzzles)} Sudokus of 9 x 9 come with the recipe, not {train} + {test}",
             "",
-            f"type a task.train_size and task.test_size of {len(puzzles)} together; or task.holes=50, or your own "
+            f"set a task.train_size and task.test_size of {len(puzzles)} together; or task.holes=50, or your own "
             "task.data_path",
         )
     return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])

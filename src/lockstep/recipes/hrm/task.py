@@ -120,7 +120,7 @@ class HRM(Task):
                 UserError(
                     f"task.data_seed={puzzles.data_seed} with task.puzzle=sudoku9 has no effect",
                     "puzzles that come with the recipe, the same for every seed",
-                    "leave task.data_seed out, or type task.holes=50: those are made from the seed",
+                    "leave task.data_seed out, or set task.holes=50: those are made from the seed",
                 )
             )
         check_options(options | vars(self.model_options), problems, CHOICES, AT_LEAST)

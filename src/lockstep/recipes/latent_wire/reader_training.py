@@ -158,7 +158,7 @@ class ReaderTraining:
             f"a reader answers {progress.accuracy:.1%} of questions from the text after {progress.step} steps, and "
             f"should answer {options.accuracy:.1%}",
             f"world {progress.stage + 1} of {len(self.worlds)} ({self.reader.shape})",
-            "type more task.reader_steps, or fewer task.facts: in-context lookup among several facts is learned late",
+            "set more task.reader_steps, or fewer task.facts: in-context lookup among several facts is learned late",
         )
 
     def _enter_stage(self) -> None:

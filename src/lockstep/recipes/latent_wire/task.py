@@ -219,7 +219,7 @@ class LatentWire(Task):
 
         facts = self.world.facts
         if not 1 <= facts <= len(NAMES):
-            yield UserError(f"task.facts={facts} is not between 1 and {len(NAMES)}", "", "type task.facts=1")
+            yield UserError(f"task.facts={facts} is not between 1 and {len(NAMES)}", "", "set task.facts=1")
             return
 
         most = KINDS * facts
@@ -228,7 +228,7 @@ class LatentWire(Task):
                 yield UserError(
                     f"task.{name}={count} is not between 1 and {most}",
                     f"a context with task.facts={facts} has {most} different questions",
-                    f"type task.{name}={most} or less",
+                    f"set task.{name}={most} or less",
                 )
 
 
@@ -236,7 +236,7 @@ def _shape_problems(shape: WireShape) -> Iterator[UserError]:
     yield from uneven_heads(shape.width, shape.heads)
     for name in ("private", "lora", "near"):
         if getattr(shape, name) < 0:
-            yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"type task.{name}=0 for none")
+            yield UserError(f"task.{name}={getattr(shape, name)} is negative", "", f"set task.{name}=0 for none")
 
     looks = shape.latent_adapter or []
     if len(set(looks)) < len(looks):
@@ -252,7 +252,7 @@ def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks:
             yield UserError(
                 f"the reader {shape} is not [tokens, width, layers, heads] or [tokens, width, layers, heads, near]",
                 f"tokens are one of {', '.join(TOKENIZERS)}, and the width is a multiple of twice the heads",
-                f"type task.readers='{json.dumps(DEFAULT_READERS)}'",
+                f"set task.readers='{json.dumps(DEFAULT_READERS)}'",
             )
 
     layers = min((shape[2] for shape in readers if _is_reader(shape)), default=None)
@@ -260,7 +260,7 @@ def _reader_problems(readers: list[list[Any]], devices: list[str] | None, looks:
         yield UserError(
             f"task.latent_adapter={looks} names a layer that a reader does not have",
             f"a reader with the layers 0 to {layers - 1}",
-            f"type task.latent_adapter='[{layers - 1}]'",
+            f"set task.latent_adapter='[{layers - 1}]'",
         )
 
     if devices is not None and len(devices) != len(readers):

@@ -93,7 +93,7 @@ class PixelLLM(Task):
             raise UserError(
                 f"task.vocabulary={model.vocabulary} is less than the {len(self.words)} words to write",
                 "",
-                f"type task.vocabulary=null, or {len(self.words)} or more",
+                f"set task.vocabulary=null, or {len(self.words)} or more",
             )
 
     def model(self) -> Captioner:
@@ -201,7 +201,7 @@ def _shape_problems(model: ModelOptions) -> Iterator[UserError]:
         yield UserError(
             f"task.image={model.image} is not a multiple of {step}, the pixels of a token",
             "",
-            f"type task.image={max(1, round(model.image / step)) * step}",
+            f"set task.image={max(1, round(model.image / step)) * step}",
         )
 
     # The convolutional stem normalises its channels in groups of 8.
@@ -211,5 +211,5 @@ def _shape_problems(model: ModelOptions) -> Iterator[UserError]:
         yield UserError(
             f"task.width={model.width} is not a multiple of {multiple}",
             f"task.heads={model.heads}" + ", and a stem that normalises groups of 8 channels" * (groups > 1),
-            f"type task.width={-(-max(1, model.width) // multiple) * multiple}",
+            f"set task.width={-(-max(1, model.width) // multiple) * multiple}",
         )

@@ -34,7 +34,7 @@ def refuse_half_a_set(env: Mapping[str, str]) -> None:
     raise UserError(
         f"{' and '.join(announced)} in the environment: that does not say which rank this process is",
         f"{' and '.join(missing)} not set: some clouds set the others for each machine, not for each process",
-        "start the ranks with torchrun, or set WORLD_SIZE, RANK and LOCAL_RANK for each; on several machines, type "
+        "start the ranks with torchrun, or set WORLD_SIZE, RANK and LOCAL_RANK for each; on several machines, use "
         "--nproc N --nnodes M --join HOST:PORT; to train alone, set LOCKSTEP_ENVIRONMENT=none",
     )
 
