@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_samples, is_default_collate, pin, to_device
-from lockstep.data.sample_errors import (
-    WorkerError,
-    batch_or_raise,
-    batch_to_send,
-    check_sendable,
-    is_empty,
-    name_samples,
-)
+from lockstep.data.loader import batch_or_raise, collate_samples, is_default_collate, is_empty, pin, to_device
+from lockstep.data.sample_errors import WorkerError, batch_to_send, check_sendable, name_samples
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError

@@ -21,9 +21,9 @@ from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.errors import plural
-from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
+from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS

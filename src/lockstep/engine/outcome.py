@@ -25,7 +25,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
-NOTICE_S = 2.0  # seconds to wait for other ranks to report that they are out of step
+REPORT_S = 2.0  # seconds to wait for other ranks to report that they are out of step
 MANY_EMPTY = 20  # this many steps of weight 0 in a row cause a warning
 MIN_LOSSES = 8  # spike detection needs this many losses
 MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
@@ -165,7 +165,7 @@ class Outcomes:
         runtime = self._runtime
         # Ranks that got a foreign tensor in place of gradients report in the store. The ranks that sent it do not: they
         # still wait in their own collective.
-        reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
+        reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=REPORT_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in reported]
         who = listed_ranks(odd) if odd else "another rank"
         whom = listed_ranks(reported) if odd else "this one"
@@ -219,8 +219,8 @@ class Outcomes:
         if self._log_event is None:
             return result.skip_reason
 
-        own_lines = _blame(outcome, self._runtime.world.rank)
-        blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
+        local_lines = _blame(outcome, self._runtime.world.rank)
+        blamed = [line for lines in self._runtime.collectives.gather_json(local_lines) for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason

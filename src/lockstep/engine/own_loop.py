@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
-from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
-from lockstep.parallel.driver import BaseDriver, Reduced
+from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
+from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
@@ -199,7 +199,7 @@ class OwnRun:
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
         # The next control word sends the request to the other ranks.
-        self._run.stepper.request(stop=True)
+        self._run.stepper.set_flags(stop=True)
 
     def close(self, left_by: str = "") -> None:
         """Save the weights and write the report, if `steps` was called. `left_by` describes what ended the loop."""
@@ -272,7 +272,7 @@ class OwnStep:
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
+        self._driver = run.driver
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -337,13 +337,13 @@ class OwnStep:
         """Divide by the global weight, clip, and step the optimizers.
 
         If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
-        outcome (on a GPU, that of the previous step).
+        outcome: if it is read late, that of the previous step.
         """
         self._check_pass("step.apply()")
-        to_step = self._indices(optimizers)
+        indices = self._indices(optimizers)
         reduced = self._reduced()
-        if to_step is not None:
-            reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(to_step))
+        if indices is not None:
+            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameters_of(indices))
             if not reduced.parameters:
                 raise UserError(
                     f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
@@ -351,7 +351,7 @@ class OwnStep:
                     "pass the optimizer of the parameters that the loss depends on",
                 )
 
-        self.result = self._run.stepper.apply(self._control, reduced, to_step)
+        self.result = self._run.stepper.apply(self._control, reduced, indices)
         self._end_pass()
         return self.result
 
@@ -426,7 +426,9 @@ class OwnStep:
                 "step.apply(optimizer) steps one of them and drops the gradients of the others; or pass all of them",
             )
 
-        indices = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
+        indices = [
+            next((i for i, candidate in enumerate(known) if candidate is optimizer), None) for optimizer in optimizers
+        ]
         if None in indices:
             raise UserError(
                 "step.apply(optimizer) got something other than the optimizers of run.setup",

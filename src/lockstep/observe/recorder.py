@@ -149,7 +149,7 @@ class Recorder:
                 display.update(self.last)
 
     def agree_on_names(self, seen: set[str]) -> None:
-        """Add the metrics that some rank saw for the first time; `seen` are this rank's. Collective.
+        """Set `names` to the metrics that any rank has seen; `seen` are this rank's. Collective.
 
         From now on every rank sums them in the same order.
         """
@@ -254,7 +254,10 @@ class Recorder:
 
 
 def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that says, without waiting, whether the device has computed a tensor."""
+    """Return a function that says, without waiting, whether all work queued so far is done.
+
+    That includes the copy of `tensor` to the host.
+    """
     if tensor.device.type != "cuda":
         return lambda: True
     event = torch.cuda.Event()

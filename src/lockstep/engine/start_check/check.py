@@ -299,8 +299,8 @@ def _eps(precision: Precision, stored: torch.dtype) -> float:
 
 def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, reason: str) -> Cause | None:
     """Return one cause for all ranks. Collective: every rank must call it."""
-    own = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
-    gathered = run.runtime.collectives.gather_json(own)
+    local = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
+    gathered = run.runtime.collectives.gather_json(local)
     causes = [(rank, *found) for rank, (found, _, _) in enumerate(gathered) if found]
     keys = {key for _, key, _ in causes}
 

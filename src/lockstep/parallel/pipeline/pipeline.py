@@ -105,7 +105,7 @@ class Pipeline:
         autocast: Autocast,
         foreign: ForeignTensors,
         shard_group: Collectives | None = None,
-        before_forward: Callable[[MicroBatch], None] = lambda micro: None,
+        before_forward: Callable[[MicroBatch], None] | None = None,
     ):
         """Set up this rank's stages.
 
@@ -114,7 +114,7 @@ class Pipeline:
         foreign: the tensors that only other stages hold
         shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
             collective; None: the stages are not sharded
-        before_forward: called before each stage's forward of a micro-batch
+        before_forward: called before each stage's forward of a micro-batch, if given
         """
         self.model = model
         self.schedule = schedule
@@ -280,7 +280,8 @@ class _ScheduledStage(nn.Module):
         pipeline, stage = self._context
         micro, arguments = next(self._work)
         self._control.before_forward(micro, self.number)
-        pipeline.before_forward(micro)
+        if pipeline.before_forward:
+            pipeline.before_forward(micro)
 
         with pipeline.autocast():
             output = stage(arguments, received if self.number else None)

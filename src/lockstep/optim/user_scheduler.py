@@ -44,16 +44,16 @@ def make_learning_rate(
     `schedulers` is a scheduler, a list of them, a function of the step, or None. Raise if it conflicts with settings;
     `sources` names the origin of each setting.
     """
-    own = [] if schedulers is None else as_list(schedulers)
-    torch_schedulers = [scheduler for scheduler in own if isinstance(scheduler, LRScheduler)]
-    for scheduler in own:
-        _check_kind(scheduler, alone=len(own) == 1)
-    if own:
-        _check_settings(own[0], config, sources)
+    given = [] if schedulers is None else as_list(schedulers)
+    torch_schedulers = [scheduler for scheduler in given if isinstance(scheduler, LRScheduler)]
+    for scheduler in given:
+        _check_kind(scheduler, alone=len(given) == 1)
+    if given:
+        _check_settings(given[0], config, sources)
 
     if torch_schedulers:
         return SchedulerRate(torch_schedulers, optimizers)
-    return LearningRate(config, optimizers, total_steps, global_batch, own[0] if own else None)
+    return LearningRate(config, optimizers, total_steps, global_batch, given[0] if given else None)
 
 
 class _Entry(NamedTuple):
@@ -155,11 +155,11 @@ class SchedulerRate(GuardedRates):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved_kinds = [saved["kind"] for saved in state["schedulers"]]
-        own_kinds = self._kinds()
-        if saved_kinds != own_kinds or len(state["rates"]) != len(self.groups):
+        current_kinds = self._kinds()
+        if saved_kinds != current_kinds or len(state["rates"]) != len(self.groups):
             raise UserError(
                 f"the checkpoint holds {', '.join(saved_kinds)} for {len(state['rates'])} parameter groups; "
-                f"this run has {', '.join(own_kinds)} for {len(self.groups)}",
+                f"this run has {', '.join(current_kinds)} for {len(self.groups)}",
                 "",
                 "make the schedulers that the run began with, or start a new run from the exported weights",
             )
