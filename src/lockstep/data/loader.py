@@ -90,6 +90,7 @@ class SampleReader:
         for index in ids:
             self._seed(request.epoch, index)
             samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], request.where))
+
         return samples
 
     def read_again(self, request: Request) -> Any:

@@ -110,6 +110,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
             raise
         which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
         return WorkerError.of(_on_device(which + str(error).splitlines()[0]))
+
     return batch
 
 

@@ -68,6 +68,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "",
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
+
     return StreamSource(dataset, collate, options)
 
 

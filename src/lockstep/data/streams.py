@@ -39,6 +39,7 @@ class StreamSource:
 
         micro_batch = options.micro_batch
         ranks = options.data_world.size
+
         # The number of this rank's micro-batches in a step.
         self._micro_batches, rest = divmod(options.global_batch, ranks * micro_batch)
         if rest:
@@ -151,6 +152,7 @@ class StreamSource:
                 "a rank needs one micro-batch to repeat with weight 0 while the others train",
                 "drop samples in the stream's __iter__, not in collate",
             )
+
         for micro in empty:
             micro.data, micro.padding = nonempty[0].data, True
 
@@ -232,6 +234,7 @@ class _Shard(IterableDataset):
             workers, worker = 1, 0
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
+
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return

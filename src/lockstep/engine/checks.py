@@ -446,6 +446,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
         .sum(dtype=torch.int64)
         for t in tensors
     ]
+
     # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
     if len({total.device for total in sums}) == 1:
         return torch.stack(sums).tolist()

@@ -78,13 +78,16 @@ class Evaluator:
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
         began = time.perf_counter()
+
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(data)
+
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.driver.sync_buffers()
 
         reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
+
         # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.driver.model.modules()]
         self.driver.model.eval()

@@ -132,6 +132,7 @@ def _show(task: Task, run: Run) -> str | None:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
         return None
+
     return text if run.runtime.is_main else None
 
 

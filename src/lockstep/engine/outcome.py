@@ -122,6 +122,7 @@ class Outcomes:
                 "the ranks no longer have the same weights",
                 "call load_checkpoint(path) on every rank, not under `if rank == 0:`",
             )
+
         if word.step != ranks * step_mark(step):
             raise self._out_of_step(step, word.step)
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
@@ -163,6 +164,7 @@ class Outcomes:
     def _out_of_step(self, step: int, marks: int) -> OutOfStep:
         """Return the error for ranks in different collectives, with the ranks that called the wrong one."""
         runtime = self._runtime
+
         # Ranks that got a foreign tensor in place of gradients report in the store. The ranks that sent it do not: they
         # still wait in their own collective.
         reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=REPORT_S)

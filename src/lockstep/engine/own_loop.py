@@ -166,6 +166,7 @@ class OwnRun:
                 )
 
             run.maintain()
+
         self._in_loop = False
 
     def evaluate(
@@ -181,11 +182,13 @@ class OwnRun:
         After each step, the first evaluation with `moves_rate=True` steps ReduceLROnPlateau.
         """
         self._check_model("run.evaluate(dataset, loss)")
+
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
             evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
         else:
             evaluation = self._builder.evaluate(dataset, loss, collate)
+
         return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
@@ -218,6 +221,7 @@ class OwnRun:
             if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
                 raise self._left_alone(step, left_by)
             beats.set_detail("")
+
         beats.beat("end")
 
         rate = run.stepper.learning_rate
@@ -412,6 +416,7 @@ class OwnStep:
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
+
         self._gradients.check(call)
 
     def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:

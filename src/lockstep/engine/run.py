@@ -158,6 +158,7 @@ class Run:
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
             record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
+
         self._accept_flags(result)
 
         self._interval.steps += 1
@@ -199,6 +200,7 @@ class Run:
             self._accept_flags(self.stepper.wait_for_outcome())
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
+
         if self.stepper.outcomes.spoiled:
             self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # this state was just loaded from a checkpoint

@@ -191,6 +191,7 @@ class RunBuilder:
         with preserve_rng(runtime.device):
             sample = source.largest_input if isinstance(source, MapSource) else lambda: None
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
+
         data_line = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
@@ -404,6 +405,7 @@ def open_run(
 ) -> RunBuilder:
     """Open the run folder and its records, and seed the generators for building the model."""
     config = resolved.config
+
     # This check comes before any other collective: with different settings the ranks might deadlock there.
     check_same_config(config, runtime)
 

@@ -62,6 +62,7 @@ class Sums:
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 packed[index] += value
+
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:

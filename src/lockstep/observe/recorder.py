@@ -49,6 +49,7 @@ class Recorder:
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
+
         # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the line).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 

@@ -76,6 +76,7 @@ class Optimizers:
 
         self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
+
         # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
         self._stand_ins = {
             id(optimizer): _needs_full_parameters(optimizer) for optimizer in self.all if not _can_step_as_is(optimizer)
@@ -333,6 +334,7 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         fix = "do in after_step(), or after step.apply(), what the hook does; or type strategy=ddp"
         reason = "it has a hook on its step, and needs full parameters"
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
+
     return True
 
 

@@ -65,6 +65,7 @@ def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Gro
         if stand_in in temporary_state:
             new_state = temporary_state[stand_in].items()
             original_state[p] = {key: _laid_out(value, p, stand_in, gather) for key, value in new_state}
+
     return stepped_groups
 
 

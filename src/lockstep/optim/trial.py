@@ -46,6 +46,7 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
         if _differ(together, apart):
             raise TrialFailed("its update of one parameter depends on the others")
         return
+
     raise TrialFailed(f"tried on a small parameter, it failed: {type(failure).__name__}: {failure}") from failure
 
 
@@ -105,6 +106,7 @@ def _copy(
             copied.__dict__[key] = OrderedDict()
         elif key not in ("state", "param_groups", "step"):  # a scheduler may have wrapped `step`
             copied.__dict__[key] = copy.deepcopy(value, memo)
+
     copied.state, copied.param_groups = state, groups
     return copied, made
 

@@ -117,6 +117,7 @@ class SchedulerRate(GuardedRates):
         for scheduler, _, by_evaluations in self._entries:
             if by_evaluations:
                 type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
+
         self.note()
         return True
 
@@ -174,6 +175,7 @@ class SchedulerRate(GuardedRates):
                 load(entry.scheduler, saved["state"])
             for group, rate in zip(self.groups, state["rates"], strict=True):
                 set_rate(group, rate)
+
         self.note()
 
     def _kinds(self) -> list[str]:
@@ -241,6 +243,7 @@ def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer])
             "it would lower the rate while the loss improves",
             "leave mode out: it then waits for a loss that no longer falls",
         )
+
     return _Entry(scheduler, number, by_evaluations)
 
 

@@ -98,6 +98,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         # Ranks read different samples of a stream, so their losses cannot be compared.
         if isinstance(source, StreamSource):
             measured = None
+
     return _combine_ranks(run, cause, measured, reason)
 
 
@@ -184,6 +185,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
         reason = str(error)
     finally:
         snapshot.restore()
+
     return cause, measured, reason
 
 
@@ -248,6 +250,7 @@ def _measure_again(
             alone: Measurement | None = probe.measure(make_batch, gradients=False)
         except Inconclusive:
             alone = None
+
     if alone is not None and same_loss(first, alone, tolerance):
         return alone, None
     again = probe.measure(make_batch, gradients=False)
@@ -283,6 +286,7 @@ def _check_halves(
         cause = judge_halves(whole, halves, measure_doubled, mismatched, tolerance)
         if cause:
             return cause
+
     return None
 
 
@@ -310,6 +314,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
         difference = _ranks_differ(run, pairs)
         if difference and difference.key not in accepted_causes(run.config):
             return difference
+
     if causes:
         rank, key, evidence = causes[0]
         return named(key, evidence if run.runtime.world.alone else f"rank {rank}: {evidence}")
@@ -333,4 +338,5 @@ def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
                 f"the same samples: total {first[0]:.5g}, weight {first[1]:.5g} on rank 0, and total {pair[0]:.5g}, "
                 f"weight {pair[1]:.5g} on rank {rank}",
             )
+
     return None

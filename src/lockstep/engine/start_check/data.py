@@ -37,6 +37,7 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
         for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
                 return _sample_differs(run, source, request, local_digests, int(index), rank)
+
     return None
 
 
@@ -75,6 +76,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         problem = error
 
     gathered = runtime.collectives.gather_json([data_rank, local_digest, beginning, problem and list(problem.args)])
+
     # A rank that failed raises its own error. The other ranks raise a copy of the first error.
     for rank, (*_, error_args) in enumerate(gathered):
         if error_args:
@@ -103,6 +105,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
             "RANK and by worker. If equal batches are right here, type checks.first_batch=false",
         )
+
     return batches
 
 
@@ -133,6 +136,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
             "make the dataset readable outside a worker process too (get_worker_info() is None there); or type "
             "checks.first_batch=false",
         ) from error
+
     if digest(again) == read_by_worker:
         return
     if isinstance(source, StreamSource):
@@ -141,6 +145,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
             "type data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )
+
     raise UserError(
         "a worker process reads different samples than this rank does",
         f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",

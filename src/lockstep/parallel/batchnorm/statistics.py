@@ -92,6 +92,7 @@ class RunningStatistics:
         # A source without a known total gives every rank the same number of micro-batches.
         total = batches.total or batches.count * self.replicas.world.size
         later = (total - 1 - self._position).clamp(min=0)
+
         # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
         self._fade(torch.where(self._ran, later, 0))
         self._position.fill_(-1)
@@ -110,6 +111,7 @@ class RunningStatistics:
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
+
         # Padding ran the layers, but must not change the statistics.
         if micro.padding:
             self._write(values_before, updates_before)
@@ -188,6 +190,7 @@ class RunningStatistics:
         self._sum = self._values * start[self._layer_of]  # (E,)
         self._updates_at_start = self._updates
         self._local_updates = torch.zeros_like(self._updates)
+
         # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
         # it; whether this rank ran it in this step.
         self._position = torch.full_like(self._updates, -1.0)

@@ -133,6 +133,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         local_flags = torch.zeros(sum(map(len, roots_by_rank)), len(self.parameters), dtype=torch.float64)
         for index, (_, gradients) in enumerate(self.tree.roots, first):
             local_flags[index] = torch.tensor([id(p) in gradients for p in self.parameters])
+
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
         has_gradient = self._sum_with_word(word, local_flags.flatten()).view_as(local_flags).bool().cpu()
 
@@ -146,6 +147,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         for (_, present), parameters in groups.items():
             local_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
             self._add_in_order(parameters, local_roots, roots_by_rank, present)
+
         self.tree.roots.clear()
 
     def _add_in_order(

@@ -105,6 +105,7 @@ class FSDPDriver(ShardedDriver):
         for parameter in self._scalars:
             if id(parameter) in by_parameter:
                 by_parameter.pop(id(parameter)).register(parameter)
+
         assert not by_parameter, "a trainable parameter is neither sharded nor a scalar"
 
     @contextmanager
@@ -177,11 +178,13 @@ class FSDPDriver(ShardedDriver):
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
+
         torch.autograd.backward(total, grad_output)
 
         for module in modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
+
         modules[0]._get_fsdp_state()._root_post_backward_final_callback()
         self._graph_is_retained = False
 

@@ -240,6 +240,7 @@ class PipelineDriver(ShardedDriver):
         if refused:
             self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
+
         # If the loss does not depend on the model, the last stage sends zeros, and parameters have gradients anyway.
         if not (reached and any(used_anywhere[: len(used)])):
             raise no_gradient()
