@@ -191,7 +191,7 @@ def leave_before_apply(world: Any, store: Any, launchers_folder: Path) -> int:
     looks = timedelta(milliseconds=20)
     environment = {FOLDER: str(launchers_folder)}
     with (
-        mock.patch.object(context, "BARRIER_LOOK", looks),
+        mock.patch.object(context, "BARRIER_CHECK", looks),
         mock.patch.dict(os.environ, environment),
         open_watched(world, store, VALUES) as builder,
     ):

@@ -35,12 +35,12 @@ class _WithControlWord(Wrapper):
     gloo would cost about a fifth of the step of a tiny model).
     """
 
-    def __init__(self, model: nn.Module, word: Tensor):
+    def __init__(self, model: nn.Module, packed: Tensor):
         super().__init__()
         self.module = model
         # In a module after the model: DDP fills buckets from the last parameter on, and the backward computes this
         # gradient first.
-        self.word_holder = nn.ParameterList([nn.Parameter(word)])
+        self.word_holder = nn.ParameterList([nn.Parameter(packed)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
