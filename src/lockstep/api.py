@@ -153,12 +153,12 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
         runpy.run_path(target, run_name="__main__")
         return
 
-    kind = targets.load_class(target)
-    _check_launcher_folder([("task default", kind.defaults), *layers])
-    resolved = resolve_for(kind.defaults, kind.presets, layers)
+    task_class = targets.load_class(target)
+    _check_launcher_folder([("task default", task_class.defaults), *layers])
+    resolved = resolve_for(task_class.defaults, task_class.presets, layers)
 
     # The task is made last: its constructor may take a while, and a misspelt key is reported before that.
-    _fit_here(targets.make_task(kind, resolved.config.task), resolved, targets.name_of(target))
+    _fit_here(targets.make_task(task_class, resolved.config.task), resolved, targets.name_of(target))
 
 
 def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:

@@ -118,7 +118,7 @@ class BatchSource(Protocol):
         """Return this rank's micro-batches of the next step."""
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past `batches`. `result` is the newest known result (on a GPU, that of the previous step)."""
+        """Advance past `batches`. `result` is the newest known: if it is read late, that of the previous step."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

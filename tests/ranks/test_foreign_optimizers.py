@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
-from lockstep.optim.trial import ELEMENTWISE, PER_PARAMETER, TrialFailed, classify_update
+from lockstep.optim.trial import TrialFailed, check_independent
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -97,11 +97,6 @@ class InFloat32(Plain):
         return grad
 
 
-class NormInFloat32(InFloat32):
-    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        return super().change(p, grad, state, group) / grad.norm()
-
-
 class CoupledInFloat32(InFloat32):
     def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         others = [q.grad.norm() for group in self.param_groups for q in group["params"]]
@@ -123,37 +118,32 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Conv1d(4, 6, 3), nn.Linear(6, 4), nn.Linear(4, 1))
 
 
-@pytest.mark.parametrize("kind", [*ON_DTENSORS, torch.optim.Rprop, Lion], ids=lambda kind: kind.__name__)
-def test_what_treats_every_element_alike(kind: Any) -> None:
+INDEPENDENT = [*ON_DTENSORS, torch.optim.Rprop, torch.optim.Adafactor, Lion, Lamb, Normalised, Shampoo]
+
+
+@pytest.mark.parametrize("kind", INDEPENDENT, ids=lambda kind: kind.__name__)
+def test_a_trial_accepts_independent_updates_and_leaves_the_optimizer_alone(kind: Any) -> None:
     optimizer = kind(small().parameters(), lr=0.0)  # as a warm-up leaves it
     before = len(optimizer.state)
-    assert classify_update(optimizer) == ELEMENTWISE
+    check_independent(optimizer)
     assert (len(optimizer.state), optimizer.param_groups[0]["lr"]) == (before, 0.0)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Lamb, Normalised, Shampoo], ids=lambda kind: kind.__name__)
-def test_what_needs_whole_parameters(kind: Any) -> None:
-    optimizer = kind(small().parameters(), lr=0.1)
-    assert classify_update(optimizer) == PER_PARAMETER
-    assert not optimizer.state
     assert getattr(optimizer, "calls", 0) == 0
 
 
-def test_muon_needs_whole_matrices() -> None:
-    assert classify_update(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2])) == PER_PARAMETER
+def test_a_trial_accepts_muon() -> None:
+    check_independent(torch.optim.Muon([p for p in small().parameters() if p.dim() == 2]))
 
 
 @pytest.mark.parametrize("kind", [GlobalNorm, ClipsLarge])
-def test_what_couples_parameters_is_neither(kind: Any) -> None:
+def test_a_trial_fails_if_parameters_are_coupled(kind: Any) -> None:
     with pytest.raises(TrialFailed, match="depends on the others"):
-        classify_update(kind(small().parameters()))
+        check_independent(kind(small().parameters()))
 
 
 def test_what_takes_float32_only_is_tried_in_it() -> None:
-    assert classify_update(InFloat32(small().parameters())) == ELEMENTWISE
-    assert classify_update(NormInFloat32(small().parameters())) == PER_PARAMETER
+    check_independent(InFloat32(small().parameters()))
     with pytest.raises(TrialFailed, match="depends on the others"):
-        classify_update(CoupledInFloat32(small().parameters()))
+        check_independent(CoupledInFloat32(small().parameters()))
 
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:

@@ -191,7 +191,7 @@ def test_frozen_modules_are_not_wrapped(pool: Pool) -> None:
     first, second = pool.run(frozen_trunk, world=2)
     for rank, found in enumerate((first, second)):
         assert not any(name.startswith("trunk") for name in found["names"])
-        ignored = {name.removeprefix("model.") for name in found["ignored"]}
+        ignored = {name.removeprefix("module.") for name in found["ignored"]}
         assert ignored >= {"trunk.linear.weight", "trunk.linear.bias", "trunk.note"}
         assert not any(name.startswith("head") for name in ignored)
         assert found["trunk note"] == [float(rank)] * 3, "the buffer of a frozen module was touched"

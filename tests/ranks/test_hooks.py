@@ -78,7 +78,7 @@ class Sent:
 class Control:
     """The only micro-batch of a step, with a gradient scale and a control word of the test's own."""
 
-    last, backwards_done, batches = True, 0, None
+    is_last_micro_batch, backwards_done, batches = True, 0, None
 
     def __init__(self, scale: float, word: ControlWord):
         self._scale, self._word = scale, word

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import apply
-from lockstep.parallel.driver import BaseDriver
 from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
@@ -124,8 +123,7 @@ class AMPTrainer:
         is prepared in the same way, but the trainer does not train it: its optimizer and its step are yours.
         """
         if not hasattr(self, "driver"):
-            # There are no pipelines here.
-            self.driver = cast(BaseDriver, apply(model, self.config.run_config(**self.settings()), self.runtime))
+            self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
             return self.wrap_own(self.driver.module)
         if model is self._module or model is self.model:
             return self.model
@@ -215,7 +213,7 @@ class AMPTrainer:
         self._loads_since_step += 1
         name = f"lockstep/load/{self.number}/{self._steps_begun}/{self._loads_since_step}/{path}"
         step = load_state(state, self.runtime, Path(path), name, self.time_limit)
-        self.stepper.request(loaded=True)
+        self.stepper.set_flags(loaded=True)
         return step
 
     # ---- inside ----
@@ -265,7 +263,7 @@ class AMPTrainer:
 
         self._open_step = None
         reduced = self.driver.reduced()
-        self.stepper.request(loaded=False)  # the control word of this step has carried it
+        self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
         return loss, self.stepper.apply(self.stepper.control, reduced)
 
     def _loss(self, batch: Any, samples: int) -> Loss:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.data.sample_errors import batch_or_raise, batch_to_send, explain_collate_error, is_empty, name_samples
+from lockstep.data.sample_errors import WorkerError, batch_to_send, explain_collate_error, name_samples
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
@@ -57,10 +57,10 @@ class SampleReader:
             self.collate = default_collate  # Task.collate would only call it
 
         # A Subset always has `__getitems__`, so the dataset inside it decides.
-        innermost = self.dataset
-        while isinstance(innermost, Subset):
-            innermost = innermost.dataset
-        self._reads_in_batches = hasattr(innermost, "__getitems__")
+        self.innermost = self.dataset
+        while isinstance(self.innermost, Subset):
+            self.innermost = self.innermost.dataset
+        self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
         # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.
         self._gathers_rows = type(self.dataset) is TensorDataset and self._default_collate
@@ -90,6 +90,7 @@ class SampleReader:
         for index in ids:
             self._seed(request.epoch, index)
             samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], request.where))
+
         return samples
 
     def read_again(self, request: Request) -> Any:
@@ -142,6 +143,23 @@ def collate_samples(
         raise explained from error
 
 
+def is_empty(batch: Any) -> bool:
+    """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
+    lengths = list(_lengths(batch))
+    return batch is None or (bool(lengths) and not any(lengths))
+
+
+def _lengths(batch: Any) -> Any:
+    if isinstance(batch, Tensor) and batch.dim():
+        yield len(batch)
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _lengths(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _lengths(value)
+
+
 # ---- worker processes ----
 
 
@@ -181,6 +199,13 @@ def read_all(
         worker_init_fn=partial(start_worker, open_files()),
     )
     return map(batch_or_raise, start_reading(loader))
+
+
+def batch_or_raise(batch: Any) -> Any:
+    """Return the batch, or raise the error that a worker process sent instead of it."""
+    if isinstance(batch, WorkerError):
+        raise UserError(*batch.texts)
+    return batch
 
 
 def plain_attributes(dataset: Any) -> dict[str, Any]:

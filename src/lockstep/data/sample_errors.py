@@ -29,30 +29,6 @@ class WorkerError:
         return WorkerError((error.problem, error.found, error.fix))
 
 
-def batch_or_raise(batch: Any) -> Any:
-    """Return the batch, or raise the error that a worker process sent instead of it."""
-    if isinstance(batch, WorkerError):
-        raise UserError(*batch.texts)
-    return batch
-
-
-def is_empty(batch: Any) -> bool:
-    """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
-    lengths = list(_lengths(batch))
-    return batch is None or (bool(lengths) and not any(lengths))
-
-
-def _lengths(batch: Any) -> Any:
-    if isinstance(batch, Tensor) and batch.dim():
-        yield len(batch)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _lengths(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _lengths(value)
-
-
 def name_samples(error: Exception, ids: Sequence[int], where: str) -> None:
     """Add a note to an error of the user's code that names the samples. Its type and traceback stay the same."""
     which = f"sample {ids[0]}" if len(ids) == 1 else f"samples {some_names([str(i) for i in ids])}"
@@ -134,6 +110,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
             raise
         which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
         return WorkerError.of(_on_device(which + str(error).splitlines()[0]))
+
     return batch
 
 

@@ -73,4 +73,5 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
         rank = finishing[0][1]
         counts[rank] += 1
         heapreplace(finishing, ((counts[rank] + 1) / speeds[rank], rank))
+
     return tuple(counts)

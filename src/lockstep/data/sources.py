@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
@@ -23,12 +23,12 @@ from lockstep.data.loader import (
     Request,
     SampleReader,
     check_no_connection,
+    is_empty,
     plain_attributes,
     prefetch_to_device,
     read_all,
     to_device,
 )
-from lockstep.data.sample_errors import is_empty
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.shard import Window, micro_slice, next_window, rank_range
 from lockstep.data.source_options import SourceOptions
@@ -68,6 +68,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "",
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
+
     return StreamSource(dataset, collate, options)
 
 
@@ -143,10 +144,7 @@ class MapSource:
     def largest_input(self) -> Tensor | None:
         """Return the largest tensor of the first sample, or None if it must not be read before the workers start."""
         # A dataset may open files for its first sample, which forked workers would share.
-        innermost = self.reader.dataset
-        while isinstance(innermost, Subset):
-            innermost = innermost.dataset
-        if self.options.config.workers and not isinstance(innermost, TensorDataset | list | tuple):
+        if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
             return None
         try:
             leaves = tree_leaves(self.reader.samples(Request(0, [0])))
@@ -294,16 +292,16 @@ class MapSource:
         rank, size = self.data_world.rank, self.data_world.size
 
         if self.options.interleaved:
-            own = range(rank, count, size)
+            local = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
             speeds = next((speeds for first, speeds in reversed(self._assignments) if first <= begin), None)
-            own = rank_range(count, rank, size, speeds)
+            local = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         needed = -(-count // size) if self.options.collective_forwards else 1
-        padding = [own[0] if own else 0] * (needed - len(own))
-        micros = [self._micro_batch(window, index, padding=False) for index in own]
+        padding = [local[0] if local else 0] * (needed - len(local))
+        micros = [self._micro_batch(window, index, padding=False) for index in local]
         return micros + [self._micro_batch(window, index, padding=True) for index in padding]
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:

@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_samples, is_default_collate, pin, to_device
-from lockstep.data.sample_errors import (
-    WorkerError,
-    batch_or_raise,
-    batch_to_send,
-    check_sendable,
-    is_empty,
-    name_samples,
-)
+from lockstep.data.loader import batch_or_raise, collate_samples, is_default_collate, is_empty, pin, to_device
+from lockstep.data.sample_errors import WorkerError, batch_to_send, check_sendable, name_samples
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
@@ -46,6 +39,7 @@ class StreamSource:
 
         micro_batch = options.micro_batch
         ranks = options.data_world.size
+
         # The number of this rank's micro-batches in a step.
         self._micro_batches, rest = divmod(options.global_batch, ranks * micro_batch)
         if rest:
@@ -158,6 +152,7 @@ class StreamSource:
                 "a rank needs one micro-batch to repeat with weight 0 while the others train",
                 "drop samples in the stream's __iter__, not in collate",
             )
+
         for micro in empty:
             micro.data, micro.padding = nonempty[0].data, True
 
@@ -239,6 +234,7 @@ class _Shard(IterableDataset):
             workers, worker = 1, 0
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
+
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return

@@ -21,9 +21,9 @@ from lockstep.config import RunConfig
 from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.errors import plural
-from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
+from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
@@ -190,6 +190,7 @@ def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> 
         parts.append(f"optimizer state sharded over {world.size} ranks")
     elif mesh.data_size > 1:
         parts.append(f"{mesh.data_size} replicas")
+
     return f"{strategy.name}: {'; '.join(parts)}"
 
 
@@ -208,12 +209,14 @@ def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
         layers = sum(any(map(is_sharded_along_tp, module.parameters(recurse=False))) for module in model.modules())
         of_stage = " of the first stage" if pp_size > 1 else ""
         parts.append(f"{layers} layers{of_stage} sharded over {tp_size} ranks")
+
     return parts
 
 
 def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
     replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
+
     # One rank per shard group is legal but saves no memory: say so, and what to type.
     if ranks == 1 and replicas > 1:
         return f"{replicas} replicas on one rank each, so nothing is sharded (set strategy=ddp, or strategy=fsdp)"
@@ -221,6 +224,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
         return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
 
     over = f"sharded over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")
+
     # FSDP gathers one block at a time. Without blocks it gathers the full model.
     blocks = find_blocks(model, config.blocks)
     if blocks:
@@ -275,6 +279,7 @@ def summary_of(run: Run) -> dict[str, Any]:
     if goals:
         summary["goals"] = goals
         summary["pass"] = all(goal["pass"] for goal in goals)
+
     return summary
 
 

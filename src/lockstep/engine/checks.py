@@ -50,8 +50,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
     # The default run_dir contains a time, which differs between ranks. Rank 0 chooses it for all of them.
-    own = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
-    first, *others = runtime.collectives.gather_json(own)
+    local = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
+    first, *others = runtime.collectives.gather_json(local)
     for rank, theirs in enumerate(others, start=1):
         different = sorted(key for key in first.keys() | theirs.keys() if first.get(key) != theirs.get(key))
         if different:
@@ -449,6 +449,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
         .sum(dtype=torch.int64)
         for t in tensors
     ]
+
     # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
     if len({total.device for total in sums}) == 1:
         return torch.stack(sums).tolist()

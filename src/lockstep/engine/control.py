@@ -46,8 +46,8 @@ class StepContext:
     global_batch: int
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
     word_has_loss: bool  # whether the control word includes the loss, for spike detection
-    mark_time: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
-    requests: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
+    before_all_reduce: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
+    flags: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
     metrics: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class StepControl:
         self.step = step
         self.pass_index = pass_index
         self.passes = passes  # of the step
-        self.to_step: Sequence[int] = ()  # indices of the optimizers that the update steps
+        self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
         self.backwards_done = 0
 
@@ -89,7 +89,7 @@ class StepControl:
         return self.step * self.passes + self.pass_index + 1
 
     @property
-    def last(self) -> bool:
+    def is_last_micro_batch(self) -> bool:
         """Whether the current micro-batch is this rank's last one of the step."""
         return self.backwards_done + 1 == self.batches.count
 
@@ -151,11 +151,14 @@ class StepControl:
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
     def before_reduce(self) -> ControlWord:
-        """Return this rank's control word. Call it after the last backward, just before the reduction."""
+        """Return this rank's control word. Call it before the first collective of the reduction.
+
+        Gradients may be reduced during the last backward, so for most drivers that is before this backward.
+        """
         context = self._context
         context.runtime.heartbeat.beat("exchange")
-        if context.mark_time is not None:
-            context.mark_time()
+        if context.before_all_reduce is not None:
+            context.before_all_reduce()
 
         return ControlWord(
             weight=self._weight,
@@ -165,7 +168,7 @@ class StepControl:
             new_metrics=int(not context.metrics.seen <= context.metrics.known),
             preempt=int(context.runtime.notice.signal is not None),
             loss=self._loss,
-            **context.requests,
+            **context.flags,
         )
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:

@@ -158,14 +158,14 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
     """Return a description of the platform, after checking that it is the same on all ranks. Collective."""
     # torch chooses kernels by the device's model and the CPU's instruction set, and versions have different kernels.
     device = runtime.device
-    own = {
+    local = {
         "threads": runtime.threads.count,
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
-    first, *others = runtime.collectives.gather_json(own)
+    first, *others = runtime.collectives.gather_json(local)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
             if other[key] != value:
@@ -175,7 +175,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
                     "run on machines of one kind, with one version of torch; or set exact=false",
                 )
 
-    return own
+    return local
 
 
 def _switch_off_fused(optimizers: Optimizers) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
+from lockstep.optim.optimizers import is_torchs
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
@@ -193,7 +194,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
             # For other optimizers than torch's, the size of the state is unknown.
-            groups = optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim.") else []
+            groups = optimizer.param_groups if is_torchs(optimizer) else []
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))

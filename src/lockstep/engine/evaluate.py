@@ -17,11 +17,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, SampleReader, read_all, to_device
-from lockstep.data.sample_errors import is_empty
+from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
 from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
-from lockstep.observe.metrics import Term, metric_terms
+from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
@@ -79,19 +78,22 @@ class Evaluator:
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
         began = time.perf_counter()
+
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(data)
-        # Running statistics differ between ranks. Evaluate with those of rank 0, which checkpoints save too.
+
+        # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.driver.sync_buffers()
 
         reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
+
         # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.driver.model.modules()]
         self.driver.model.eval()
         try:
             with torch.no_grad():
-                rows, samples = self._run_own_batches(reader, loss_fn, batch, may_preempt)
+                rows, samples = self._run_local_batches(reader, loss_fn, batch, may_preempt)
         finally:
             for module, training in modes:
                 module.training = training
@@ -108,7 +110,7 @@ class Evaluator:
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
 
-    def _run_own_batches(
+    def _run_local_batches(
         self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
     ) -> tuple[list[Row], int]:
         """Run this rank's batches and return their sums and the number of samples.
@@ -120,8 +122,8 @@ class Evaluator:
         role = self.driver.role
         length = len(reader.dataset)
         count = math.ceil(length / batch)
-        own_batches = rank_range(count, role.data_rank, role.data_size)
-        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in own_batches]
+        local_batches = rank_range(count, role.data_rank, role.data_size)
+        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
         forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
         repeated = [range(min(batch, length))] * (forwards - len(ranges))
 
@@ -160,13 +162,10 @@ def _on_host(result: list[Term]) -> Row:
 
 
 def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
-    means: dict[str, float] = {}
-    for name in sorted({name for row in rows for name in row}):
-        # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
-        total = math.fsum(row[name][0] for row in rows if name in row)
-        weight = math.fsum(row[name][1] for row in rows if name in row)
-        means[name] = total / weight if weight else math.nan
+    names = sorted({"loss", *(name for row in rows for name in row)})
 
-    loss_weight = math.fsum(row["loss"][1] for row in rows if "loss" in row)
-    loss = means.pop("loss", math.nan)
-    return Evaluation(step, loss, means, samples, loss_weight)
+    # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
+    sums = [math.fsum(row[name][part] for row in rows if name in row) for name in names for part in (0, 1)]
+    means = dict.fromkeys(names, math.nan) | quotients(names, sums)
+    loss = means.pop("loss")
+    return Evaluation(step, loss, means, samples, weight=sums[2 * names.index("loss") + 1])

@@ -28,12 +28,12 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     at the end:             save the weights, evaluate, show
     """
     data = cache(task.data)  # called once, though automatic pipeline stages need samples before the source is opened
-    scheduler = _own_method(task, "scheduler") or (lambda _: None)
+    scheduler = _overridden(task, "scheduler") or (lambda _: None)
     with init_as_configured(builder.config):
         model = task.model()
     setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
-    before_batch = _own_method(task, "before_batch")
-    after_step = _own_method(task, "after_step")
+    before_batch = _overridden(task, "before_batch")
+    after_step = _overridden(task, "after_step")
     if before_batch:
         check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
 
@@ -80,7 +80,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     return run.close(_show(task, run))
 
 
-def _own_method(task: Any, name: str) -> Callable[..., Any] | None:
+def _overridden(task: Any, name: str) -> Callable[..., Any] | None:
     """Return the task's method of this name, or None if the task does not override Task's default, a no-op."""
     # A task need not subclass Task, and its methods may be plain functions.
     method = getattr(task, name, None)
@@ -112,7 +112,7 @@ def _show(task: Task, run: Run) -> str | None:
     The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
     """
     # If a forward is collective, all ranks must run it; otherwise only rank 0 does.
-    show = _own_method(task, "show")
+    show = _overridden(task, "show")
     role = run.driver.role
     if show is None or not (run.runtime.is_main or role.collective_forwards):
         return None
@@ -132,6 +132,7 @@ def _show(task: Task, run: Run) -> str | None:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
         run.recorder.event("warning", reason=reason, traceback=traceback.format_exc())
         return None
+
     return text if run.runtime.is_main else None
 
 

@@ -25,7 +25,7 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
-NOTICE_S = 2.0  # seconds to wait for other ranks to report that they are out of step
+REPORT_S = 2.0  # seconds to wait for other ranks to report that they are out of step
 MANY_EMPTY = 20  # this many steps of weight 0 in a row cause a warning
 MIN_LOSSES = 8  # spike detection needs this many losses
 MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
@@ -122,6 +122,7 @@ class Outcomes:
                 "the ranks no longer have the same weights",
                 "call load_checkpoint(path) on every rank, not under `if rank == 0:`",
             )
+
         if word.step != ranks * step_mark(step):
             raise self._out_of_step(step, word.step)
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
@@ -163,9 +164,10 @@ class Outcomes:
     def _out_of_step(self, step: int, marks: int) -> OutOfStep:
         """Return the error for ranks in different collectives, with the ranks that called the wrong one."""
         runtime = self._runtime
+
         # Ranks that got a foreign tensor in place of gradients report in the store. The ranks that sent it do not: they
         # still wait in their own collective.
-        reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=NOTICE_S)
+        reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=REPORT_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in reported]
         who = listed_ranks(odd) if odd else "another rank"
         whom = listed_ranks(reported) if odd else "this one"
@@ -219,8 +221,8 @@ class Outcomes:
         if self._log_event is None:
             return result.skip_reason
 
-        own_lines = _blame(outcome, self._runtime.world.rank)
-        blamed = [line for lines in self._runtime.collectives.gather_json(own_lines) for line in lines]
+        local_lines = _blame(outcome, self._runtime.world.rank)
+        blamed = [line for lines in self._runtime.collectives.gather_json(local_lines) for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason

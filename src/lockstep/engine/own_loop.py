@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
-from lockstep.optim.own_scheduler import SchedulerRate, is_scheduler
-from lockstep.parallel.driver import BaseDriver, Reduced
+from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
+from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
@@ -166,6 +166,7 @@ class OwnRun:
                 )
 
             run.maintain()
+
         self._in_loop = False
 
     def evaluate(
@@ -181,11 +182,13 @@ class OwnRun:
         After each step, the first evaluation with `moves_rate=True` steps ReduceLROnPlateau.
         """
         self._check_model("run.evaluate(dataset, loss)")
+
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
             evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
         else:
             evaluation = self._builder.evaluate(dataset, loss, collate)
+
         return {"loss": evaluation.loss, **evaluation.metrics}
 
     def agree(self, value: bool) -> bool:
@@ -199,7 +202,7 @@ class OwnRun:
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
         # The next control word sends the request to the other ranks.
-        self._run.stepper.request(stop=True)
+        self._run.stepper.set_flags(stop=True)
 
     def close(self, left_by: str = "") -> None:
         """Save the weights and write the report, if `steps` was called. `left_by` describes what ended the loop."""
@@ -218,6 +221,7 @@ class OwnRun:
             if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
                 raise self._left_alone(step, left_by)
             beats.set_detail("")
+
         beats.beat("end")
 
         rate = run.stepper.learning_rate
@@ -272,7 +276,7 @@ class OwnStep:
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        self._driver = cast(BaseDriver, run.driver)  # `setup` refused a pipeline
+        self._driver = run.driver
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -337,13 +341,13 @@ class OwnStep:
         """Divide by the global weight, clip, and step the optimizers.
 
         If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
-        outcome (on a GPU, that of the previous step).
+        outcome: if it is read late, that of the previous step.
         """
         self._check_pass("step.apply()")
-        to_step = self._indices(optimizers)
+        indices = self._indices(optimizers)
         reduced = self._reduced()
-        if to_step is not None:
-            reduced = reduced.only(self._run.model_setup.optimizers.parameters_of(to_step))
+        if indices is not None:
+            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameters_of(indices))
             if not reduced.parameters:
                 raise UserError(
                     f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
@@ -351,7 +355,7 @@ class OwnStep:
                     "pass the optimizer of the parameters that the loss depends on",
                 )
 
-        self.result = self._run.stepper.apply(self._control, reduced, to_step)
+        self.result = self._run.stepper.apply(self._control, reduced, indices)
         self._end_pass()
         return self.result
 
@@ -412,6 +416,7 @@ class OwnStep:
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )
+
         self._gradients.check(call)
 
     def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
@@ -426,7 +431,9 @@ class OwnStep:
                 "step.apply(optimizer) steps one of them and drops the gradients of the others; or pass all of them",
             )
 
-        indices = [next((i for i, own in enumerate(known) if own is optimizer), None) for optimizer in optimizers]
+        indices = [
+            next((i for i, candidate in enumerate(known) if candidate is optimizer), None) for optimizer in optimizers
+        ]
         if None in indices:
             raise UserError(
                 "step.apply(optimizer) got something other than the optimizers of run.setup",

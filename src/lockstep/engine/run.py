@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn
+from lockstep.parallel.driver import BaseDriver, LossFn
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
@@ -48,12 +47,20 @@ MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor 
 class ModelSetup:
     """The model under its driver, with its optimizers, evaluator and guards."""
 
-    driver: Driver
+    driver: BaseDriver
     optimizers: Optimizers
     evaluator: Evaluator
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
     schedulers: Any = None  # the user's, as `make_learning_rate` takes them
+
+
+@dataclass
+class Interval:
+    """What was trained since the last log line."""
+
+    steps: int = 0
+    samples: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,17 +91,17 @@ class Run:
     # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
     # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
     # gloo's threads (pytorch/pytorch#179291).
-    builder: Any = field(repr=False)
+    _keep_alive: Any = field(repr=False)
 
     # Requests that all ranks received through the control word and that are not carried out yet.
     _stop_agreed: bool = field(init=False, default=False)
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
     _warned_second_evaluation: bool = field(init=False, default=False)
-    _interval: Counter[str] = field(init=False, default_factory=Counter)  # steps and samples since the last log line
+    _interval: Interval = field(init=False, default_factory=Interval)
 
     @property
-    def driver(self) -> Driver:
+    def driver(self) -> BaseDriver:
         return self.model_setup.driver
 
     # ---- the loop ----
@@ -125,21 +132,22 @@ class Run:
                 batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
+                # In every step: the user's code may change the dataset between any two. The same setting turns it off.
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
                     self.source.check_dataset()
                 batches = self.source.take()
 
-            batches.micro_batches = self._timed(batches.micro_batches, batches.count)
+            batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
     def end_pass(self, result: StepResult | None) -> None:
         """End a pass over the batches of a step, other than its last pass."""
-        self._accept_requests(result)
+        self._accept_flags(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
         """End a step: advance the data source, write a log line if it is due, and run periodic checks.
 
-        `result` is the newest known outcome: on a GPU that of the previous step, or None after the first step.
+        `result` is the newest known outcome: if it is read late, that of the previous step, or None after the first.
         """
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -150,17 +158,18 @@ class Run:
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
             record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
-        self._accept_requests(result)
 
-        self._interval["steps"] += 1
-        self._interval["samples"] += batches.samples
+        self._accept_flags(result)
+
+        self._interval.steps += 1
+        self._interval.samples += batches.samples
         if self.load_balancer:
             self.load_balancer.end_step(step)
 
         # Only the last log line waits for the outcome of its own step. Earlier lines use the newest known outcome.
         if step == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
-            self._accept_requests(last)
+            self._accept_flags(last)
             self._log(last or result)
         elif step % self.config.log.every == 0:
             self._log(result)
@@ -176,7 +185,7 @@ class Run:
 
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
-        self.stepper.request(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
+        self.stepper.set_flags(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
 
     def maintain(self, repeat_evaluation: bool = False) -> None:
         """Rewind if the step was spoiled, save if a checkpoint is due, and end the process if it is preempted.
@@ -188,9 +197,10 @@ class Run:
 
         # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
         if save_due:
-            self._accept_requests(self.stepper.wait_for_outcome())
+            self._accept_flags(self.stepper.wait_for_outcome())
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
+
         if self.stepper.outcomes.spoiled:
             self._rewind(self.stepper.outcomes.spoiled)
             save_due = False  # this state was just loaded from a checkpoint
@@ -203,7 +213,7 @@ class Run:
             began = time.perf_counter()
             self.save_checkpoint(repeat_evaluation)
             self._save_agreed = False
-            self.stepper.request(save=False)
+            self.stepper.set_flags(save=False)
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it
@@ -213,6 +223,21 @@ class Run:
 
         if self._preempt_agreed:
             self._end_preempted()
+
+    def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
+        """Save a checkpoint of the current state. `repeat_evaluation`: see `maintain`."""
+        self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
+
+        # Checkpoints hold the buffers of rank 0.
+        self.driver.sync_buffers()
+
+        # checkpoint.best compares these metrics, if these weights were evaluated.
+        metrics: dict[str, float] = {}
+        if self.evaluation is not None and self.evaluation_is_current:
+            metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
+
+        interval = self.recorder.interval_state(self.stepper.sums)
+        self.checkpoints.save(LoopState(repeat_evaluation, interval, time.time() - self.started), metrics)
 
     def evaluate(
         self,
@@ -224,8 +249,8 @@ class Run:
     ) -> Evaluation:
         """Evaluate the model on `data`, every sample once, and log the result.
 
-        `moves_rate`: step schedulers such as ReduceLROnPlateau with this evaluation.
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
+        `moves_rate`: step schedulers such as ReduceLROnPlateau with this evaluation.
         """
         # `data` may be the training dataset, which worker processes read too.
         reading_here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
@@ -275,10 +300,10 @@ class Run:
         """Log the last step, write the last checkpoint, then the weights. Raise if no step was applied."""
         self.close_source()
         last = self.stepper.wait_for_outcome()
-        self._accept_requests(last)
+        self._accept_flags(last)
 
         # After a `break` in a custom loop, the last steps are not logged yet.
-        if self._interval["steps"]:
+        if self._interval.steps:
             self._log(last)
 
         counters = self.stepper.counters
@@ -356,7 +381,7 @@ class Run:
 
     # ---- parts of a step ----
 
-    def _timed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
         for _ in range(count):
@@ -392,13 +417,13 @@ class Run:
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self.recorder.end_interval(
-            stepper.sums, self._interval["steps"], self._interval["samples"], outcomes.skipped_since_log, numbers
+            stepper.sums, self._interval.steps, self._interval.samples, outcomes.skipped_since_log, numbers
         )
-        self._interval.clear()
+        self._interval = Interval()
         outcomes.skipped_since_log = 0
 
-    def _accept_requests(self, result: StepResult | None) -> None:
-        """Record the requests in a step's summed control word."""
+    def _accept_flags(self, result: StepResult | None) -> None:
+        """Record what any rank requested with the flags of a step's control word."""
         if result is None:
             return
 
@@ -419,24 +444,9 @@ class Run:
         # The log interval also returns to its state in the checkpoint.
         self.recorder.resume_interval(self.stepper.sums, resumed.loop.interval)
         self.stepper.context.metrics.known = set(self.recorder.names)
-        self._interval.clear()
+        self._interval = Interval()
         self.recorder.start_clock()
 
     def _check_replicas(self) -> None:
         if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
-
-    def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
-        """Save a checkpoint of the current state. `repeat_evaluation`: see `maintain`."""
-        self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
-
-        # Checkpoints hold the buffers of rank 0.
-        self.driver.sync_buffers()
-
-        # checkpoint.best compares these metrics, if these weights were evaluated.
-        metrics: dict[str, float] = {}
-        if self.evaluation is not None and self.evaluation_is_current:
-            metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
-
-        interval = self.recorder.interval_state(self.stepper.sums)
-        self.checkpoints.save(LoopState(repeat_evaluation, interval, time.time() - self.started), metrics)

@@ -57,11 +57,11 @@ from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
-from lockstep.optim.own_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.optim.registry import build_optimizers
+from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, trainable
+from lockstep.parallel.driver import BaseDriver, Driver, LossFn, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -91,7 +91,7 @@ class RunBuilder:
     parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
-    driver: Driver | None = None
+    driver: BaseDriver | None = None
     model_setup: ModelSetup | None = None
     evaluation: Evaluation | None = None  # made before the first step
 
@@ -149,15 +149,15 @@ class RunBuilder:
             self.add_part(name, part)
 
         # Make the optimizers after sharding, so that their state matches the shards.
-        own_optimizers = optimizers(self.driver.model)
-        rebind(own_optimizers, parameters_before, dict(model.named_parameters()))
-        wrapped = _wrap_optimizers(own_optimizers, model, self.config, self.precision, self.runtime)
+        user_optimizers = optimizers(self.driver.model)
+        rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
+        wrapped = _wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
         if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
         self._on_failure.callback(wrapped.release)
 
-        own_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
-        check_schedulers_passed(own_optimizers, own_schedulers)
+        user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
+        check_schedulers_passed(user_optimizers, user_schedulers)
 
         # Exactness saves a description of the platform with every checkpoint: a resumed run must compute the same bits.
         exactness = None
@@ -171,7 +171,7 @@ class RunBuilder:
             Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
             TrainableGuard(model, late_hooks),
             exactness,
-            own_schedulers,
+            user_schedulers,
         )
         return self.model_setup
 
@@ -192,6 +192,7 @@ class RunBuilder:
         with preserve_rng(runtime.device):
             sample = source.largest_input if isinstance(source, MapSource) else lambda: None
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
+
         data_line = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
@@ -200,7 +201,7 @@ class RunBuilder:
 
         # Banner lines. The driver, the optimizers and a user-defined source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
-        facts |= driver.role.facts
+        facts |= driver.facts
         facts |= setup.optimizers.facts
         if data_line:
             facts["data"] = data_line
@@ -230,7 +231,7 @@ class RunBuilder:
             checkpoints=checkpoints,
             resumed=resumed,
             evaluation=self.evaluation,
-            builder=self,
+            _keep_alive=self,
         )
         checkpoints.ensure_rewind(run.save_checkpoint)
 
@@ -344,7 +345,7 @@ class RunBuilder:
             plan.global_batch,
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
-            mark_time=load_balancer.mark if load_balancer else None,
+            before_all_reduce=load_balancer.mark if load_balancer else None,
         )
 
     def _open_checkpoints(
@@ -409,6 +410,7 @@ def open_run(
 ) -> RunBuilder:
     """Open the run folder and its records, and seed the generators for building the model."""
     config = resolved.config
+
     # This check comes before any other collective: with different settings the ranks might deadlock there.
     check_same_config(config, runtime)
 
@@ -432,10 +434,10 @@ def open_run(
 
 
 def _wrap_optimizers(
-    own_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
+    user_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
     """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
-    optimizers = build_optimizers(config, own_optimizers)
+    optimizers = build_optimizers(config, user_optimizers)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
     shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters

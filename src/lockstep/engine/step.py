@@ -2,13 +2,13 @@
 
     control = self.begin(batches)                                        sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
-    factor  = clipping x N / (global weight x loss scale)                N = 1, or the ranks if DDP left a mean
+    factor  = clipping x N / (global weight x loss scale)                N: the ranks if the driver leaves means, else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
 A custom loop runs the micro-batches itself, between `begin` and `apply`.
 
-This module names no strategy and no recipe. It depends on the device in one way only: on a GPU the host reads the
-outcome one step late, and the device itself decides whether to skip.
+This module names no strategy and no recipe. It depends on the device in one way only: on a GPU, if the optimizers can
+skip on the device, the device itself decides, and the host reads the outcome one step late.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lockstep.engine.control import StepContext, StepControl
 from lockstep.engine.outcome import Outcome, Outcomes, rejected_on_device
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.own_scheduler import SchedulerRate
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.update import Update
+from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import EventLogger, Runtime
@@ -67,11 +67,11 @@ class Stepper:
         runtime: Runtime,
         global_batch: int,
         log_event: EventLogger | None = None,
-        mark_time: Callable[[], None] | None = None,
+        before_all_reduce: Callable[[], None] | None = None,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
 
-        `mark_time` is called before the gradients are reduced, to measure this rank's own work.
+        `before_all_reduce` is called before this rank waits for the others, to measure the time of its own work.
         """
         # Fixed for the run.
         self.driver = driver
@@ -86,7 +86,7 @@ class Stepper:
             global_batch,
             reports_loss=driver.role.reports_loss,
             word_has_loss=self.outcomes.spikes.on,
-            mark_time=mark_time,
+            before_all_reduce=before_all_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
 
@@ -97,11 +97,15 @@ class Stepper:
         self._pending: Pending | None = None
 
         # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
-        # with fp16, whose next loss scale depends on the outcome, and if an optimizer cannot skip on the device.
+        # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
+        # skip on the device.
         self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
-        """Run a whole step. Return the newest known result (on a GPU, that of the previous step)."""
+        """Run a whole step. Return the newest known result.
+
+        If the outcome is read late, that is the result of the previous step.
+        """
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
@@ -120,7 +124,7 @@ class Stepper:
         the gradients of the others.
         """
         assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
-        control.to_step = self.update.optimizer_indices if optimizers is None else optimizers
+        control.optimizer_indices = self.update.optimizer_indices if optimizers is None else optimizers
         control.micro = None  # `control` lives until the outcome is known and must not hold the batch in device memory
         self.context.runtime.heartbeat.beat("update")
 
@@ -136,9 +140,9 @@ class Stepper:
             return self._apply_late(control, reduced, norm)
         return self._apply_now(control, reduced, norm)
 
-    def request(self, **flags: bool) -> None:
+    def set_flags(self, **flags: bool) -> None:
         """Set `Flags` of the next control words, which all ranks receive: `stop`, `save`, ..."""
-        self.context.requests |= {name: int(value) for name, value in flags.items()}
+        self.context.flags |= {name: int(value) for name, value in flags.items()}
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
@@ -158,8 +162,8 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
         outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
-            self.update.step(reduced.parameters, factor, control.update_count, control.to_step)
-            self._count(control, 1)
+            self.update.step(reduced.parameters, factor, control.update_count, control.optimizer_indices)
+            self._count_update(control)
 
         return self._conclude(outcome)
 
@@ -169,8 +173,8 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
         loss_limit = self.outcomes.spikes.limit()
         rejected = rejected_on_device(reduced, grad_norm, loss_limit)
-        self.update.step_on_device(factor, rejected, control.update_count, control.to_step)
-        self._count(control, 1)  # assumed; `wait_for_outcome` undoes it if the device skipped
+        self.update.step_on_device(factor, rejected, control.update_count, control.optimizer_indices)
+        self._count_update(control)  # assumed; `wait_for_outcome` uncounts it if the device skipped
 
         # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
@@ -192,13 +196,17 @@ class Stepper:
         word = pending.reduced.codec.unpack(values)
         outcome = Outcome(pending.control, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
-            self._count(pending.control, -1)
+            self._uncount_update(pending.control)
 
         return self._conclude(outcome)
 
-    def _count(self, control: StepControl, change: int) -> None:
-        self.counters.applied += change * control.ends_step
-        self.learning_rate.count(control.to_step, change)
+    def _count_update(self, control: StepControl) -> None:
+        self.counters.applied += control.ends_step
+        self.learning_rate.count(control.optimizer_indices, 1)
+
+    def _uncount_update(self, control: StepControl) -> None:
+        self.counters.applied -= control.ends_step
+        self.learning_rate.count(control.optimizer_indices, -1)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:

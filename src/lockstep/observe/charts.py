@@ -266,6 +266,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
 
     ticks = round_ticks(low, high, 5)
     gap = ticks[1] - ticks[0]
+
     # A curve that goes well beyond the outermost tick gets one more, so that it lies between labelled lines.
     if high - ticks[-1] > 0.4 * gap:
         ticks = [*ticks, ticks[-1] + gap]

@@ -42,6 +42,7 @@ class LiveDisplay(Display):
         super().__init__(total_steps, unit, stream)
         self._open = False
         self._last_eval: Record = {}
+
         # When the run began, and when the last record came.
         self._began = self._updated = time.monotonic()
         self._live = Live(

@@ -62,6 +62,7 @@ class Sums:
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 packed[index] += value
+
         return packed
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
@@ -159,7 +160,7 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
 
 
 def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
-    """Return sum / weight of every name, the only division. Names of weight 0 are left out."""
+    """Return sum / weight of every name: log lines and evaluations divide only here. Names of weight 0 are left out."""
     pairs = zip(names, packed[0::2], packed[1::2], strict=True)
     return {name: total / weight for name, total, weight in pairs if weight}
 

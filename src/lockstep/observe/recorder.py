@@ -49,6 +49,7 @@ class Recorder:
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
+
         # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the line).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
@@ -149,7 +150,7 @@ class Recorder:
                 display.update(self.last)
 
     def agree_on_names(self, seen: set[str]) -> None:
-        """Add the metrics that some rank saw for the first time; `seen` are this rank's. Collective.
+        """Set `names` to the metrics that any rank has seen; `seen` are this rank's. Collective.
 
         From now on every rank sums them in the same order.
         """
@@ -256,7 +257,10 @@ class Recorder:
 
 
 def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that says, without waiting, whether the device has computed a tensor."""
+    """Return a function that says, without waiting, whether all work queued so far is done.
+
+    That includes the copy of `tensor` to the host.
+    """
     if tensor.device.type != "cuda":
         return lambda: True
     event = torch.cuda.Event()

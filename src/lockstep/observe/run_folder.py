@@ -90,6 +90,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
 def _open(config: RunConfig, name: str) -> RunFolder:
     attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
     shown = choose_run_dir(config.run_dir, config.resume, name)
+
     # The user's code may change the working folder.
     path = Path(os.path.abspath(shown))
 
@@ -98,6 +99,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
         refuse_another_run(shown, config.resume)
 
     origin = None if config.resume in ("auto", "never") else Path(config.resume)
+
     # `run_of` raises if there is no run or checkpoint.
     resumes_here = origin is not None and run_of(origin).resolve() == path.resolve()
     if attempt == 0 and origin is not None and not resumes_here and holds_a_run(path):

@@ -130,6 +130,7 @@ class SlowRankWatch:
             self._rank = rank
             self._intervals = 0
             self._since = now
+
         self._intervals += 1
 
         if slow is None:
@@ -161,6 +162,7 @@ class LateDataWatch:
             self._intervals += 1
         else:
             self._intervals = 0
+
         if self._intervals != CONSECUTIVE:
             return None
 

@@ -106,6 +106,7 @@ def _first_state(p: Tensor) -> dict[str, Any]:
         # One scale for each block of a row, placed like the rows.
         scales = torch.zeros(*shard.shape[:-1], blocks, device=shard.device)
         state[f"{name}_scale"] = dtensor_by_rows(scales, p, (*p.shape[:-1], blocks))
+
     return state
 
 
@@ -176,6 +177,7 @@ def _to_bytes_(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> N
     if not signed:
         # A nonzero second moment must not become 0, because the update divides by its root.
         indices.clamp_(min=positive.int())
+
     codes.copy_(indices)
 
 

@@ -1,10 +1,10 @@
-"""Parameters stored in bfloat16. Their optimizers see only float32 stand-ins, with one of three kinds of rounding:
+"""Parameters stored in bfloat16. Their optimizers see float32 masters of them, with one of three kinds of rounding:
 
-master       the stand-in is a permanent master weight in float32, and the model has a rounded copy of it
-stochastic   the stand-in exists for one update and is then rounded up or down at random into the parameter
+master       a master is permanent, and the model has a rounded copy of it
+stochastic   a master exists for one update and is then rounded up or down at random into the parameter
 compensated  the same with rounding to nearest; the rounding error is stored in bfloat16 and added the next time
 
-An update processes a few parameters at a time, so that temporary stand-ins need little memory.
+An update processes a few parameters at a time, so that temporary masters need little memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.optimizers import GroupPart, restricted_to
+from lockstep.optim.optimizers import GroupPart, is_ours, is_torchs, restricted_to
 from lockstep.runtime.layout import by_mesh, dtensor_like, local, shard_of
 from lockstep.runtime.seeds import derive
 
@@ -26,35 +26,35 @@ LOW_BITS = 0xFFFF  # the lower half of a float32, which a bfloat16 lacks
 
 
 class MasterWeights:
-    """Replaces bfloat16 parameters in the optimizers' groups by float32 stand-ins, and rounds the updated values."""
+    """Replaces bfloat16 parameters in the optimizers' groups by float32 masters, and rounds the updated values."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
         """`rounding` is one of the three kinds above; `seed` is the run's, for stochastic rounding."""
         self.rounding = rounding
-        self.persistent = rounding == "master"  # whether stand-ins keep their memory between two steps
+        self.persistent = rounding == "master"  # whether masters keep their memory between two steps
         self.seed = seed
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter
-        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the stand-in
+        self._masters: dict[int, nn.Parameter] = {}  # by the id of the parameter
+        self._parameters: dict[int, nn.Parameter] = {}  # by the id of the master
 
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._replaced(p, optimizer) for p in group["params"]]
 
     def named(self) -> dict[int, str]:
-        """Return the name of each parameter, by the id of its stand-in."""
+        """Return the name of each parameter, by the id of its master."""
         return {key: self.names[id(p)] for key, p in self._parameters.items()}
 
     def master_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the master weight of a parameter, or None if this rank has none for it."""
-        return self._stand_ins.get(id(parameter)) if self.persistent else None
+        """Return the permanent master of a parameter, or None if this rank has none for it."""
+        return self._masters.get(id(parameter)) if self.persistent else None
 
     def persistent_tensors(self) -> list[Tensor]:
-        """Return the master weights. Temporary stand-ins take no memory between two steps."""
-        return list(self._stand_ins.values()) if self.persistent else []
+        """Return the masters, if they are permanent. Temporary ones take no memory between two steps."""
+        return list(self._masters.values()) if self.persistent else []
 
     @torch.no_grad()
-    def step(
+    def step_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
         divisor: Tensor | None,
@@ -68,81 +68,81 @@ class MasterWeights:
         step: steps the optimizer; it may put other tensors into its groups
         """
         if not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
-            # None of its tensors has a stand-in: it updates something other than trainable parameters.
+            # None of its tensors has a master: it updates something other than trainable parameters.
             optimizer.step()
             return
 
         for parts in self._parts_per_step(optimizer):
-            stand_ins = [stand_in for _, tensors in parts for stand_in in tensors]
-            for stand_in in stand_ins:
-                self._load_stand_in(optimizer, stand_in, divisor)
+            masters = [master for _, tensors in parts for master in tensors]
+            for master in masters:
+                self._load_master(optimizer, master, divisor)
             with restricted_to(optimizer, parts):
                 step(optimizer)
-            for stand_in in stand_ins:
-                self._round_back(optimizer, stand_in, update_count)
+            for master in masters:
+                self._round_back(optimizer, master, update_count)
 
     def _replaced(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        """Return a float32 stand-in with the same placement. Frozen parameters are returned as they are."""
+        """Return a float32 master with the same placement. Frozen parameters are returned as they are."""
         if not parameter.requires_grad:
             return parameter
 
-        # A temporary stand-in has memory only during an update.
+        # A temporary master has memory only during an update.
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
-        stand_in = nn.Parameter(dtensor_like(wide, parameter))
-        self._stand_ins[id(parameter)] = stand_in
-        self._parameters[id(stand_in)] = parameter
+        master = nn.Parameter(dtensor_like(wide, parameter))
+        self._masters[id(parameter)] = master
+        self._parameters[id(master)] = parameter
 
         # Some optimizers, such as Adagrad, create their state in the constructor, in the parameter's bfloat16.
         state = optimizer.state.pop(parameter, None)
         if state:
-            optimizer.state[stand_in] = {
+            optimizer.state[master] = {
                 key: value.float() if isinstance(value, Tensor) and value.dtype == parameter.dtype else value
                 for key, value in state.items()
             }
 
-        return stand_in
+        return master
 
     def _parts_per_step(self, optimizer: torch.optim.Optimizer) -> Iterator[list[GroupPart]]:
         """Yield the parts of groups that one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
         # A user-defined optimizer may count its calls: it gets everything at once.
-        if type(optimizer).__module__.startswith(("torch.optim.", "lockstep.")):
+        if is_ours(optimizer) or is_torchs(optimizer):
             yield from ([part] for part in parts)
         elif parts:
             yield parts
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
-        """Yield the stand-ins of parameters with a gradient, mesh by mesh, about CHUNK_ELEMENTS elements at a time."""
-        known = [stand_in for stand_in in group["params"] if id(stand_in) in self._parameters]
-        with_gradient = [stand_in for stand_in in known if self._parameters[id(stand_in)].grad is not None]
+        """Yield the masters of parameters with a gradient, mesh by mesh, about CHUNK_ELEMENTS elements at a time."""
+        known = [master for master in group["params"] if id(master) in self._parameters]
+        with_gradient = [master for master in known if self._parameters[id(master)].grad is not None]
 
-        for stand_ins in by_mesh(with_gradient):
+        for masters in by_mesh(with_gradient):
             part: list[Tensor] = []
             size = 0
-            for stand_in in stand_ins:
+            for master in masters:
                 # `numel()` of a DTensor counts the full tensor, so all ranks make the same parts.
-                if part and size + stand_in.numel() > CHUNK_ELEMENTS:
+                if part and size + master.numel() > CHUNK_ELEMENTS:
                     yield group, part
                     part, size = [], 0
-                part.append(stand_in)
-                size += stand_in.numel()
+                part.append(master)
+                size += master.numel()
 
             yield group, part
 
-    def _load_stand_in(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, divisor: Tensor | None) -> None:
-        """Set the value and the gradient of a stand-in. The division in float32 loses no precision."""
-        parameter = self._parameters[id(stand_in)]
+    def _load_master(self, optimizer: torch.optim.Optimizer, master: Tensor, divisor: Tensor | None) -> None:
+        """Set the value and the gradient of a master. The division in float32 loses no precision."""
+        parameter = self._parameters[id(master)]
 
-        # The value is the parameter plus the stored rounding error. Master weights keep their value.
+        # The value is the parameter plus the stored rounding error. A permanent master keeps its value.
         if not self.persistent:
-            wide = local(stand_in)
+            wide = local(master)
             wide.untyped_storage().resize_(wide.numel() * wide.element_size())
             wide.copy_(local(parameter))
 
-            # Not `state[stand_in]`: it would create an empty state, which optimizers take for a first step.
-            compensation = optimizer.state.get(stand_in, {}).get(COMPENSATION)
+            # Not `state[master]`: it would create an empty state, which optimizers take for a first step.
+            compensation = optimizer.state.get(master, {}).get(COMPENSATION)
             if compensation is not None:
                 wide.add_(local(compensation))
 
@@ -151,12 +151,12 @@ class MasterWeights:
         wide = local(gradient).float()
         if divisor is not None:
             wide.div_(divisor)
-        stand_in.grad = dtensor_like(wide, gradient)
+        master.grad = dtensor_like(wide, gradient)
 
-    def _round_back(self, optimizer: torch.optim.Optimizer, stand_in: Tensor, update_count: int) -> None:
-        """Round an updated stand-in into its bfloat16 parameter, and free temporary memory."""
-        parameter = self._parameters[id(stand_in)]
-        wide = local(stand_in)
+    def _round_back(self, optimizer: torch.optim.Optimizer, master: Tensor, update_count: int) -> None:
+        """Round an updated master into its bfloat16 parameter, and free temporary memory."""
+        parameter = self._parameters[id(master)]
+        wide = local(master)
         shard = local(parameter)
 
         # `copy_` rounds to the nearest bfloat16.
@@ -168,9 +168,9 @@ class MasterWeights:
 
         # Stored after the update, because optimizers initialise their state only if it is empty.
         if self.rounding == "compensated":
-            optimizer.state[stand_in][COMPENSATION] = dtensor_like((wide - shard).to(shard.dtype), parameter)
+            optimizer.state[master][COMPENSATION] = dtensor_like((wide - shard).to(shard.dtype), parameter)
 
-        stand_in.grad = None
+        master.grad = None
         if not self.persistent:
             _free(wide)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError, some_names
 from lockstep.optim.stand_ins import step_with_stand_ins
-from lockstep.optim.trial import PER_PARAMETER, TrialFailed, classify_update
+from lockstep.optim.trial import TrialFailed, check_independent
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import balance, by_mesh
 
@@ -76,6 +76,7 @@ class Optimizers:
 
         self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
+
         # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
         self._stand_ins = {
             id(optimizer): _needs_full_parameters(optimizer) for optimizer in self.all if not _can_step_as_is(optimizer)
@@ -103,7 +104,7 @@ class Optimizers:
                 raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", hook, fix)
             if has_trainable and not _is_trusted(optimizer):
                 try:
-                    classify_update(optimizer)
+                    check_independent(optimizer)
                 except TrialFailed as reason:
                     fix = (
                         "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
@@ -124,11 +125,11 @@ class Optimizers:
     def step(
         self,
         update_count: int,
-        to_step: Sequence[int] | None = None,
+        indices: Sequence[int] | None = None,
         divisor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Step the optimizers with the indices `to_step`, or all of them.
+        """Step the optimizers with the indices `indices`, or all of them.
 
         `update_count` counts the updates of the run, including skipped ones; it seeds stochastic rounding.
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
@@ -136,12 +137,12 @@ class Optimizers:
         self._updating = True  # `_refuse` allows steps meanwhile
 
         # Fused optimizers read their attributes `grad_scale` and `found_inf`; others ignore them.
-        for optimizer in self.all if to_step is None else [self.all[i] for i in to_step]:
+        for optimizer in self.all if indices is None else [self.all[i] for i in indices]:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
             if self.masters:
-                self.masters.step(optimizer, divisor, update_count, self._step_one)
+                self.masters.step_optimizer(optimizer, divisor, update_count, self._step_one)
             elif self._several_meshes and id(optimizer) not in self._stand_ins:
                 parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
                 with restricted_to(optimizer, parts):
@@ -216,12 +217,12 @@ class ShardedOptimizers(Optimizers):
         for p, owner in zip(parameters, owners, strict=True):
             self._owned[owner].append(p)
 
-        own = {id(p) for p in self._owned[runtime.world.rank]}
+        owned = {id(p) for p in self._owned[runtime.world.rank]}
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in own]
+                group["params"] = [p for p in group["params"] if id(p) in owned]
             # Some optimizers, such as Adagrad, create their state in the constructor.
-            for p in [p for p in optimizer.state if id(p) not in own]:
+            for p in [p for p in optimizer.state if id(p) not in owned]:
                 del optimizer.state[p]
 
     def _after_step(self) -> None:
@@ -293,9 +294,16 @@ def _can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_trusted(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no trial: it is torch's, ours, or sets DTENSOR_ATTRIBUTE."""
-    ours = type(optimizer).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return ours or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
+    """Return whether an optimizer needs no trial: it is in ON_DTENSORS, ours, or sets DTENSOR_ATTRIBUTE."""
+    return is_ours(optimizer) or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
+
+
+def is_ours(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("lockstep.")
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -306,11 +314,14 @@ def _has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer must step full parameters. False: it updates every element independently.
 
-    A trial on small parameters can prove that full parameters are needed, but never that they are not: some optimizers
-    treat only large matrices differently, or only after many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
+    No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
+    many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
     """
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        return False
+
     try:
-        needs_full = classify_update(optimizer) == PER_PARAMETER or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
+        check_independent(optimizer)
     except TrialFailed as reason:
         fix = (
             "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
@@ -319,11 +330,12 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 
     # The optimizer is stepped once per parameter, so a hook on its step would be called too often.
-    if needs_full and any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+    if any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
         fix = "do in after_step(), or after step.apply(), what the hook does; or set strategy=ddp"
         reason = "it has a hook on its step, and needs full parameters"
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
-    return needs_full
+
+    return True
 
 
 def _cannot_step(optimizer: Any, problem: str, reason: object, fix: str) -> UserError:

@@ -124,4 +124,5 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
         else:
             # It updates something that has no gradient, such as a sparse table, in its own way: keep it.
             built.append(optimizer)
+
     return built

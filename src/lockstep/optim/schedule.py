@@ -1,6 +1,6 @@
 """Learning-rate schedules: the rate of a step is a pure function of its number.
 
-There is no scheduler object, so there is no state to save; own_scheduler.py handles the user's schedulers. A new
+There is no scheduler object, so there is no state to save; user_scheduler.py handles the user's schedulers. A new
 schedule is one function and one entry in SCHEDULES. This module does not import torch, so that a launcher can check the
 name of a schedule quickly.
 """
@@ -160,16 +160,16 @@ class LearningRate(GuardedRates):
         self._function = function
 
         # The rates in the task's groups are their peaks, unless `lr.peak` is set.
-        own_rates = [float(group["lr"]) for group in self.groups]
-        if config.peak is not None and own_rates[0] == 0:
+        initial_rates = [float(group["lr"]) for group in self.groups]
+        if config.peak is not None and initial_rates[0] == 0:
             raise UserError(
                 f"lr.peak={config.peak} cannot be applied: the first parameter group of the optimizer has lr=0",
                 "the other groups keep their ratio to the first one, which is unknown",
                 "give that group a learning rate, or leave lr.peak out",
             )
 
-        ratio = 1.0 if config.peak is None else config.peak / own_rates[0]
-        self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in own_rates]
+        ratio = 1.0 if config.peak is None else config.peak / initial_rates[0]
+        self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in initial_rates]
 
     def at(self, step: int) -> float:
         """Return the rate of the first group at this step."""

@@ -39,24 +39,24 @@ def _copied(value: Any) -> Any:
 
 
 def load(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    own = scheduler.state_dict()
-    scheduler.load_state_dict({key: _like(own.get(key), value) for key, value in saved.items()})
+    current = scheduler.state_dict()
+    scheduler.load_state_dict({key: _like(current.get(key), value) for key, value in saved.items()})
 
 
-def _like(own: Any, saved: Any) -> Any:
-    """Return `saved` with the types of `own`: a Counter (of MultiStepLR), or a scheduler, which is loaded."""
-    if isinstance(own, LRScheduler):
-        load(own, saved)
-        return own
+def _like(current: Any, saved: Any) -> Any:
+    """Return `saved` with the types of `current`: a Counter (of MultiStepLR), or a scheduler, which is loaded."""
+    if isinstance(current, LRScheduler):
+        load(current, saved)
+        return current
 
-    if isinstance(own, Counter):
+    if isinstance(current, Counter):
         return Counter(saved)
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {key: _like(own.get(key), value) for key, value in saved.items()}
+    if isinstance(current, dict) and isinstance(saved, dict):
+        return {key: _like(current.get(key), value) for key, value in saved.items()}
 
     # SequentialLR and ChainedScheduler hold a list of states.
-    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [_like(*pair) for pair in zip(own, saved, strict=True)]
+    if isinstance(current, list) and isinstance(saved, list) and len(current) == len(saved):
+        return [_like(*pair) for pair in zip(current, saved, strict=True)]
     return _copied(saved)
 
 

@@ -1,9 +1,9 @@
 """Steps optimizers that do not support DTensors, with plain tensors ("stand-ins") in place of sharded parameters.
 
 Code that reads `p.grad.norm().item()`, multiplies matrices or assigns to an index gives wrong results on a DTensor, or
-fails. So only optimizers that are known to be correct get DTensors. `optim/trial.py` classifies the others: one that
-updates every element independently gets this rank's shards. One that needs full parameters (Muon, Adafactor, LAMB) gets
-them gathered one after another, so that at most one exists in full at a time.
+fails. So only optimizers that are known to be correct get DTensors. One that is known to update every element
+independently (ELEMENTWISE_OPTIMIZERS) gets this rank's shards. All others (Muon, Adafactor, LAMB) get full parameters,
+gathered one after another, so that at most one exists in full at a time.
 
 The optimizer's state is stored as DTensors, as with any other optimizer, so checkpoints save it in shards.
 """
@@ -43,13 +43,13 @@ def step_with_stand_ins(optimizer: torch.optim.Optimizer, gather: bool) -> None:
 
 def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Groups:
     """Step the optimizer with these groups only, and plain tensors in them. Return the groups as the step left them."""
-    own_groups, own_state = optimizer.param_groups, optimizer.state
+    original_groups, original_state = optimizer.param_groups, optimizer.state
     stand_ins = {p: _plain_parameter(p, gather) for group in groups for p in group["params"]}
-    other_state = {key: value for key, value in own_state.items() if key not in stand_ins}
+    other_state = {key: value for key, value in original_state.items() if key not in stand_ins}
     temporary_state: defaultdict[Any, Any] = defaultdict(dict, other_state)
     for p, stand_in in stand_ins.items():
-        if p in own_state:
-            temporary_state[stand_in] = {key: _plain(value, gather) for key, value in own_state[p].items()}
+        if p in original_state:
+            temporary_state[stand_in] = {key: _plain(value, gather) for key, value in original_state[p].items()}
 
     optimizer.state = temporary_state
     optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
@@ -57,14 +57,15 @@ def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Gro
         optimizer.step()
         stepped_groups = optimizer.param_groups
     finally:
-        optimizer.param_groups, optimizer.state = own_groups, own_state
+        optimizer.param_groups, optimizer.state = original_groups, original_state
 
     for p, stand_in in stand_ins.items():
         if gather and isinstance(p, DTensor):
-            local(p.detach()).copy_(_own_shard(stand_in.detach(), p))
+            local(p.detach()).copy_(_local_shard(stand_in.detach(), p))
         if stand_in in temporary_state:
             new_state = temporary_state[stand_in].items()
-            own_state[p] = {key: _laid_out(value, p, stand_in, gather) for key, value in new_state}
+            original_state[p] = {key: _laid_out(value, p, stand_in, gather) for key, value in new_state}
+
     return stepped_groups
 
 
@@ -89,9 +90,9 @@ def _laid_out(value: Any, p: nn.Parameter, stand_in: Tensor, gather: bool) -> An
     """Return a value of the optimizer's state for storage: a tensor with the parameter's shape is sharded like it."""
     if not (isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim() and value.shape == stand_in.shape):
         return value
-    return dtensor_like(_own_shard(value, p).clone() if gather else value, p)
+    return dtensor_like(_local_shard(value, p).clone() if gather else value, p)
 
 
-def _own_shard(full: Tensor, p: DTensor) -> Tensor:
+def _local_shard(full: Tensor, p: DTensor) -> Tensor:
     shard = shard_of(p)
     return full[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.local.shape, strict=True))]

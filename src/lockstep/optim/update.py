@@ -54,16 +54,16 @@ class Update:
         ratio = self._clip.norm / (norm + TINY)
         return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
 
-    def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, to_step: Sequence[int]) -> None:
+    def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, indices: Sequence[int]) -> None:
         """Apply a step that the host accepted.
 
-        `update_count` counts the updates of the run, including skipped ones. `to_step` holds the indices of the
+        `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
         optimizers to step.
         """
         self.before_update()
         if self._fused:
             # The optimizers divide, hence the inverse.
-            self._optimizers.step(update_count, to_step, torch.tensor(1.0 / factor, device=self._device))
+            self._optimizers.step(update_count, indices, torch.tensor(1.0 / factor, device=self._device))
             return
 
         # A pipeline stage may have no trainable parameters.
@@ -72,12 +72,12 @@ class Update:
             if self._clips_elements:
                 clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
 
-        self._optimizers.step(update_count, to_step)
+        self._optimizers.step(update_count, indices)
 
-    def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, to_step: Sequence[int]) -> None:
+    def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
         self.before_update()
-        self._optimizers.step(update_count, to_step, (1.0 / factor).float(), skip.float())
+        self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
         """Multiply the gradients in place by a factor, and return them."""

@@ -16,14 +16,14 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
-from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver
-from lockstep.parallel.driver import BaseDriver, Driver, SingleDriver
+from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
+from lockstep.parallel.driver import BaseDriver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import (
     OrderedDDPDriver,
+    OrderedFlatReduceDriver,
     OrderedFSDPDriver,
     OrderedSingleDriver,
-    OrderedUnusedParametersDriver,
 )
 from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
@@ -43,7 +43,7 @@ def apply(
     task: Any = None,
     log_event: EventLogger = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
-) -> Driver:
+) -> BaseDriver:
     """Apply the configured parallelism to `model`, in place, and return the driver that executes it.
 
     `task` may define how the model is sharded or staged. `log_event` receives decisions that are made later, while the
@@ -98,7 +98,8 @@ def apply(
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
-    driver.statistics.log_event = log_event
+    if driver.statistics:
+        driver.statistics.log_event = log_event
     driver.role = replace(
         driver.role,
         data_rank=mesh.coordinate("dp"),
@@ -134,9 +135,9 @@ def _make_driver(
     if axes:
         return TensorDriver(model, axes, runtime)
     if config.ddp.find_unused_parameters and config.exact:
-        return OrderedUnusedParametersDriver(model, runtime)
+        return OrderedFlatReduceDriver(model, runtime)
     if config.ddp.find_unused_parameters:
-        return UnusedParametersDriver(model, runtime, config.ddp.broadcast_buffers)
+        return FlatReduceDriver(model, runtime, config.ddp.broadcast_buffers)
 
     ddp = OrderedDDPDriver if config.exact else DDPDriver
     return ddp(model, config.ddp, runtime, config.seed)

@@ -1,8 +1,9 @@
 """The Driver: the interface through which a step executes a model, whatever the strategy.
 
-`Driver` is the interface. `BaseDriver` runs one micro-batch after another, and its subclasses sum over ranks: in one
-process (`SingleDriver`) there is nothing to sum, `UnusedParametersDriver` in ddp/driver.py is a small example for
-replicas, and `ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
+`Driver` is what steps, evaluations and checkpoints see. All drivers derive from `BaseDriver`, which runs one
+micro-batch after another, and adds what set-up and custom loops call. Its subclasses sum over ranks: in one process
+(`SingleDriver`) there is nothing to sum, `FlatReduceDriver` in ddp/driver.py is a small example for replicas, and
+`ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.batchnorm.statistics import RunningStatistics
+from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watch_loss
 from lockstep.runtime.collectives import Collectives
@@ -46,7 +47,6 @@ class RankRole:
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # Tensors whose identical shard a lower rank also holds, so that this rank need not save them.
     duplicates: frozenset[str] = frozenset()
-    facts: Mapping[str, str] = field(default_factory=dict)  # lines for the banner
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Reduced:
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
     packed: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
-    to_sum: float  # the number of ranks where DDP leaves means over ranks, else 1
+    to_sum: float  # the number of ranks if the driver leaves means over ranks, else 1
 
-    def only(self, ids: Collection[int]) -> Reduced:
-        """Keep the gradients of the parameters with these ids, and drop all others. Not for a pipeline."""
+    def drop_others(self, ids: Collection[int]) -> Reduced:
+        """Drop the gradients of all parameters except those with these ids. Not for a pipeline."""
         indices = [index for index, p in enumerate(self.parameters) if id(p) in ids]
         for p in self.parameters:
             if id(p) not in ids:
@@ -87,7 +87,7 @@ class Control(Protocol):
     autocast: Autocast
 
     @property
-    def last(self) -> bool: ...
+    def is_last_micro_batch(self) -> bool: ...
 
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None: ...
 
@@ -137,16 +137,17 @@ class Driver(Protocol):
 
 
 class BaseDriver(Driver):
-    """Runs one micro-batch after another. Subclasses sum over ranks (`_reduce`).
+    """Runs one micro-batch after another. Subclasses sum over ranks, in `_backward` or in `_reduce`.
 
     A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
     """
 
     role = RankRole()
     parts: Mapping[str, Any] = {}
+    facts: Mapping[str, str] = {}  # lines for the banner
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
     to_sum = 1.0
-    _word: Tensor  # the reduced control word of the latest step
+    _packed: Tensor  # [LENGTH]: the reduced control word of the latest step
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class BaseDriver(Driver):
         self.model = model
         self.module: nn.Module = model
         self.runtime = runtime
-        self.statistics = RunningStatistics(model, replicas or runtime.collectives, held)
+        self.statistics = running_statistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
         self.codec = ControlWordCodec(runtime.device, torch.float64)
 
@@ -190,17 +191,21 @@ class BaseDriver(Driver):
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         control.before_forward(micro)
-        self.statistics.begin(micro)
+        if self.statistics:
+            self.statistics.begin(micro)
 
     def backward(self, loss: Loss, control: Control) -> None:
-        """Backpropagate the loss sum. The last backward of a step reduces gradients and control word."""
+        """Backpropagate the loss sum. After the last backward of a step, gradients and control word are reduced."""
         grad_output = control.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
-        word = control.before_reduce() if control.last else None
+        word = control.before_reduce() if control.is_last_micro_batch else None
         self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
-        if control.last:
-            self.statistics.end_step(control.batches)
+
+        if word is not None:
+            self._reduce(word)
+            if self.statistics:
+                self.statistics.end_step(control.batches)
         control.backwards_done += 1
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -212,7 +217,7 @@ class BaseDriver(Driver):
         return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
     def reduced(self) -> Reduced:
-        """Return the summed gradients, after the last backward."""
+        """Return the reduced gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
         if not parameters and self.role.runs_whole_model:
@@ -223,7 +228,7 @@ class BaseDriver(Driver):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
         norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
-        return Reduced(parameters, names, norms, self._word, self.codec, self.to_sum)
+        return Reduced(parameters, names, norms, self._packed, self.codec, self.to_sum)
 
     # ---- outside a step ----
 
@@ -241,9 +246,11 @@ class BaseDriver(Driver):
         return full_tensor(tensor)
 
     def sync_buffers(self) -> None:
-        self.statistics.combine()
+        if self.statistics:
+            self.statistics.combine()
         self._broadcast_buffers()
-        self.statistics.forget()
+        if self.statistics:
+            self.statistics.forget()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
@@ -261,20 +268,22 @@ class BaseDriver(Driver):
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        """Backpropagate `total * grad_output` (both scalars). With a control word, also reduce it and the gradients."""
+        """Backpropagate `total * grad_output` (both scalars).
+
+        Override it to reduce gradients while the backward runs. In the last backward of a step `word` is this rank's
+        control word, which may be reduced with them.
+        """
         torch.autograd.backward(total, grad_output)
-        if word is not None:
-            self._reduce(word)
 
     def _reduce(self, word: ControlWord) -> None:
-        """Sum gradients and control word over ranks, after the last backward. Sets `_word`."""
+        """Reduce over ranks what the backwards of the step have not, and set `_packed`."""
         raise NotImplementedError
 
     def _sum_with_word(self, word: ControlWord, numbers: Tensor) -> Tensor:
         """Return the sums of `numbers` over all ranks. The control word travels in the same collective."""
         packed = self.codec.pack(word, times=1.0)
         sums = self.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
-        self._word = sums[:LENGTH]
+        self._packed = sums[:LENGTH]
         return sums[LENGTH:]
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
@@ -285,7 +294,7 @@ class SingleDriver(BaseDriver):
     """Runs the model in one process, where there is nothing to sum."""
 
     def _reduce(self, word: ControlWord) -> None:
-        self._word = self.codec.pack(word, times=1.0)
+        self._packed = self.codec.pack(word, times=1.0)
 
 
 def no_gradient() -> UserError:
@@ -333,8 +342,8 @@ class ShardedDriver(BaseDriver):
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
-        names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True) if isinstance(p, DTensor)}
-        if sharded := asked_for(inner, names):
+        names = self.leaf_names()
+        if sharded := asked_for(inner, {id(p): names[id(p)] for p in self.parameters if isinstance(p, DTensor)}):
             raise UserError(
                 f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
                 inner.call_site,

@@ -35,8 +35,8 @@ Output = Tensor | GradientEdge  # what a gradient starts from, or is wanted of
 class InnerGradient:
     """One call of `torch.autograd.grad` or `backward` in the user's code, or in torch's for it.
 
-    torch.compile computes gradients of stand-ins while it traces, and torch.func of its own wrappers: `reaches` tells
-    them from those of the model.
+    While it traces, torch.compile computes gradients of fake tensors, and torch.func of its own wrappers: `reaches`
+    tells them from those of the model.
     """
 
     call_site: str  # file, line and source text of the call

@@ -80,6 +80,7 @@ def blocks_to_recompute(blocks: list[nn.Module], remat: str) -> list[nn.Module]:
 
 def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, *args: Any, **kwargs: Any) -> Any:
     run = original or partial(type(block).forward, block)
+
     # Without gradients, torch keeps no activations anyway.
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)

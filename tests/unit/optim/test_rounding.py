@@ -52,7 +52,7 @@ def small_updates(way: str | None) -> torch.Tensor:
     masters = MasterWeights([optimizer], model, way, seed=0) if way else None
     for step in range(200):
         model.weight.grad = torch.ones_like(model.weight)
-        masters.step(optimizer, None, step) if masters else optimizer.step()
+        masters.step_optimizer(optimizer, None, step) if masters else optimizer.step()
     return model.weight.detach().double()
 
 
@@ -64,16 +64,16 @@ def test_small_updates_are_not_lost(way):
     assert found.max() < 1.0 if way != "stochastic" else found.std() > 0
 
 
-def test_stand_ins_give_their_memory_back():
+def test_masters_give_their_memory_back():
     model = nn.Linear(64, 64).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights([optimizer], model, "stochastic", seed=0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    masters.step(optimizer, torch.tensor(2.0), 0)
-    for stand_in in optimizer.param_groups[0]["params"]:
-        assert stand_in.untyped_storage().nbytes() == 0
-        assert stand_in.grad is None
+    masters.step_optimizer(optimizer, torch.tensor(2.0), 0)
+    for master in optimizer.param_groups[0]["params"]:
+        assert master.untyped_storage().nbytes() == 0
+        assert master.grad is None
 
 
 def test_every_step_draws_other_random_bits(tmp_path, monkeypatch):

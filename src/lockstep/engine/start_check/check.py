@@ -98,6 +98,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         # Ranks read different samples of a stream, so their losses cannot be compared.
         if isinstance(source, StreamSource):
             measured = None
+
     return _combine_ranks(run, cause, measured, reason)
 
 
@@ -185,6 +186,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
         reason = str(error)
     finally:
         snapshot.restore()
+
     return cause, measured, reason
 
 
@@ -249,6 +251,7 @@ def _measure_again(
             alone: Measurement | None = probe.measure(make_batch, gradients=False)
         except Inconclusive:
             alone = None
+
     if alone is not None and same_loss(first, alone, tolerance):
         return alone, None
     again = probe.measure(make_batch, gradients=False)
@@ -284,6 +287,7 @@ def _check_halves(
         cause = judge_halves(whole, halves, measure_doubled, mismatched, tolerance)
         if cause:
             return cause
+
     return None
 
 
@@ -300,8 +304,8 @@ def _eps(precision: Precision, stored: torch.dtype) -> float:
 
 def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, reason: str) -> Cause | None:
     """Return one cause for all ranks. Collective: every rank must call it."""
-    own = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
-    gathered = run.runtime.collectives.gather_json(own)
+    local = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
+    gathered = run.runtime.collectives.gather_json(local)
     causes = [(rank, *found) for rank, (found, _, _) in enumerate(gathered) if found]
     keys = {key for _, key, _ in causes}
 
@@ -311,6 +315,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
         difference = _ranks_differ(run, pairs)
         if difference and difference.key not in accepted_causes(run.config):
             return difference
+
     if causes:
         rank, key, evidence = causes[0]
         return named(key, evidence if run.runtime.world.alone else f"rank {rank}: {evidence}")
@@ -334,4 +339,5 @@ def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
                 f"the same samples: total {first[0]:.5g}, weight {first[1]:.5g} on rank 0, and total {pair[0]:.5g}, "
                 f"weight {pair[1]:.5g} on rank {rank}",
             )
+
     return None

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
-    own_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.length, own_digests])
+    local_digests = samples.digests() if samples else []
+    first, *others = run.runtime.collectives.gather_json([source.length, local_digests])
 
     for rank, (length, _) in enumerate(others, start=1):
         if length != first[0]:
@@ -36,7 +36,8 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
     for rank, (_, digests) in enumerate(others, start=1):
         for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
-                return _sample_differs(run, source, request, own_digests, int(index), rank)
+                return _sample_differs(run, source, request, local_digests, int(index), rank)
+
     return None
 
 
@@ -60,21 +61,22 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
     """
     batches: StepBatches | None = None
     problem: UserError | None = None
-    own_digest: str | None = None
+    local_digest: str | None = None
     beginning: str | None = None
     try:
         batches = source.take()
         # Read all batches now: an error is gathered below and raised on every rank.
         batches.micro_batches = micro_batches = list(batches)
-        own_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
-        if own_digest and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
-            _check_workers(source, micro_batches[0], own_digest)
+        local_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
+        if local_digest and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
+            _check_workers(source, micro_batches[0], local_digest)
         if isinstance(source, StreamSource) and source.beginning is not None:
             beginning = digest(source.beginning)
     except UserError as error:
         problem = error
 
-    gathered = runtime.collectives.gather_json([data_rank, own_digest, beginning, problem and list(problem.args)])
+    gathered = runtime.collectives.gather_json([data_rank, local_digest, beginning, problem and list(problem.args)])
+
     # A rank that failed raises its own error. The other ranks raise a copy of the first error.
     for rank, (*_, error_args) in enumerate(gathered):
         if error_args:
@@ -103,6 +105,7 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
             "RANK and by worker. If equal batches are right here, set checks.first_batch=false",
         )
+
     return batches
 
 
@@ -133,6 +136,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
             "make the dataset readable outside a worker process too (get_worker_info() is None there); or set "
             "checks.first_batch=false",
         ) from error
+
     if digest(again) == read_by_worker:
         return
     if isinstance(source, StreamSource):
@@ -141,6 +145,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
             "set data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )
+
     raise UserError(
         "a worker process reads different samples than this rank does",
         f"samples {some_names([str(i) for i in micro.ids.tolist()])} in epoch {micro.epoch}, read again",

@@ -67,6 +67,7 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
     if changes.gradients:
         where = f" ({inner.call_site})" if inner and inner.accumulates else ""
         return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
+
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")
     if changes.generators:
@@ -115,6 +116,7 @@ def mismatched_gradients(
         return None
 
     first, second = (half.gradients or [] for half in halves)
+
     # Overwrites the gradients of the whole batch. Memory often suffices for three copies (as many as Adam needs), not
     # for four.
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -161,11 +163,13 @@ def judge_halves(
         # Neither adds up. If the weight varies with the batch, the loss selects terms from it, such as the hardest.
         same_weight = whole.weight == first.weight == second.weight
         return named("mean-of-means" if same_weight else "batch-coupled", evidence)
+
     if same_total and not mismatched:
         return None
     if same_total:
         assert mismatched is not None
         return named("batch-coupled", f"{evidence}; these add up, but the gradient of {_some(mismatched)} does not")
+
     if is_mean:
         return named("mean-for-sum", evidence)
 

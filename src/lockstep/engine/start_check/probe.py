@@ -69,6 +69,7 @@ class Probe:
             computed = [p.grad for p in self.parameters]
             for p in self.parameters:
                 p.grad = None
+
         if any(gradient is not None and gradient.is_sparse for gradient in computed):
             raise Inconclusive("it has sparse gradients")
         return [
@@ -109,6 +110,7 @@ class Probe:
         if mode.unsupported:
             names = ", ".join(mode.unsupported)
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
+
         return measured
 
 

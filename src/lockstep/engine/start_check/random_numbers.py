@@ -87,6 +87,7 @@ class ConstantDraws(TorchDispatchMode):
         if replace is None:
             self.unsupported.add(name)
             return result
+
         return replace(result, arguments)
 
 

@@ -75,6 +75,7 @@ def read_stream_samples(source: StreamSource, count: int) -> Samples | None:
         micro = source.first_micro_batch()
     except Exception:
         return None
+
     whole = Samples(micro.data, micro.samples, None)
     if not whole.can_be_split or micro.padding:
         return whole

@@ -87,6 +87,7 @@ class StateSnapshot:
                 if old is not _NOT_COPIED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
                     self._classify(f"{owner}.{name}", value, changes)
                     self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
+
         return changes
 
     def settled(self, name: str) -> bool:

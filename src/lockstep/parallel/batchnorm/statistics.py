@@ -9,7 +9,7 @@ are needed, and none in a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,22 @@ from lockstep.task import MicroBatch, StepBatches
 UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than this are not just rounded
 
 
+def running_statistics(
+    model: nn.Module, replicas: Collectives, held: Collection[str] | None = None
+) -> RunningStatistics | None:
+    """Return the statistics of the model's BatchNorm layers, or None if it has no such layer.
+
+    replicas: the ranks that train the same layers on different samples
+    held: the names of the tensors that this rank holds; None: it holds all of them
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if _keeps_own_statistics(module) and (held is None or f"{name}.running_mean".lstrip(".") in held)
+    }
+    return RunningStatistics(layers, replicas) if layers else None
+
+
 class RunningStatistics:
     """The contributions of this rank's micro-batches to the running statistics of a model.
 
@@ -32,19 +48,9 @@ class RunningStatistics:
     rounding stays far below the precision of the buffers.
     """
 
-    def __init__(self, model: nn.Module, replicas: Collectives, held: Collection[str] | None = None):
-        """Find the BatchNorm layers.
-
-        replicas: the ranks that train the same layers on different samples
-        held: the names of the tensors that this rank holds; None: it holds all of them
-        """
-        named = [
-            (name, module)
-            for name, module in model.named_modules()
-            if _keeps_own_statistics(module) and (held is None or f"{name}.running_mean".lstrip(".") in held)
-        ]
-        self.names = [name for name, _ in named]
-        self.layers: list[Any] = [module for _, module in named]
+    def __init__(self, layers: Mapping[str, nn.Module], replicas: Collectives):
+        self.names = list(layers)
+        self.layers: list[Any] = list(layers.values())
         self.replicas = replicas
         self.log_event: EventLogger = lambda *_, **__: None
 
@@ -65,7 +71,7 @@ class RunningStatistics:
     def begin(self, micro: MicroBatch) -> None:
         """Call before the forward of `micro`."""
         # In a single process the buffers are right by themselves, unless padding must be undone.
-        if not self.layers or (self.replicas.world.alone and not micro.padding and self._micro is None):
+        if self.replicas.world.alone and not micro.padding and self._micro is None:
             return
 
         self._end_micro_batch()
@@ -78,8 +84,6 @@ class RunningStatistics:
 
     def end_step(self, batches: StepBatches) -> None:
         """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
-        if not self.layers:
-            return
         self._end_micro_batch()
         self._steps += 1
         if self.replicas.world.alone or not self._versions:
@@ -88,6 +92,7 @@ class RunningStatistics:
         # A source without a known total gives every rank the same number of micro-batches.
         total = batches.total or batches.count * self.replicas.world.size
         later = (total - 1 - self._position).clamp(min=0)
+
         # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
         self._fade(torch.where(self._ran, later, 0))
         self._position.fill_(-1)
@@ -106,6 +111,7 @@ class RunningStatistics:
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
+
         # Padding ran the layers, but must not change the statistics.
         if micro.padding:
             self._write(values_before, updates_before)
@@ -123,7 +129,7 @@ class RunningStatistics:
         after = torch.where(is_mean, self._updates[self._layer_of], 1.0)
         self._sum = self._sum * decay[self._layer_of] + (self._values * after - values_before * before)
         self._weight = self._weight * decay + torch.where(self._cumulative, runs, 1 - decay)
-        self._own_updates = self._own_updates + runs
+        self._local_updates = self._local_updates + runs
 
     def _fade(self, later: Tensor) -> None:
         """Multiply the sums by the decay of `later` (L,) micro-batches, which other ranks ran after them."""
@@ -142,7 +148,7 @@ class RunningStatistics:
             self._restart()
 
         values = len(self._layer_of)
-        packed = self.replicas.sum_(torch.cat([self._sum, self._weight, self._own_updates]))
+        packed = self.replicas.sum_(torch.cat([self._sum, self._weight, self._local_updates]))
         total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 
@@ -183,7 +189,8 @@ class RunningStatistics:
         self._weight = start  # (L,)
         self._sum = self._values * start[self._layer_of]  # (E,)
         self._updates_at_start = self._updates
-        self._own_updates = torch.zeros_like(self._updates)
+        self._local_updates = torch.zeros_like(self._updates)
+
         # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
         # it; whether this rank ran it in this step.
         self._position = torch.full_like(self._updates, -1.0)

@@ -63,13 +63,13 @@ class _Normalise(torch.autograd.Function):
 
         # Send each rank's mean, and the sum of squared deviations from it: E[x^2] - mean^2 would lose precision.
         count = input.numel() // input.shape[1]
-        own_mean = values.mean(others) if count else values.new_zeros(input.shape[1])
-        own_squares = (values - own_mean.view(shape)).square().sum(others)
-        own = torch.cat([own_mean, own_squares, own_mean.new_full((1,), count)])
-        gathered = own.new_empty(dist.get_world_size(), len(own))
-        dist.all_gather(list(gathered.unbind()), own)
+        local_mean = values.mean(others) if count else values.new_zeros(input.shape[1])
+        local_squares = (values - local_mean.view(shape)).square().sum(others)
+        packed = torch.cat([local_mean, local_squares, local_mean.new_full((1,), count)])
+        gathered = packed.new_empty(dist.get_world_size(), len(packed))
+        dist.all_gather(list(gathered.unbind()), packed)
 
-        means, squares, counts = gathered.split([len(own_mean), len(own_mean), 1], dim=1)  # (ranks, C), (ranks, 1)
+        means, squares, counts = gathered.split([len(local_mean), len(local_mean), 1], dim=1)  # (ranks, C), (ranks, 1)
         total = counts.sum()
         _check_several(int(total))
         mean = (means * counts).sum(0) / total

@@ -154,17 +154,20 @@ class _Replay(torch.autograd.Function):
                 "a replayed backward cannot be differentiated again",
                 "set graph=false",
             )
+
         if ctx.ticket is None:
             raise UserError(
                 "backward() was called twice through one forward of a model that runs as a CUDA graph",
                 "a replay keeps no activations after the first backward",
                 "add up the losses and call backward() once, or set graph=false",
             )
+
         ctx.ticket = None
 
         # autograd passes an argument for every output, also for those that are not differentiable.
         pairs = zip(grad_outputs, ctx.differentiable, strict=True)
         gradients = iter(ctx.capture.backward([gradient for gradient, differentiable in pairs if differentiable]))
+
         # The sources are the inputs that require a gradient, then all parameters.
         input_gradients = [next(gradients) if wanted else None for wanted in ctx.capture.wants_gradient]
         return None, *input_gradients, *gradients

@@ -437,6 +437,7 @@ class _BackwardWatch:
             self._refuse("its gradient is differentiated again (create_graph=True)")
         elif self._arrived[index]:
             self._refuse("backward() runs twice through one forward")
+
         if self._variant.refused is not None:
             return
 

@@ -73,6 +73,7 @@ class CompileWarmup(Link):
         """Compile forward and backward by running both once, without side effects."""
         device = self.runtime.device
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
+
         # Frozen parameters get no gradient and need no compiled code for it.
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 

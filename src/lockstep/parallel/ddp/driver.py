@@ -35,18 +35,15 @@ class _WithControlWord(Wrapper):
     gloo would cost about a fifth of the step of a tiny model).
     """
 
-    def __init__(self, model: nn.Module, word: Tensor):
+    def __init__(self, model: nn.Module, packed: Tensor):
         super().__init__()
-        self.model = model
-        # In its own module after the model: DDP fills buckets from the last parameter, and this gradient comes first.
-        self.word_holder = nn.ParameterList([nn.Parameter(word)])
+        self.module = model
+        # In a module after the model: DDP fills buckets from the last parameter on, and the backward computes this
+        # gradient first.
+        self.word_holder = nn.ParameterList([nn.Parameter(packed)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-    # Scripts written for DDP use `replica.module` as the user's model.
-    def user_model(self) -> nn.Module:
-        return nn.Module.__getattr__(self, "model")  # pyrefly: ignore[bad-return]
+        return self.module(*args, **kwargs)
 
     # Unlike in `Wrapper`: DDP must find the control word among the parameters.
     named_parameters = nn.Module.named_parameters
@@ -80,7 +77,7 @@ class Replica(Wrapper, DistributedDataParallel):
 
     def user_model(self) -> nn.Module:
         carrier: Any = super().user_model()
-        return carrier.model
+        return carrier.module
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A task that sets an attribute of the model means its own model, not this wrapper.
@@ -111,7 +108,7 @@ class DDPDriver(BaseDriver):
         self._word_parameter = carrier.word_holder[0]
         self._frozen = _frozen_names(model)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            carrier, [f"model.{name}" for name in self._frozen]
+            carrier, [f"module.{name}" for name in self._frozen]
         )
 
         # DDP reads the ignored names when it is constructed.
@@ -148,7 +145,7 @@ class DDPDriver(BaseDriver):
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
-        self._replica.require_backward_grad_sync = control.last
+        self._replica.require_backward_grad_sync = control.is_last_micro_batch
         self._replica.prepared_for_backward = False
         self._replica.called = False
         self._reached.clear()
@@ -182,18 +179,20 @@ class DDPDriver(BaseDriver):
         packed = self.codec.pack(word, times=self.to_sum)
         torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
+    def _reduce(self, word: ControlWord) -> None:
+        # DDP has reduced everything in the last backward.
         self._check_complete()
         assert self._word_parameter.grad is not None
-        self._word = self._word_parameter.grad
+        self._packed = self._word_parameter.grad
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
-        word = self._word_parameter
+        parameter = self._word_parameter
         if config.hook != "none":
             named = dict(zip(self.names, self.parameters, strict=True))
-            return HOOKS[config.hook].make(HookArguments(word, group, named, config, seed))
+            return HOOKS[config.hook].make(HookArguments(parameter, group, named, config, seed))
 
         # Without a hook, DDP would sum bf16 gradients in bf16.
-        return WideHook(word, group) if self.parameters[-1].dtype == torch.bfloat16 else None
+        return WideHook(parameter, group) if self.parameters[-1].dtype == torch.bfloat16 else None
 
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
@@ -208,7 +207,7 @@ class DDPDriver(BaseDriver):
             check_reached([name for name, p in pairs if id(p) not in self._reached], len(self.names))
 
 
-class UnusedParametersDriver(BaseDriver):
+class FlatReduceDriver(BaseDriver):
     """Replicas whose gradients are all reduced at once, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:

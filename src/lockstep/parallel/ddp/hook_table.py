@@ -19,7 +19,7 @@ from lockstep.parallel.ddp.powersgd import PowerSGDHook
 class HookArguments:
     """The arguments from which a hook is constructed."""
 
-    word: nn.Parameter  # the parameter whose gradient is the control word
+    word_parameter: nn.Parameter  # the parameter whose gradient is the control word
     group: dist.ProcessGroup
     named: dict[str, nn.Parameter]  # the model's trainable parameters
     config: DDPConfig
@@ -45,7 +45,7 @@ def _about_powersgd(config: DDPConfig) -> str:
 
 
 HOOKS = {
-    "fp16": HookKind(lambda a: HalfHook(a.word, a.group, torch.float16), partial(_about_half, 11)),
-    "bf16": HookKind(lambda a: HalfHook(a.word, a.group, torch.bfloat16), partial(_about_half, 8)),
-    "powersgd": HookKind(lambda a: PowerSGDHook(a.word, a.group, a.named, a.config, a.seed), _about_powersgd),
+    "fp16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.float16), partial(_about_half, 11)),
+    "bf16": HookKind(lambda a: HalfHook(a.word_parameter, a.group, torch.bfloat16), partial(_about_half, 8)),
+    "powersgd": HookKind(lambda a: PowerSGDHook(a.word_parameter, a.group, a.named, a.config, a.seed), _about_powersgd),
 }

@@ -36,9 +36,9 @@ class Bucket(NamedTuple):
 class CommHook:
     """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns."""
 
-    def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
-        """`word` is the parameter whose gradient is the control word."""
-        self.word = word
+    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup):
+        """`word_parameter` is the parameter whose gradient is the control word."""
+        self.word_parameter = word_parameter
         self.group = group
         self.ranks = group.size()
         self._pending: list[Iterator[None]] = []  # exchanges that have started, the oldest first
@@ -98,7 +98,7 @@ class CommHook:
     def words_in(self, bucket: Bucket) -> list[Tensor]:
         """Return the view of the control word in a list, which is empty if the word is in another bucket."""
         # Compare by identity: `==` compares tensors by elements.
-        return [gradient for parameter, gradient in bucket.gradients if parameter is self.word]
+        return [gradient for parameter, gradient in bucket.gradients if parameter is self.word_parameter]
 
 
 class HalfHook(CommHook):
@@ -113,15 +113,15 @@ class HalfHook(CommHook):
     and becomes 0 if it is 2^39 / N times smaller. This costs one small collective per bucket.
     """
 
-    def __init__(self, word: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype):
-        super().__init__(word, group)
+    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype):
+        super().__init__(word_parameter, group)
         self.dtype = dtype
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
         # The control word is sent separately, in full precision, and does not influence the scale.
         words = self.words_in(bucket)
-        summed_words = [word / self.ranks for word in words]
-        works = [self.start_reduce(word) for word in summed_words]
+        mean_words = [word / self.ranks for word in words]
+        works = [self.start_reduce(word) for word in mean_words]
 
         for word in words:
             word.zero_()
@@ -139,8 +139,8 @@ class HalfHook(CommHook):
             work.wait()
 
         bucket.buffer.copy_(half).div_(self.ranks if scale is None else scale * self.ranks)
-        for word, summed in zip(words, summed_words, strict=True):
-            word.copy_(summed)
+        for word, mean in zip(words, mean_words, strict=True):
+            word.copy_(mean)
 
 
 class WideHook(CommHook):

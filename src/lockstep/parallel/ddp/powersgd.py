@@ -54,9 +54,14 @@ class PowerSGDHook(CommHook):
     """
 
     def __init__(
-        self, word: nn.Parameter, group: dist.ProcessGroup, named: dict[str, nn.Parameter], config: DDPConfig, seed: int
+        self,
+        word_parameter: nn.Parameter,
+        group: dist.ProcessGroup,
+        named: dict[str, nn.Parameter],
+        config: DDPConfig,
+        seed: int,
     ):
-        super().__init__(word, group)
+        super().__init__(word_parameter, group)
         self.first_step = config.powersgd_start
         self.steps = 0
         self.feedback = config.error_feedback
@@ -71,14 +76,14 @@ class PowerSGDHook(CommHook):
 
         # `_unit` is the factor between gradient sums and means in this step: global weight x loss scale. Its all-reduce
         # runs during the backward.
-        self._scale = torch.zeros((), dtype=torch.float64, device=word.device)
+        self._scale = torch.zeros((), dtype=torch.float64, device=word_parameter.device)
         self._unit = self._scale
         self._unit_work: dist.Work | None = None
 
         # The errors of all ranks are saved as one tensor with a row per rank.
         self._mesh: DeviceMesh | None = None
         if self.feedback and self.matrices:
-            self._mesh = init_device_mesh(word.device.type, (self.ranks,), mesh_dim_names=("rank",))
+            self._mesh = init_device_mesh(word_parameter.device.type, (self.ranks,), mesh_dim_names=("rank",))
 
     @property
     def compresses(self) -> bool:

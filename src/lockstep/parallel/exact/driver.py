@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lockstep.config import DDPConfig, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
-from lockstep.parallel.ddp.driver import DDPDriver, UnusedParametersDriver, check_reached
+from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver, check_reached
 from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver, no_gradient
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
@@ -68,11 +68,11 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
         super()._backward(total, grad_output, word)
         self._push_gradients()
 
-        # After the last backward of the step.
-        if word is not None:
-            summed = self.tree.finish()
-            for parameter in self.parameters:
-                parameter.grad = summed.get(id(parameter))
+    def _reduce(self, word: ControlWord) -> None:
+        super()._reduce(word)
+        summed = self.tree.finish()
+        for parameter in self.parameters:
+            parameter.grad = summed.get(id(parameter))
 
 
 class OrderedDDPDriver(_FullParameters, DDPDriver):
@@ -103,7 +103,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
         return self._ordered
 
 
-class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
+class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
     """Replicas that exchange the roots of all ranks after the last backward.
 
     A parameter may have no gradient in some micro-batches, or in all of them.
@@ -118,11 +118,9 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
         self._total = _micro_batches(control)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        super()._backward(total, grad_output, None)
+        super()._backward(total, grad_output, word)
         if self._subtree is not None:
             self._push_gradients()
-        if word is not None:
-            self._reduce(word)
 
     def _reduce(self, word: ControlWord) -> None:
         ranks, rank = self.runtime.world.size, self.runtime.world.rank
@@ -132,11 +130,12 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
 
         # Whether a root has a gradient for a parameter [roots, parameters]. Adding zeros for a missing gradient instead
         # would turn -0.0 into 0.0.
-        own = torch.zeros(sum(map(len, roots_by_rank)), len(self.parameters), dtype=torch.float64)
+        local_flags = torch.zeros(sum(map(len, roots_by_rank)), len(self.parameters), dtype=torch.float64)
         for index, (_, gradients) in enumerate(self.tree.roots, first):
-            own[index] = torch.tensor([id(p) in gradients for p in self.parameters])
+            local_flags[index] = torch.tensor([id(p) in gradients for p in self.parameters])
+
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
-        has_gradient = self._sum_with_word(word, own.flatten()).view_as(own).bool().cpu()
+        has_gradient = self._sum_with_word(word, local_flags.flatten()).view_as(local_flags).bool().cpu()
 
         # Parameters of the same dtype, with gradients in the same roots, are exchanged together.
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
@@ -146,20 +145,21 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
                 groups.setdefault((parameter.dtype, tuple(present)), []).append(parameter)
 
         for (_, present), parameters in groups.items():
-            own_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
-            self._add_in_order(parameters, own_roots, roots_by_rank, present)
+            local_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
+            self._add_in_order(parameters, local_roots, roots_by_rank, present)
+
         self.tree.roots.clear()
 
     def _add_in_order(
         self,
         parameters: list[nn.Parameter],
-        own_roots: list[Gradients],
+        local_roots: list[Gradients],
         roots_by_rank: list[list[Subtree]],
         present: Sequence[bool],
     ) -> None:
         """Add the gradients of `parameters`, which have one dtype, and set their `grad` to the sums.
 
-        own_roots: this rank's roots that have gradients for the parameters
+        local_roots: this rank's roots that have gradients for the parameters
         roots_by_rank: the roots of every rank
         present: for each root of every rank, whether it has gradients for the parameters
         """
@@ -168,13 +168,13 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
         width = -(-sum(sizes) // ranks)  # elements of the slice that each rank owns
 
         # Every rank receives all terms of its own slice, ordered by rank and then by root.
-        rows = parameters[0].new_zeros(len(own_roots), ranks * width)
-        for row, gradients in zip(rows, own_roots, strict=True):
+        rows = parameters[0].new_zeros(len(local_roots), ranks * width)
+        for row, gradients in zip(rows, local_roots, strict=True):
             torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
-        to_send = rows.view(len(own_roots), ranks, width).transpose(0, 1).flatten()
+        to_send = rows.view(len(local_roots), ranks, width).transpose(0, 1).flatten()
         counts = [sum(flags) for flags in _split(present, [len(roots) for roots in roots_by_rank])]
         received = to_send.new_empty(sum(counts) * width)
-        splits = [count * width for count in counts], [len(own_roots) * width] * ranks
+        splits = [count * width for count in counts], [len(local_roots) * width] * ranks
         dist.all_to_all_single(received, to_send, *splits, group=self.runtime.collectives.group)
 
         tree: TreeSum[Tensor | None] = TreeSum(_add_present)
@@ -183,9 +183,9 @@ class OrderedUnusedParametersDriver(_FullParameters, UnusedParametersDriver):
         for subtree, has_term in zip(all_roots, present, strict=True):
             tree.push(subtree, next(terms) if has_term else None)
 
-        own_sum = tree.finish()
-        assert own_sum is not None, "some root has a gradient"
-        summed = self.runtime.collectives.gather(own_sum).flatten()[: sum(sizes)]
+        local_sum = tree.finish()
+        assert local_sum is not None, "some root has a gradient"
+        summed = self.runtime.collectives.gather(local_sum).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
@@ -234,17 +234,15 @@ class OrderedFSDPDriver(FSDPDriver):
 
         self._total = _micro_batches(control)
         for reduction in self._reductions:
-            reduction.expected = _Round(self._round, self._total, control.last)
+            reduction.expected = _Round(self._round, self._total, control.is_last_micro_batch)
 
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        super()._backward(total, grad_output, None)
+        super()._backward(total, grad_output, word)
         if self._scalars:
             self._store_scalar_gradients()
-        if word is not None:
-            self._reduce(word)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
@@ -268,7 +266,7 @@ class OrderedFSDPDriver(FSDPDriver):
         if not grads:
             raise no_gradient()
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
-        self._word = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
+        self._packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _gradient_norms(self, grads: list[Tensor]) -> Tensor:

@@ -67,14 +67,14 @@ class OrderedHook(CommHook):
     bucket by bucket.
     """
 
-    def __init__(self, word: nn.Parameter, group: dist.ProcessGroup):
-        super().__init__(word, group)
+    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup):
+        super().__init__(word_parameter, group)
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # this rank's micro-batches except the last
         self.rank = group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
         # Ranks that share a GPU use gloo, which supports GPU tensors in collectives, but not point to point.
-        self.through_host = word.device.type == "cuda" and dist.get_backend(group) == "gloo"
+        self.through_host = word_parameter.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
     def expect(self, total: int, last: Subtree | None) -> None:
@@ -114,7 +114,7 @@ class OrderedHook(CommHook):
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
         buffer = bucket.buffer
-        roots = self._own_roots(bucket)
+        roots = self._local_roots(bucket)
         if self.through_host:
             roots = [root.to("cpu", copy=True) for root in roots]
             buffer = roots[-1] if roots else torch.empty_like(buffer, device="cpu")
@@ -203,13 +203,13 @@ class OrderedHook(CommHook):
         self._free_buffers = [free for free in self._free_buffers if free.dtype != buffer.dtype]
         return buffer.new_empty(size)
 
-    def _own_roots(self, bucket: Bucket) -> list[Tensor]:
+    def _local_roots(self, bucket: Bucket) -> list[Tensor]:
         """Return this rank's roots, laid out like the bucket. The last is the bucket itself, the others are copies."""
         if self._last is None:
             return []
 
         # The control word is left out: it has no earlier sums.
-        views = {id(p): view for p, view in bucket.gradients if p is not self.word}
+        views = {id(p): view for p, view in bucket.gradients if p is not self.word_parameter}
         earlier = list(self.tree.roots)
         subtree = self._last
 

@@ -14,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,17 +52,17 @@ class FSDPDriver(ShardedDriver):
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
-        unshared = blocks_without_shared_parameters(blocks, model)
+        separate_blocks = blocks_without_shared_parameters(blocks, model)
         shard = partial(_shard, config=config, mesh=axes.device_mesh["dp"] if axes else make_mesh(config, runtime))
 
         # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
         is_meta = any(p.is_meta for p in model.parameters())
         if is_meta:
-            fill_model(model, unshared, shard, runtime)
+            fill_model(model, separate_blocks, shard, runtime)
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
-            for block in unshared:
+            for block in separate_blocks:
                 shard(block)
 
         # The parameters outside the blocks.
@@ -74,7 +73,7 @@ class FSDPDriver(ShardedDriver):
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._uniform_use = UniformUse(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
-        self.role = replace(self.role, facts=describe_blocks(len(blocks), len(unshared)))
+        self.facts = describe_blocks(len(blocks), len(separate_blocks))
 
         if is_meta:
             self.sync_buffers()  # each rank initialised its own
@@ -100,12 +99,13 @@ class FSDPDriver(ShardedDriver):
                 ids = [(p, id(p.sharded_param)) for p in group.fsdp_params]
                 hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
                 if hooked:
-                    group.post_backward = partial(_call_hooks, hooked, group, group.post_backward)
+                    group.post_backward = partial(_hook_then_reduce, hooked, group, group.post_backward)
 
         # FSDP ignores scalars, so autograd calls their hooks.
         for parameter in self._scalars:
             if id(parameter) in by_parameter:
                 by_parameter.pop(id(parameter)).register(parameter)
+
         assert not by_parameter, "a trainable parameter is neither sharded nor a scalar"
 
     @contextmanager
@@ -163,11 +163,9 @@ class FSDPDriver(ShardedDriver):
         if self._graph_is_retained:
             self._backward_through_gradients(total, grad_output)
         else:
-            super()._backward(total, grad_output, None)
+            super()._backward(total, grad_output, word)
         if self._uniform_use.steps == 1:
             self._check_reduced()
-        if word is not None:
-            self._reduce(word)
 
     def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
         """Backpropagate a loss that contains gradients, with the whole model gathered.
@@ -180,11 +178,13 @@ class FSDPDriver(ShardedDriver):
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
+
         torch.autograd.backward(total, grad_output)
 
         for module in modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
+
         modules[0]._get_fsdp_state()._root_post_backward_final_callback()
         self._graph_is_retained = False
 
@@ -234,8 +234,8 @@ def hidden_output(found: str) -> UserError:
     )
 
 
-def _call_hooks(
-    hooked: list[tuple[Any, ParameterHooks]], group: Any, post_backward: Callable[..., None], *unused: Any
+def _hook_then_reduce(
+    hooked: list[tuple[Any, ParameterHooks]], group: Any, post_backward: Callable[..., None], *args: Any
 ) -> None:
     """Call the user's hooks with the full gradients of a parameter group, then reduce the gradients."""
     if group.reduce_grads:
@@ -244,7 +244,7 @@ def _call_hooks(
             full = getattr(parameter, "_unsharded_param", None)
             if full is not None and full.grad is not None:
                 full.grad = hooks(full.grad, lambda full=full: full)
-    post_backward(*unused)
+    post_backward(*args)
 
 
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:
@@ -288,12 +288,12 @@ def _do_not_flatten() -> None:
     """
 
 
-def describe_blocks(count: int, unshared: int) -> dict[str, str]:
-    """Return a banner line if not all of the `count` blocks are `unshared`, that is, without shared parameters."""
-    if unshared == count:
+def describe_blocks(count: int, separate: int) -> dict[str, str]:
+    """Return a banner line if not all of the `count` blocks are sharded separately, because some share parameters."""
+    if separate == count:
         return {}
     reason = "share a parameter with others: they are gathered together with the rest"
-    return {"fsdp": f"{count - unshared} of {count} blocks {reason}"}
+    return {"fsdp": f"{count - separate} of {count} blocks {reason}"}
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:

@@ -100,8 +100,8 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     """Refuse hooks that differ between ranks, are not linear, or hold a parameter that was replaced. Collective."""
     # Compare even if this rank has no hooks: another rank may have some.
     parameters = dict(model.named_parameters())
-    own_counts = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
-    first, *others = runtime.collectives.gather_json(own_counts)
+    local_counts = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
+    first, *others = runtime.collectives.gather_json(local_counts)
     for rank, counts in enumerate(others, start=1):
         for name in sorted(first.keys() | counts.keys()):
             if first.get(name) != counts.get(name):
@@ -117,8 +117,8 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
 
     # All ranks raise the first problem that any rank finds.
     problems = (_problem(h, name, parameters, runtime) for name, h in hooks.items())
-    own_problem = next(filter(None, problems), None)
-    for problem in runtime.collectives.gather_json(own_problem):
+    local_problem = next(filter(None, problems), None)
+    for problem in runtime.collectives.gather_json(local_problem):
         if problem:
             raise UserError(*problem, cause="hook")
 

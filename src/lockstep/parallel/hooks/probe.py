@@ -97,6 +97,7 @@ def _nonlinearity(call: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
     except Exception:
         # A hook that raises on NaN will also raise in training, which is fine.
         return None
+
     return "for a gradient of NaN it returned numbers: the step would not be skipped" if hides_nan else None
 
 

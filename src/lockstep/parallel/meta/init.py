@@ -96,6 +96,7 @@ def fill_model(
 ) -> None:
     """Initialise the weights of `model`, and `shard` each block as soon as it is initialised."""
     filling = _Filling({id(block) for block in blocks}, shard)
+
     # Check first, because initialising a large model takes long.
     filling.check(model)
     filling.fill(model, "")
@@ -173,6 +174,7 @@ class _Filling:
     def _initialise(self, empty: Tensor, name: str) -> Tensor:
         """Return an empty tensor with its values. It has the user's `name` in errors."""
         recipe = memories.recipe(empty)
+
         # On the CPU, so that the device need not hold even one full block.
         tensor = recipe.make(View.of(empty))
         if recipe.may_be_unset and is_unset(tensor):
@@ -188,6 +190,7 @@ class _Filling:
         if isinstance(empty, nn.Parameter):
             tensor = nn.Parameter(tensor, empty.requires_grad)
             tensor.__dict__.update(empty.__dict__)  # attributes that the user set on the parameter
+
         return tensor
 
 

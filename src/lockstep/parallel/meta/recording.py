@@ -95,6 +95,7 @@ def recording() -> Iterator[None]:
     """Move each parameter to the meta device as soon as a module registers it, and record all operations on it."""
     memories.drop_unused()
     recorder = _Recorder()
+
     # By the original parameter, compared by identity, so that a tied parameter stays tied.
     empty = WeakTensorKeyDictionary()
 
@@ -433,12 +434,14 @@ def _without_memory(tree: Any) -> Any:
             if memory and memory.empty:
                 memories.add(storage, memory)
             return View.of(leaf).tensor(storage)
+
         if isinstance(leaf, torch.device) and leaf.type not in ("cpu", "meta"):
             raise UserError(
                 f"init=meta cannot be used: model() moves its weights to {leaf}",
                 "they have no memory yet; each block is moved when it is initialised",
                 "leave the move out of model(), or set init=host",
             )
+
         if isinstance(leaf, torch.Generator):
             return None  # kernels of the meta device accept no CPU generator
         return META if _is_device(leaf, "cpu") else leaf

@@ -171,6 +171,7 @@ class Recipe:
             torch.set_rng_state(state)
 
         tensor = view.tensor(storages[self.value.memory])
+
         # A clone of a part does not keep the whole memory alive.
         return tensor if covers(view, self.value.memory) else tensor.clone()
 

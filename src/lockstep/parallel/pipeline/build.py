@@ -69,9 +69,11 @@ def make_stages(
 
     disable_kv_cache(model, always=True)
     samples = data()
+
     # Before the loss calls the model, it may call parts of the model, or draw random numbers.
     with StateSnapshot(model):
         arguments = _example_input(model, task, config, samples)
+
     # The trace runs on the CPU, in the precision of the run.
     return split_forward(
         model, blocks, arguments, count, replace(choose_precision(config, device), device_type="cpu").autocast

@@ -113,8 +113,8 @@ class PipelineDriver(ShardedDriver):
             pipeline_depth=ranks,
             holders=holders,
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
-            facts=facts,
         )
+        self.facts = facts
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(
@@ -125,7 +125,7 @@ class PipelineDriver(ShardedDriver):
             choose_precision(config, runtime.device).autocast,
             self._foreign,
             shard_group=self._replicas if self._sharded else None,
-            before_forward=self.statistics.begin,
+            before_forward=self.statistics.begin if self.statistics else None,
         )
 
     def begin(self) -> None:
@@ -149,13 +149,14 @@ class PipelineDriver(ShardedDriver):
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micros, loss_fn, control)
-        self.statistics.end_step(batches)
+        if self.statistics:
+            self.statistics.end_step(batches)
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
-        # Of something else than the model it may compute what it likes.
+        # Gradients that do not depend on the model are allowed.
         if not inner.reaches(self.leaf_names(), tensors=self._pipeline.outputs):
             return
         raise UserError(
@@ -239,6 +240,7 @@ class PipelineDriver(ShardedDriver):
         if refused:
             self._raise_refusal()
         self._foreign.check(used_anywhere[len(used) :])
+
         # If the loss does not depend on the model, the last stage sends zeros, and parameters have gradients anyway.
         if not (reached and any(used_anywhere[: len(used)])):
             raise no_gradient()
@@ -257,9 +259,9 @@ class PipelineDriver(ShardedDriver):
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
-        own = self._pipeline.refusal
-        refusals = self.runtime.collectives.gather_json(list(own.args) if own else None)
-        raise own or UserError(*next(filter(None, refusals)))
+        local = self._pipeline.refusal
+        refusals = self.runtime.collectives.gather_json(list(local.args) if local else None)
+        raise local or UserError(*next(filter(None, refusals)))
 
     def _sum_gradients(self, used: list[bool]) -> None:
         """Sum gradients over replicas, and then over stages that share a weight, so that all get the same bits.

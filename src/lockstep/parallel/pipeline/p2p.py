@@ -23,6 +23,7 @@ _HEADER = 1 + MAX_TENSORS * _ENTRY
 def sendable(output: Any, number: int) -> list[Tensor]:
     """Return the output of stage `number` as contiguous tensors, or refuse it."""
     values = output if isinstance(output, tuple) else (output,)
+
     # First, since a DTensor would pass the next check.
     if any(isinstance(value, DTensor) for value in values):
         raise UserError(
@@ -65,6 +66,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) ->
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:
     header = torch.zeros(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
+
     # On a GPU the host waits here. This happens once per new shape, and for every batch of an evaluation.
     count, *entries = header.tolist()
 

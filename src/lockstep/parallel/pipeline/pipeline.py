@@ -105,7 +105,7 @@ class Pipeline:
         autocast: Autocast,
         foreign: ForeignTensors,
         shard_group: Collectives | None = None,
-        before_forward: Callable[[MicroBatch], None] = lambda micro: None,
+        before_forward: Callable[[MicroBatch], None] | None = None,
     ):
         """Set up this rank's stages.
 
@@ -114,7 +114,7 @@ class Pipeline:
         foreign: the tensors that only other stages hold
         shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
             collective; None: the stages are not sharded
-        before_forward: called before each stage's forward of a micro-batch
+        before_forward: called before each stage's forward of a micro-batch, if given
         """
         self.model = model
         self.schedule = schedule
@@ -124,6 +124,7 @@ class Pipeline:
         self.pp = pp
         self.before_forward = before_forward
         self.count = len(stages)
+
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
         self.local_stages = {n: stage for n, stage in enumerate(stages) if n % pp.world.size == pp.world.rank}
 
@@ -133,6 +134,7 @@ class Pipeline:
         self.reached = False
         self.outputs: list[Tensor] = []  # of the model, while the loss of a micro-batch is computed with gradients
         self._prepared: dict[Any, _PreparedSchedule] = {}
+
         # The result of `_forward_once`, by the shapes of the model's arguments.
         self._stage_inputs: dict[Any, dict[int, list[Tensor]]] = {}
 
@@ -172,6 +174,7 @@ class Pipeline:
         The result is the same on all ranks of a shard group, even if their micro-batches have different shapes.
         """
         indices = range(len(shapes))
+
         # Only consecutive micro-batches of the same shape go together, which keeps their order.
         groups = [list(group) for _, group in groupby(indices, key=lambda index: shapes[index])]
         new = [shape not in self._stage_inputs and shape not in shapes[:index] for index, shape in enumerate(shapes)]
@@ -213,6 +216,7 @@ class Pipeline:
         """
         output = None
         stage_inputs: dict[int, list[Tensor]] = {}
+
         # In train mode a forward changes buffers. They are restored below.
         changing = self.local_stages.values() if self.model.training else ()
         buffers = [(buffer, buffer.clone()) for stage in changing for buffer in stage.mutable_buffers()]
@@ -280,7 +284,8 @@ class _ScheduledStage(nn.Module):
         pipeline, stage = self._context
         micro, arguments = next(self._work)
         self._control.before_forward(micro, self.number)
-        pipeline.before_forward(micro)
+        if pipeline.before_forward:
+            pipeline.before_forward(micro)
 
         with pipeline.autocast():
             output = stage(arguments, received if self.number else None)

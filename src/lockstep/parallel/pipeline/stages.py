@@ -216,11 +216,11 @@ def shard_stages(
         # Under all names, so that `_tie_again` finds the parameters that sharding replaced.
         originals = dict(model.named_parameters(remove_duplicate=False))
         blocks = stage.own_blocks(model, config.blocks)
-        unshared = blocks_without_shared_parameters(blocks, stage)
+        separate = blocks_without_shared_parameters(blocks, stage)
         counts[0] += len(blocks)
-        counts[1] += len(unshared)
+        counts[1] += len(separate)
 
-        for block in unshared:
+        for block in separate:
             shard(block)
 
         # Placeholders of other stages have no memory to shard.
@@ -230,7 +230,7 @@ def shard_stages(
 
     counts_by_rank = axes.along("pp").gather_json(counts)
     total = sum(count for count, _ in counts_by_rank)
-    return describe_blocks(total, sum(unshared for _, unshared in counts_by_rank))
+    return describe_blocks(total, sum(separate for _, separate in counts_by_rank))
 
 
 def _tie_again(model: nn.Module, originals: Mapping[str, nn.Parameter]) -> None:

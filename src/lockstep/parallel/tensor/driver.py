@@ -51,6 +51,7 @@ class TensorDriver(ShardedDriver):
 def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> None:
     """Replace the weights of the layers in the plan with this rank's shards, in place."""
     tp_size = axes.mesh.sizes["tp"]
+
     # Choose the plan before the first collective, so that a bad plan raises on all ranks.
     plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size)
 

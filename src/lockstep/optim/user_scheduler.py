@@ -44,16 +44,16 @@ def make_learning_rate(
     `schedulers` is a scheduler, a list of them, a function of the step, or None. Raise if it conflicts with settings;
     `sources` names the origin of each setting.
     """
-    own = [] if schedulers is None else as_list(schedulers)
-    torch_schedulers = [scheduler for scheduler in own if isinstance(scheduler, LRScheduler)]
-    for scheduler in own:
-        _check_kind(scheduler, alone=len(own) == 1)
-    if own:
-        _check_settings(own[0], config, sources)
+    given = [] if schedulers is None else as_list(schedulers)
+    torch_schedulers = [scheduler for scheduler in given if isinstance(scheduler, LRScheduler)]
+    for scheduler in given:
+        _check_kind(scheduler, alone=len(given) == 1)
+    if given:
+        _check_settings(given[0], config, sources)
 
     if torch_schedulers:
         return SchedulerRate(torch_schedulers, optimizers)
-    return LearningRate(config, optimizers, total_steps, global_batch, own[0] if own else None)
+    return LearningRate(config, optimizers, total_steps, global_batch, given[0] if given else None)
 
 
 class _Entry(NamedTuple):
@@ -117,6 +117,7 @@ class SchedulerRate(GuardedRates):
         for scheduler, _, by_evaluations in self._entries:
             if by_evaluations:
                 type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
+
         self.note()
         return True
 
@@ -155,11 +156,11 @@ class SchedulerRate(GuardedRates):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved_kinds = [saved["kind"] for saved in state["schedulers"]]
-        own_kinds = self._kinds()
-        if saved_kinds != own_kinds or len(state["rates"]) != len(self.groups):
+        current_kinds = self._kinds()
+        if saved_kinds != current_kinds or len(state["rates"]) != len(self.groups):
             raise UserError(
                 f"the checkpoint holds {', '.join(saved_kinds)} for {len(state['rates'])} parameter groups; "
-                f"this run has {', '.join(own_kinds)} for {len(self.groups)}",
+                f"this run has {', '.join(current_kinds)} for {len(self.groups)}",
                 "",
                 "make the schedulers that the run began with, or start a new run from the exported weights",
             )
@@ -174,6 +175,7 @@ class SchedulerRate(GuardedRates):
                 load(entry.scheduler, saved["state"])
             for group, rate in zip(self.groups, state["rates"], strict=True):
                 set_rate(group, rate)
+
         self.note()
 
     def _kinds(self) -> list[str]:
@@ -241,6 +243,7 @@ def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer])
             "it would lower the rate while the loss improves",
             "leave mode out: it then waits for a loss that no longer falls",
         )
+
     return _Entry(scheduler, number, by_evaluations)
 
 
