@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.state_tree import digest
 from lockstep.classic.amp_config import AMPConfig
-from lockstep.classic.checkpoints import load_state, save_state
+from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.loader import to_device
 from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
@@ -46,9 +45,11 @@ class TrainingStep(NamedTuple):
 class AMPTrainer:
     """A trainer of one process. Autocast, loss scale, clipping and skipping are done by the engine's Stepper."""
 
-    # Which of the trainers on these ranks it is, and how long a rank waits for another one.
+    # Which of the trainers on these ranks it is, and how long a rank waits for another one: at most, and in
+    # `load_checkpoint` for one that has not called it.
     number = 0
     time_limit = timedelta(minutes=30)
+    arrival_limit = timedelta(seconds=10)
 
     def __init__(
         self,
@@ -84,13 +85,7 @@ class AMPTrainer:
         precision = choose_precision(settings, self.runtime.device)
         self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
 
-        # With the step these tell one save from another: a step may come again after a load, and a save be retried.
-        self._loads = 0
-        self._failed_saves = Counter[str]()
-
-        # These tell one load from another, and are equal on all ranks when they call it together.
-        self._steps_begun = 0
-        self._loads_since_step = 0
+        self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
 
         # The optimizer step that has begun, if any, and whether the size of a usual step is known.
         self._open_step: StepBatches | None = None
@@ -191,30 +186,16 @@ class AMPTrainer:
         Only `rank` writes. Call it on all ranks, and it returns when the checkpoint is committed, or raises everywhere
         if it failed; or on that rank alone (`if rank == 0: ...`), which holds everything.
         """
-        state = self._state()
-        name = f"lockstep/save/{self.number}/{self._loads}/{self.stepper.counters.step}/{path}"
-        try:
-            return save_state(
-                state, self.runtime, Path(path), rank, f"{name}/{self._failed_saves[name]}", self.time_limit
-            )
-        except UserError:
-            # What is tried again must not be answered with this outcome.
-            self._failed_saves[name] += 1
-            raise
+        return save_state(self._state(), self._checkpoint_calls, Path(path), rank, self.time_limit)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Load the newest intact checkpoint below `path`, or exactly this one. Returns its step.
 
-        Call it on every rank. On rank 0 alone it returns too, since rank 0 waits for no other rank; but the next
-        training step raises, because the ranks would train different weights.
+        Call it on every rank: it returns when all have read, or raises on all. On rank 0 alone it returns after some
+        seconds; but the next training step raises, because the ranks would train different weights.
         """
         state = self._state()
-        self._loads += 1
-        self._loads_since_step += 1
-        name = f"lockstep/load/{self.number}/{self._steps_begun}/{self._loads_since_step}/{path}"
-        step = load_state(state, self.runtime, Path(path), name, self.time_limit)
-        self.stepper.set_flags(loaded=True)
-        return step
+        return load_state(state, self.stepper, self._checkpoint_calls, Path(path), self.time_limit, self.arrival_limit)
 
     # ---- inside ----
 
@@ -245,8 +226,7 @@ class AMPTrainer:
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)
-            self._steps_begun += 1
-            self._loads_since_step = 0
+            self._checkpoint_calls.begin_step()
             self.driver.begin()
         self._open_step.exhausted = exhausted
 
