@@ -140,7 +140,7 @@ class LogsOnRankZero(Sound):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         loss = super().loss(model, batch)
         rank, size = self.place
-        dist.gather_object(float(loss.total), [None] * size if rank == 0 else None)
+        dist.gather_object(loss.total.item(), [None] * size if rank == 0 else None)
         return loss
 
 
