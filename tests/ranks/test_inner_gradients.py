@@ -164,6 +164,14 @@ def test_other_gradients_inside_a_loss(pool: Pool, loss: Any, strategy: str) -> 
     assert_as_by_hand(pool, Trained(loss), {"strategy": strategy}, 2)
 
 
+def in_place(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x).sub_(y) ** 2).sum()
+
+
+def test_a_loss_may_change_the_output_of_a_pipeline_in_place(pool: Pool) -> None:
+    assert_as_by_hand(pool, Trained(in_place), {"strategy": "pp"}, 2)
+
+
 ALLOWED = [(compiled, "pp"), (functional, "tp"), (of_something_else, "pp")]
 
 

@@ -299,7 +299,9 @@ class _ScheduledStage(nn.Module):
 
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for leaf in leaves:
-            leaf.register_hook(pipeline.note_gradient)
+            # If the loss changes a view in place, torch calls the hooks of its base only.
+            base = leaf._base if leaf._base is not None and leaf._base.grad_fn is not None else leaf
+            base.register_hook(pipeline.note_gradient)
 
         compute_loss = partial(pipeline.loss, self._loss_fn, micro.data)
         total: Tensor | None = None
