@@ -270,11 +270,13 @@ def test_a_hook_on_the_step_of_whole_parameters_is_refused(pool: Pool) -> None:
 class Clipped(Foreign):
     """Its optimizer clips by itself, in a hook that knows only its own parameters."""
 
+    stepped_by: type[torch.optim.Optimizer] = torch.optim.SGD
+
     def optimizer(self, model: Any) -> Any:
         def clip(optimizer: Any, *_: Any) -> None:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
-        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = self.stepped_by(model.parameters(), lr=0.1)
         made.register_step_pre_hook(clip)
         return made
 
@@ -309,6 +311,15 @@ def test_a_hook_on_the_step_of_master_weights_is_refused(task: Foreign) -> None:
     with pytest.raises(UserError, match="SGD cannot be used here: parameters are stored in bfloat16") as error:
         optimizers.use_masters(MasterWeights(optimizers.all, model, "master", seed=0))
     assert "precision=bf16," in error.value.fix
+
+
+class ClippedShards(Clipped):
+    stepped_by = torch.optim.Rprop  # it gets this rank's shards as plain tensors
+
+
+def test_a_hook_before_the_step_of_plain_shards_is_refused(pool: Pool) -> None:
+    errors = pool.errors(fit, ClippedShards(), VALUES | {"strategy": "fsdp"}, world=2)
+    assert_user_errors(errors, "Rprop cannot be used here", "register_step_pre_hook", "clip.norm=1")
 
 
 def clipped_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:

@@ -333,11 +333,13 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         )
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
 
-    # The optimizer is stepped once per parameter, so a hook on its step would be called too often.
-    if needs_full and step_hook(optimizer):
-        fix = "do in after_step(), or after step.apply(), what the hook does; or type strategy=ddp"
-        reason = "it has a hook on its step, and needs full parameters"
-        raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
+    # One that needs full parameters is stepped once for each, so a hook on its step would be called too often. Others
+    # get shards as plain tensors, and a hook that clips would see the norm of this rank's shards.
+    hook = step_hook(optimizer) if needs_full else step_hook(optimizer, ("pre",))
+    if hook:
+        problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
+        reason = f"it has a hook on its step ({hook}), and {problem}"
+        raise _cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or type strategy=ddp")
     return needs_full
 
 
