@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -126,6 +128,34 @@ def _as_rank(world: Any, store: Any, task: type[Sound]) -> Any:
         patch.setenv("RANK", str(world.rank))
         patch.setenv("WORLD_SIZE", str(world.size))
         return fit(world, store, task(), SMALL)
+
+
+class LogsOnRankZero(Sound):
+    """Its rank is read once, and rank 0 then collects from the others even where it is told to be alone."""
+
+    @functools.cached_property
+    def place(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        rank, size = self.place
+        dist.gather_object(loss.total.item(), [None] * size if rank == 0 else None)
+        return loss
+
+
+class FailsOnRankOne(Sound):
+    """Only on the few samples of the check."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        if dist.get_rank() == 1 and len(batch[0]) < 4:
+            raise ValueError("too few samples")
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("task", [LogsOnRankZero, FailsOnRankOne], ids=lambda task: task.__name__)
+def test_a_loss_that_fails_on_one_rank_leaves_none_waiting(pool: Pool, task: type[Sound]) -> None:
+    pool.run(fit, task(), SMALL, world=2)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp"])

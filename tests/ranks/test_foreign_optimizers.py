@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
 from lockstep.optim.trial import TrialFailed, check_independent
 from lockstep.task import Loss, Task
@@ -259,11 +260,13 @@ def test_a_hook_on_the_step_of_whole_parameters_is_refused(pool: Pool) -> None:
 class Clipped(Foreign):
     """Its optimizer clips by itself, in a hook that knows only its own parameters."""
 
+    stepped_by: type[torch.optim.Optimizer] = torch.optim.SGD
+
     def optimizer(self, model: Any) -> Any:
         def clip(optimizer: Any, *_: Any) -> None:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
-        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = self.stepped_by(model.parameters(), lr=0.1)
         made.register_step_pre_hook(clip)
         return made
 
@@ -272,6 +275,41 @@ class Clipped(Foreign):
 def test_a_hook_before_the_step_of_some_parameters_is_refused(pool: Pool, strategy: str) -> None:
     errors = pool.errors(fit, Clipped(), VALUES | {"strategy": strategy}, world=2)
     assert_user_errors(errors, "SGD cannot be used here", "register_step_pre_hook", "clip.norm=1")
+
+
+class Averaged(Foreign):
+    """Its optimizer averages the weights by itself, in a hook after each step."""
+
+    def optimizer(self, model: Any) -> Any:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "pp"])
+def test_a_hook_after_the_step_of_some_parameters_is_refused(pool: Pool, strategy: str) -> None:
+    """The updates of the other ranks are not there yet when it is called."""
+    errors = pool.errors(fit, Averaged(), VALUES | {"strategy": strategy}, world=2)
+    assert_user_errors(errors, "SGD cannot be used here", "register_step_post_hook", "after_step()")
+
+
+@pytest.mark.parametrize("task", [Clipped(), Averaged()], ids=lambda task: type(task).__name__)
+def test_a_hook_on_the_step_of_master_weights_is_refused(task: Foreign) -> None:
+    """It would be called for a few parameters at a time, and see float32 copies."""
+    model = nn.Linear(2, 2).bfloat16()
+    optimizers = Optimizers(task.optimizer(model), model)
+    with pytest.raises(UserError, match="SGD cannot be used here: parameters are stored in bfloat16") as error:
+        optimizers.use_masters(MasterWeights(optimizers.all, model, "master", seed=0))
+    assert "precision=bf16," in error.value.fix
+
+
+class ClippedShards(Clipped):
+    stepped_by = torch.optim.Rprop  # it gets this rank's shards as plain tensors
+
+
+def test_a_hook_before_the_step_of_plain_shards_is_refused(pool: Pool) -> None:
+    errors = pool.errors(fit, ClippedShards(), VALUES | {"strategy": "fsdp"}, world=2)
+    assert_user_errors(errors, "Rprop cannot be used here", "register_step_pre_hook", "clip.norm=1")
 
 
 def clipped_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:

@@ -164,6 +164,14 @@ def test_other_gradients_inside_a_loss(pool: Pool, loss: Any, strategy: str) -> 
     assert_as_by_hand(pool, Trained(loss), {"strategy": strategy}, 2)
 
 
+def in_place(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x).sub_(y) ** 2).sum()
+
+
+def test_a_loss_may_change_the_output_of_a_pipeline_in_place(pool: Pool) -> None:
+    assert_as_by_hand(pool, Trained(in_place), {"strategy": "pp"}, 2)
+
+
 ALLOWED = [(compiled, "pp"), (functional, "tp"), (of_something_else, "pp")]
 
 
@@ -201,6 +209,35 @@ def test_tensor_parallelism_refuses_what_it_would_get_wrong(pool: Pool) -> None:
 def test_a_pipeline_refuses_gradients_inside_a_loss(pool: Pool) -> None:
     errors = errors_of(pool, penalised, "pp")
     assert_user_errors(errors, "a pipeline (mesh.pp)", "borrowed_grad(")
+
+
+class InHalfPrecision(Trained):
+    def model(self) -> nn.Module:
+        return super().model().float()
+
+    def data(self) -> Any:
+        return Rows([tensor.float() for tensor in super().data().tensors])
+
+
+def of_the_output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    found = model(x)
+    total = ((found - y) ** 2).sum()
+    (slope,) = torch.autograd.grad(total, found, retain_graph=True)
+    return total + 0.0 * slope.detach().sum()
+
+
+def of_its_target(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    y.requires_grad_()
+    (slope,) = torch.autograd.grad((y**2).sum(), y)
+    return ((model(x) - slope.detach()) ** 2).sum()
+
+
+def test_a_pipeline_that_scales_its_loss_judges_gradients_inside_it_alike(pool: Pool) -> None:
+    """For the loss scale it calls the loss once more, before the schedule."""
+    values = VALUES | {"strategy": "pp", "precision": "fp16"}
+    errors = pool.errors(fit, InHalfPrecision(of_the_output), values, world=2)
+    assert_user_errors(errors, "a pipeline (mesh.pp)", "torch.autograd.grad(total, found")
+    pool.run(fit, InHalfPrecision(of_its_target), values, world=2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])

@@ -115,6 +115,18 @@ def test_weights_whose_rows_are_not_one_after_another():
     assert torch.equal(other.weight, plain.weight)
 
 
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_on_the_step_of_the_replaced_optimizer_is_not_lost(register: str):
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    getattr(made, register)(lambda *_: None)
+    config = resolve([("test", {"optimizer": "adamw"})]).config
+    with pytest.raises(UserError, match=rf"optimizer=adamw replaces the task's AdamW.*{register}"):
+        build_optimizers(config, made)
+
+    # The task's own keeps it.
+    assert build_optimizers(resolve([("test", {})]).config, made) is made
+
+
 def test_groups_are_taken_over():
     config = resolve([("test", {"optimizer": "adamw8bit"})]).config
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))

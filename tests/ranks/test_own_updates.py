@@ -412,6 +412,26 @@ def clips(model: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def clips_values(model: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-6)
+
+
+def clips_with_norm(model: Any, optimizer: Any) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1e-6, nn.utils.get_total_norm(gradients))
+
+
+def zeroes(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def measures(model: Any, optimizer: Any) -> None:
+    """What a log line may do: it changes no gradient."""
+    gradients = [p.grad for p in model.parameters()]
+    nn.utils.get_total_norm(gradients)
+    torch._foreach_mul_([gradient.clone() for gradient in gradients], 2.0)
+
+
 def freezes_the_last(model: Any, optimizer: Any) -> None:
     model[2].bias.grad = None
 
@@ -423,6 +443,9 @@ KEPT_LINES = [
     (1, {}, nothing, clips, "before step.apply()"),
     (2, {}, nothing, clips, "before step.apply()"),
     (2, {"strategy": "fsdp"}, nothing, clips, "before step.apply()"),
+    (2, {"strategy": "fsdp"}, nothing, clips_values, "before step.apply()"),
+    (2, {"strategy": "fsdp"}, nothing, clips_with_norm, "before step.apply()"),
+    (2, {"strategy": "fsdp"}, nothing, zeroes, "before step.apply()"),
 ]
 
 
@@ -437,6 +460,17 @@ def test_sums_are_not_dropped_or_clipped(
 def test_one_gradient_may_be_set_to_none(pool: Pool) -> None:
     """A head that does not learn at first: the others do."""
     pool.run(train_with, {}, nothing, freezes_the_last, world=2)
+
+
+def test_gradients_of_shards_may_be_measured(pool: Pool) -> None:
+    """And the functions of torch that are watched meanwhile are its own again."""
+
+    def train(world: World, store: Any) -> None:
+        before = torch._foreach_mul_
+        train_with(world, store, {"strategy": "fsdp"}, nothing, measures)
+        assert torch._foreach_mul_ is before
+
+    pool.run(train, world=2)
 
 
 def test_buckets_need_every_gradient(pool: Pool) -> None:

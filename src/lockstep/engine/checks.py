@@ -6,18 +6,17 @@ A check that compares ranks is collective and raises the same error on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.config import RunConfig, flatten
@@ -38,6 +37,11 @@ WRAPPERS: dict[type, str] = {
     nn.DataParallel: "strategy=ddp",
     FullyShardedDataParallel: "strategy=fsdp",
     FSDPModule: "strategy=fsdp",
+}
+
+# torch's functions that change several tensors in place, by name.
+FOREACH_IN_PLACE = {
+    name: getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
 }
 
 # Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
@@ -359,8 +363,9 @@ class GradientGuard:
     """Detects in a custom loop that gradients were dropped or changed between two calls of the step.
 
     It watches up to three parameters of each optimizer and raises only if all of them changed, as zero_grad() and
-    clip_grad_norm_() do: setting the gradient of one parameter to None may be intended. On shards torch does not count
-    the changes of clip_grad_norm_(), so its calls are detected directly.
+    clip_grad_norm_() do: setting the gradient of one parameter to None may be intended. torch counts changes in place,
+    but not those of torch._foreach_* functions on shards, which all clipping uses. These are intercepted, between
+    `note` and `check` only: a fingerprint of the shards would make the host wait for the device.
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -371,41 +376,45 @@ class GradientGuard:
                 some = (parameters[0], parameters[len(parameters) // 2], parameters[-1])
                 self._watched.append(list({id(p): p for p in some}.values()))
 
-        # For each optimizer: parameter, gradient, and the gradient's version counter.
-        self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
-        self._was_clipped = False
+        # For each optimizer: parameter, gradient, and the gradient's version counters.
+        self._noted: list[list[tuple[Tensor, Tensor, tuple[int, int]]]] = []
+        has_shards = any(isinstance(p, DTensor) for parameters in self._watched for p in parameters)
+        self._detectors = {name: self._detecting(name) for name in FOREACH_IN_PLACE} if has_shards else {}
+        self._changed: set[int] = set()  # ids of the tensors that these functions changed
 
-    @contextmanager
-    def watch_clipping(self) -> Iterator[None]:
-        """Detect clip_grad_norm_() on these parameters, through the private function of torch that every call uses."""
-        clip = clip_grad._clip_grads_with_norm_
-        watched = {id(p) for parameters in self._watched for p in parameters}
+    def _detecting(self, name: str) -> Callable[..., Any]:
+        function = FOREACH_IN_PLACE[name]
 
-        def detect(parameters: Any, *args: Any, **kwargs: Any) -> None:
-            clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._was_clipped |= any(id(p) in watched for p in clipped)
-            clip(clipped, *args, **kwargs)
+        def detect(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self._changed.update(map(id, tensors))
+            return function(tensors, *args, **kwargs)
 
-        clip_grad._clip_grads_with_norm_ = detect
-        try:
-            yield
-        finally:
-            # Another loop may have started before this one was closed.
-            if clip_grad._clip_grads_with_norm_ is detect:
-                clip_grad._clip_grads_with_norm_ = clip
+        return detect
 
     def note(self) -> None:
         """Record the current gradients as the expected ones."""
-        self._was_clipped = False
+        self._changed.clear()
         self._noted = [
-            [(p, p.grad, local(p.grad)._version) for p in watched if p.grad is not None] for watched in self._watched
+            [(p, p.grad, _versions(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
         ]
+        for name, detect in self._detectors.items():
+            setattr(torch, name, detect)
+
+    def release(self) -> None:
+        """Give torch its functions back."""
+        for name, detect in self._detectors.items():
+            # Another loop may have started before this one was closed.
+            if getattr(torch, name) is detect:
+                setattr(torch, name, FOREACH_IN_PLACE[name])
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
+        self.release()
         for noted in self._noted:
-            changed = noted and all(p.grad is not grad or local(grad)._version != version for p, grad, version in noted)
-            if changed or self._was_clipped:
+            if noted and all(
+                p.grad is not grad or _versions(grad) != versions or id(grad) in self._changed
+                for p, grad, versions in noted
+            ):
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "
@@ -414,6 +423,11 @@ class GradientGuard:
                     "of gradients belong in weight.register_hook(...) before run.setup if they are linear, or in the "
                     "step() of a custom optimizer",
                 )
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Return how often torch saw a gradient change in place, and its shard: one change counts in one of them only."""
+    return gradient._version, local(gradient)._version
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:

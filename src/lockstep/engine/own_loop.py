@@ -155,8 +155,10 @@ class OwnRun:
         self._in_loop = True
         for batches in run.step_batches():
             step = OwnStep(run, batches, gradients, passes)
-            with gradients.watch_clipping():
+            try:
                 yield step
+            finally:
+                gradients.release()
             if not step.ended:
                 in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
                 raise UserError(

@@ -48,6 +48,9 @@ ELEMENTWISE_OPTIMIZERS = {torch.optim.Rprop}
 # nothing when its `found_inf` is not 0 (both are tensors on the device, or None).
 DIVIDES_AND_SKIPS_ATTRIBUTE = "divides_and_skips"
 
+# What to do instead of a hook on the step of an optimizer.
+HOOK_FIX = "clip gradients with clip.norm=1, and do in after_step(), or after step.apply(), what else the hook does"
+
 GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
 
 
@@ -96,12 +99,11 @@ class Optimizers:
         for optimizer in self.all:
             # An optimizer without trainable parameters may update something that has no gradient.
             has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-            if has_trainable and _has_pre_hooks(optimizer):
-                hook = (
-                    "its hook before a step (register_step_pre_hook) would see only the gradients of these parameters"
+            if has_trainable and (hook := step_hook(optimizer)):
+                reason = f"its hook on a step ({hook}) would see only these gradients, and no updates of other ranks"
+                raise _cannot_step(
+                    optimizer, f"{owner} steps only some of the parameters", reason, f"{HOOK_FIX}; or set strategy=ddp"
                 )
-                fix = "clip gradients with clip.norm=1 instead of in a hook; or set strategy=ddp"
-                raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", hook, fix)
             if has_trainable and not _is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
@@ -117,7 +119,15 @@ class Optimizers:
         return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
     def use_masters(self, masters: MasterWeights) -> None:
-        """Update parameters through `masters`, which divide the gradients when they convert them to float32."""
+        """Update parameters through `masters`, which divide the gradients when they convert them to float32.
+
+        The masters step a few parameters at a time, so optimizers with a hook on their step are refused.
+        """
+        for optimizer in self.all:
+            if (hook := step_hook(optimizer)) and any(p.requires_grad for p in _parameters_of(optimizer)):
+                reason = f"its hook on a step ({hook}) would be called for some parameters at a time, as float32 copies"
+                fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
+                raise _cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
         self.masters = masters
         self.divides_gradients = True
         self.skips_on_device = self._all_fused(SKIPPING)
@@ -185,7 +195,7 @@ class Optimizers:
             getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
             or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
             for optimizer in self.all
-        ) and not any(map(_has_pre_hooks, self.all))
+        ) and not any(step_hook(optimizer, ("pre",)) for optimizer in self.all)
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._updating:
@@ -306,9 +316,14 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook runs before each step of this optimizer, such as the user's own gradient clipping."""
-    return bool(vars(optimizer).get("_optimizer_step_pre_hooks"))
+def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
+    """Return what registered the first hook on the step of this optimizer, such as one that clips; None if none."""
+    hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
+    return f"register_step_{hooked[0]}_hook" if hooked else None
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -317,7 +332,15 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
     No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
     many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
     """
-    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+    # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
+    # Others get shards as plain tensors: a hook that clips would use the norm of this rank's shards.
+    needs_full = type(optimizer) not in ELEMENTWISE_OPTIMIZERS
+    hook = step_hook(optimizer) if needs_full else step_hook(optimizer, ("pre",))
+    if hook:
+        problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
+        reason = f"it has a hook on its step ({hook}), and {problem}"
+        raise _cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp")
+    if not needs_full:
         return False
 
     try:
@@ -328,12 +351,6 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
             f"{DTENSOR_ATTRIBUTE} = True in its class"
         )
         raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
-
-    # The optimizer is stepped once per parameter, so a hook on its step would be called too often.
-    if any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
-        fix = "do in after_step(), or after step.apply(), what the hook does; or set strategy=ddp"
-        reason = "it has a hook on its step, and needs full parameters"
-        raise _cannot_step(optimizer, "parameters are sharded", reason, fix)
 
     return True
 

@@ -99,6 +99,8 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
     """
     import torch
 
+    from lockstep.optim.optimizers import HOOK_FIX, step_hook
+
     if config.optimizer == OWN:
         return optimizers
     if config.optimizer not in OPTIMIZERS:
@@ -118,6 +120,13 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return optimizers
         if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            if hook := step_hook(optimizer):
+                raise UserError(
+                    f"optimizer={config.optimizer} replaces the task's {type(optimizer).__name__}, which has a hook "
+                    f"on its step ({hook})",
+                    "the hook would never be called",
+                    f"{HOOK_FIX}; or set optimizer={OWN}",
+                )
             keys = ("params", *kind.options)
             groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
             built.append(resolve_name(kind.path)(groups, **kind.arguments))

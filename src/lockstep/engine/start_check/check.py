@@ -202,7 +202,7 @@ def _judge(
     positions = samples.half if samples.can_be_split else None
     probe.seed()
     states, seed = rng_states(device), torch.initial_seed()
-    first = probe.measure(lambda: samples.batch(positions), gradients=False)
+    first = _measure_first(run, probe, lambda: samples.batch(positions))
     draws = used_generators(states, rng_states(device))
     seeded_by_loss = torch.initial_seed() != seed
     changes = snapshot.changes()
@@ -235,6 +235,22 @@ def _judge(
     return (None if cause and cause.key in accepted else cause), first
 
 
+def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Measurement:
+    """Call the loss. If it fails on one rank, raise on all: the others would wait for it in `_measure_again`."""
+    if run.runtime.world.alone or not run.driver.role.replicated:
+        return probe.measure(make_batch, gradients=False)
+
+    measured, reason = None, ""
+    try:
+        measured = probe.measure(make_batch, gradients=False)
+    except Inconclusive as error:
+        reason = str(error)
+    reasons = run.runtime.collectives.gather_json(reason)
+    if measured is None or any(reasons):
+        raise Inconclusive(next(filter(None, reasons)))
+    return measured
+
+
 def _measure_again(
     run: Run, probe: Probe, make_batch: Callable[[], Any], first: Measurement, tolerance: Tolerance
 ) -> tuple[Measurement, Cause | None]:
@@ -252,10 +268,15 @@ def _measure_again(
         except Inconclusive:
             alone = None
 
-    if alone is not None and same_loss(first, alone, tolerance):
+    differs = alone is None or not same_loss(first, alone, tolerance)
+
+    # The next call reaches other ranks if the loss does: either all ranks make it or none does.
+    if not any(run.runtime.collectives.gather_json(differs)) and alone is not None:
         return alone, None
     again = probe.measure(make_batch, gradients=False)
-    return again, judge_ranks(first, alone, again, run.runtime.world.size, tolerance) if alone else None
+    if alone is None or not differs:
+        return again, None
+    return again, judge_ranks(first, alone, again, run.runtime.world.size, tolerance)
 
 
 def _check_halves(

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, no_gradient
@@ -190,18 +190,27 @@ class Pipeline:
 
         return [(group, any(new[index] for index in group)) for group in groups]
 
-    def forward(self, loss_fn: LossFn, data: Any) -> Loss | None:
+    def forward(self, loss_fn: LossFn, data: Any, loss_gradients: bool = False) -> Loss | None:
         """Run one batch without gradients, and without changing the model's buffers.
 
-        Returns the loss on the rank of the last stage, None on the others.
+        Returns the loss on the rank of the last stage, None on the others. With `loss_gradients`, the loss is called as
+        in training: it may compute gradients itself, which `before_inner_gradient` judges.
         """
         self._set_mode()
         output, _ = self._forward_once(model_input(loss_fn, self.model, data))
         if self.count - 1 not in self.local_stages:
             return None
 
-        with torch.no_grad():
+        if not loss_gradients:
+            with torch.no_grad():
+                return self.loss(loss_fn, data, output)
+
+        output = tree_map_only(Tensor, _with_gradient, output)
+        self.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        try:
             return self.loss(loss_fn, data, output)
+        finally:
+            self.outputs = []
 
     def loss(self, loss_fn: LossFn, data: Any, output: Any) -> Loss:
         """Return the task's loss for the model's `output`. Only the rank of the last stage has it."""
@@ -295,7 +304,9 @@ class _ScheduledStage(nn.Module):
 
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for leaf in leaves:
-            leaf.register_hook(pipeline.note_gradient)
+            # If the loss changes a view in place, torch calls the hooks of its base only.
+            base = leaf._base if leaf._base is not None and leaf._base.grad_fn is not None else leaf
+            base.register_hook(pipeline.note_gradient)
 
         compute_loss = partial(pipeline.loss, self._loss_fn, micro.data)
         total: Tensor | None = None
@@ -406,6 +417,11 @@ def fits(name: str, ranks: int, count: int) -> bool:
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """Return a copy that requires a gradient, if its dtype can. A loss may change it in place, which no leaf allows."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
 def _shape_of(arguments: ModelInput) -> tuple[Any, ...]:
