@@ -111,7 +111,8 @@ class CheckpointManager:
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step and the time of the last save. After a resume, the step of its checkpoint and the time of the resume.
+        # The step of the last checkpoint in this run's folder, None if there is none or the last save was abandoned; and
+        # the time of that save, or of the resume.
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
 
@@ -314,14 +315,17 @@ class CheckpointManager:
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
     def due(self, step: int, requested: bool) -> bool:
-        """Whether to save after `step`: a rank `requested` it, or `checkpoint.every` is reached; but not twice."""
+        """Whether to save after `step`: a rank `requested` it, or it is a multiple of `checkpoint.every`.
+
+        The same step is never saved twice.
+        """
         every = self.config.checkpoint.every
         return (requested or (every is not None and step % every == 0)) and step != self._saved_step
 
     def save(self, loop: LoopState, metrics: dict[str, float]) -> None:
         """Copy the state, and write it in the background while training continues.
 
-        `metrics` choose the best checkpoint. Also reseeds Python's and numpy's generators, as a resume does.
+        `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's generators, as a resume does.
         """
         self.settle()
         heartbeat = self.runtime.heartbeat

@@ -283,7 +283,7 @@ def _canonical(value: Any) -> bytes:
 
 # ---- checks of all fields ----
 #
-# A manifest of a large model has millions of fields, so the text of a message is put together only if it is needed.
+# A manifest of a large model has millions of fields, so the checks of pieces build a message only if they fail.
 
 
 def require(condition: bool, message: str) -> None:
@@ -311,14 +311,15 @@ def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
         raise ValueError(f"{what}: {field} has too many dimensions")
     # `type`, not `isinstance`: True must not pass as 1.
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_BYTES):
-        raise ValueError(f"{what}: {field} is not {_KINDS[int]}")
+        raise ValueError(f"{what}: {field} is not a list of counts")
     return tuple(value)
 
 
 def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
     # `type`, not `isinstance`: True must not pass as 1.
     if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
-        raise ValueError(f"{what}{': ' * bool(field)}{field} is not {_KINDS[kind]}")
+        where = f"{what}: {field}" if field else what
+        raise ValueError(f"{where} is not {_KINDS[kind]}")
     return value
 
 

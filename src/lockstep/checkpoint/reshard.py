@@ -1,4 +1,4 @@
-"""Choose which tensors and shards each rank writes and reads. Any world can load a checkpoint of any other.
+"""Choose which tensors and shards each rank writes and reads. A checkpoint can be loaded on any number of ranks.
 
 A DTensor is sharded: every rank writes its shard, and reads the slice of the full tensor that is its shard now. A plain
 tensor is replicated: one of the ranks that hold it writes it, and all ranks that need it read it.
@@ -37,9 +37,8 @@ def slices_to_write(
 
     `sizes` holds the `plain_sizes` of each rank. `duplicates`: see `RankRole.duplicates`.
     """
-    # If several ranks hold the same shard, the first of them writes it. The mesh says which is the first, except among
-    # the stages of a pipeline, which hold different tensors: `duplicates` names the few that they share. An empty shard
-    # needs no file.
+    # Of several ranks with the same shard, the first on the mesh writes it. Pipeline stages are on different meshes, so
+    # `duplicates` lists the tensors that a lower stage already writes. An empty shard needs no file.
     shards = {name: shard_of(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     slices = [
         Slice(name, shard.local, shard.full_shape, shard.offset)
@@ -47,7 +46,7 @@ def slices_to_write(
         if shard.first_copy and parameter_of(name) not in duplicates and shard.local.numel()
     ]
 
-    # Every rank computes the writers of all replicated tensors, and keeps its own ones.
+    # Every rank computes the writers of all replicated tensors, and keeps those that it writes itself.
     return slices + [Slice.full(name, tensors[name]) for name, writer in _writers(sizes).items() if writer == rank]
 
 

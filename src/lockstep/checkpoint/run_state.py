@@ -39,7 +39,7 @@ class Stateful(Protocol):
 
     Optional members, looked up with `getattr`:
 
-    read(name, reader)       reads only its own shard of a tensor; without it, the state is replicated on every rank
+    read(name, reader)       reads this rank's shard of a tensor; a part without it has the same state on every rank
     changes_since(state)     lists what the user's code has changed since `state` was saved
     lasting, frozen_advice   see `Task`
     """
@@ -405,7 +405,7 @@ class RunState:
     def _merge_group_options(
         self, number: int, saved: JsonDict, reader: CheckpointReader
     ) -> tuple[list[str], list[JsonDict]]:
-        """Return the user's changes of the parameter groups, and the options to use for each group.
+        """Return the user's changes to the parameter groups, and the options to use for each group.
 
         An option that the user's code has changed keeps its new value. All other options get their values from the end
         of the saved run, since some optimizers keep counters there.

@@ -1,4 +1,4 @@
-"""Copy the state to host memory. This is the only part of a save for which training waits.
+"""Copy the state to host memory.
 
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`BackgroundCopy`).
@@ -41,7 +41,7 @@ class Slice:
         shape = tuple(self.tensor.shape)
         assert len(shape) == len(self.full_shape) == len(self.offset), f"the offset or shape of {self.name} is wrong"
         bounds = zip(self.offset, shape, self.full_shape, strict=True)
-        assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} reaches too far"
+        assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} exceeds the full tensor"
         return SliceSpec(self.name, dtype_name(self.tensor, self.name), self.full_shape, self.offset, shape)
 
 

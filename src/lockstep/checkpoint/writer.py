@@ -80,8 +80,8 @@ class SaveFailed(Exception):
 class Save:
     """One save on one rank, and its result once it has ended.
 
-    `run` may be called in a thread; all other methods are called in the training thread. A save is committed (by rank
-    0), fails, or is abandoned. If it is not committed, its staged files are deleted.
+    `run` may run in a thread. Of the other methods, the training thread calls only `refuse`, `abandon` and
+    `delete_staged`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its staged files are deleted.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
@@ -116,7 +116,7 @@ class Save:
         aliases: dict[str, str],
         values: dict[str, Any],
     ) -> None:
-        """Write, confirm and (on rank 0) commit. It never raises: `error` holds the reason of a failure.
+        """Write, confirm and (on rank 0) commit. It never raises: `error` holds the reason for a failure.
 
         `data` is the data section of this rank's file; `finish_copy` waits until `data` is complete, or raises. Only
         rank 0's `aliases` and `values` are used.
@@ -282,7 +282,7 @@ class Save:
             self.caused_elsewhere = True
             raise SaveFailed(f"rank {rank}: {confirmation['error']}")
 
-        # On a shared file system, a file that another machine wrote may appear late, or be lost.
+        # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost; the save then fails.
         with self.context.store.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
         if size != confirmation["size"]:

@@ -85,7 +85,7 @@ def _forward(block: nn.Module, original: Callable[..., Any] | None, remat: str, 
     if not torch.is_grad_enabled():
         return run(*args, **kwargs)
 
-    if not torch.compiler.is_compiling():  # dynamo cannot trace the look at `__mro__`
+    if not torch.compiler.is_compiling():  # dynamo cannot trace this check
         refuse_kv_cache(block, (*args, *kwargs.values()), remat)
 
     # Pass `context_fn` only if it is needed: torch.compile takes any, even torch's default, for a selective checkpoint.
