@@ -94,7 +94,7 @@ class SampleReader:
         return samples
 
     def read_again(self, request: Request) -> Any:
-        """Read the batch twice and return the second one, which differs if the dataset or collate has state."""
+        """Read the batch twice and return the second. If the dataset or collate keeps state, the two differ."""
         if not self._gathers_rows:
             self(request)
         return self(request)

@@ -132,7 +132,7 @@ class Run:
                 batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
-                # In every step: the user's code may change the dataset between any two. The same setting turns it off.
+                # Check in every step: user code may change the dataset at any time. `checks.first_batch=false` turns this off too.
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
                     self.source.check_dataset()
                 batches = self.source.take()
@@ -289,7 +289,7 @@ class Run:
     def evaluation_batch(self) -> int:
         """Return the batch size of evaluations.
 
-        It is never the derived micro-batch size, which depends on the number of ranks: then the numbers would, too.
+        Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
         """
         configured = self.config.micro_batch if self.config.micro_batch != "auto" else None
         return self.config.evaluate.batch or configured or min(self.plan.global_batch, MAX_EVALUATION_BATCH)

@@ -63,7 +63,7 @@ def _newest_listed(run: Path) -> TermInfo | None:
         except (ValueError, TypeError):
             continue  # no launcher wrote this file
         except OSError as error:
-            # Nor is a pipe, or a large file, one of ours.
+            # A pipe or an oversized file is not ours either.
             if error.errno not in (errno.EINVAL, errno.EFBIG):
                 raise
 

@@ -200,7 +200,6 @@ def parse_nproc(asked: str | int | None) -> Bounds:
 
     bounds = _parse_range(
         asked,
-        "..",
         UserError(
             f"--nproc {asked} is not a number of processes",
             "neither a count, nor a range, nor auto",
@@ -217,7 +216,6 @@ def parse_nproc(asked: str | int | None) -> Bounds:
 def parse_nnodes(asked: str | int | None) -> Bounds:
     return _parse_range(
         asked,
-        ":",
         UserError(
             f"--nnodes {asked} is not a number of nodes",
             "neither a count nor a range",
@@ -226,10 +224,10 @@ def parse_nnodes(asked: str | int | None) -> Bounds:
     )
 
 
-def _parse_range(asked: str | int | None, between: str, refusal: UserError) -> Bounds:
-    """Parse one number, or two numbers with `between` between them; None means 1. Otherwise raises `refusal`."""
+def _parse_range(asked: str | int | None, refusal: UserError) -> Bounds:
+    """Parse one number, or two as in `1..8` or torchrun's `1:8`; None means 1. Otherwise raises `refusal`."""
     text = "1" if asked is None else str(asked)
-    match = re.fullmatch(rf"(\d+)(?:{re.escape(between)}(\d+))?", text, re.ASCII)
+    match = re.fullmatch(r"(\d+)(?:(?:\.\.|:)(\d+))?", text, re.ASCII)
     bounds = Bounds(int(match[1]), int(match[2] or match[1])) if match else Bounds(0, 0)
     if not 1 <= bounds.least <= bounds.most:
         raise refusal

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 LAUNCHER_LOCK = ".launcher"
 
-# The limit for the bytes of its settings and its plan.
+# The largest settings or plan file of a run, in bytes.
 LARGEST_SETTINGS = 2**26
 
 # How long a launcher waits for the end of another one, which may just have been killed.

@@ -1,8 +1,8 @@
-"""Learning rates by the user's scheduler, a torch LRScheduler (those of transformers are such).
+"""Learning rates by the user's scheduler, a torch LRScheduler, including those of transformers.
 
 Lockstep steps it once for every applied step of its optimizer, and saves its state in checkpoints. ReduceLROnPlateau is
 stepped with the mean loss of the first evaluation after a step instead. If the user changes a scheduler in the code of
-a resumed run (another number of steps, another rate), the run continues as if it had always been so.
+a resumed run (another number of steps, another rate), the run continues as if it had started with the new settings.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_counts(monkeypatch):
     assert parse_nproc(3) == parse_nproc("3") == Bounds(3, 3)
     assert parse_nnodes(None) == Bounds(1, 1)
     assert parse_nnodes("2") == Bounds(2, 2)
-    assert parse_nnodes("1:4") == Bounds(1, 4)
+    assert parse_nnodes("1:4") == parse_nnodes("1..4") == parse_nnodes(str(Bounds(1, 4))) == Bounds(1, 4)
     assert parse_address("10.0.0.1:29400") == ("10.0.0.1", 29400)
     assert parse_address("[::1]:29400") == ("::1", 29400)
     for gpus, cores, first in [(4, 2, 4), (0, 2, 2), (16, 2, 8), (0, 1, 1)]:

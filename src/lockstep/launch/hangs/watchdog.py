@@ -1,8 +1,8 @@
 """The watchdog: notice within seconds that no rank advances and explain which rank the others wait for, and where.
 
 Ranks publish their step and phase (`lockstep.runtime.heartbeat`); launchers read them, and the coordinating one judges.
-`suspicion.suspect` judges all ranks at one moment, and `Watchdog` has it do so once a second for one attempt: it
-remembers what it needs in between, and the stacks that are collected on suspicion, which `explanation.explain` reads.
+`suspicion.suspect` judges all ranks at one moment. `Watchdog` calls it once a second during one attempt, and keeps what
+it needs between calls, and the stacks that are collected on suspicion, for `explanation.explain`.
 """
 
 from __future__ import annotations
