@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
-from lockstep.runtime.preemption import WORKER_NAME
+from lockstep.runtime.preemption import WORKER_NAME, starting_workers
 
 # After SIGTERM a worker process ends by itself, unless its rank ends it before.
 WORKER_GRACE_S = 120.0
@@ -29,9 +29,10 @@ DESCRIPTORS = "/proc/self/fd"  # Linux only: opening an entry opens its file aga
 
 def start_reading(loader: DataLoader) -> Iterator[Any]:
     """Start the loader's worker processes, under the name by which a preemption finds them, and return its batches."""
-    batches = iter(loader)
-    for process in getattr(batches, "_workers", []):
-        process.name = WORKER_NAME
+    with starting_workers():
+        batches = iter(loader)
+        for process in getattr(batches, "_workers", []):
+            process.name = WORKER_NAME
 
     return batches
 

@@ -13,8 +13,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import Preempted
 from lockstep.runtime.heartbeat import FOLDER
@@ -25,6 +26,24 @@ STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 
 # The name, in this process, of worker processes that read the training data.
 WORKER_NAME = "lockstep-worker"
+
+
+# The handlers of the present run, each with the handler that it has replaced.
+_replaced: dict[int, tuple[Any, Any]] = {}
+
+# While worker processes are being started, the children that this process had before; None at other times.
+_older_children: list[BaseProcess] | None = None
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Count every process that is forked in this context as a worker, before it has a worker's name and handlers."""
+    global _older_children
+    _older_children = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        _older_children = None
 
 
 class PreemptionNotice:
@@ -55,9 +74,10 @@ class PreemptionNotice:
         self.signal = signal.Signals(number).name
 
     def _receive_in_child(self, number: int) -> None:
-        # Schedulers signal all processes of a job. The rank needs the processes that it forked until it has saved.
-        if self._left[0]:
-            signal.signal(number, signal.SIG_DFL)
+        # Schedulers signal all processes of a job. The rank needs its workers until it has saved, and one that is being
+        # started has not set its own handlers yet.
+        if self._left[0] or _older_children is None:
+            signal.signal(number, _replaced[number][1] if number in _replaced else signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def release_children(self) -> None:
@@ -73,7 +93,7 @@ class PreemptionNotice:
         # when a worker is killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in multiprocessing.active_children():
-            if child.name == WORKER_NAME:
+            if child.name == WORKER_NAME or (_older_children is not None and child not in _older_children):
                 child.kill()
         raise Preempted(0, name, None)
 
@@ -93,11 +113,52 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     """
     launched = FOLDER in os.environ
     notice = PreemptionNotice(waits=launched)
-    with signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else STOP_SIGNALS), _same_handler(signal.SIGCHLD):
-        try:
-            yield notice
-        finally:
-            notice.release_children()
+    numbers = SCHEDULER_SIGNALS if launched else STOP_SIGNALS
+    for number in numbers:
+        # None: the handler was set by C code and cannot be restored.
+        _replaced[number] = notice.receive, signal.getsignal(number) or signal.SIG_DFL
+
+    try:
+        with signal_handler(notice.receive, numbers), _same_handler(signal.SIGCHLD):
+            try:
+                yield notice
+            finally:
+                notice.release_children()
+    finally:
+        _replaced.clear()
+
+
+def _restore_handlers_in_child() -> None:
+    """Give a process that the user's code forks during a run the handlers from before it, so that terminate() ends it.
+
+    Workers keep the run's handlers until they have their own (`starting_workers`).
+    """
+    for number, (ours, before) in _replaced.items() if _older_children is None else ():
+        if signal.getsignal(number) == ours:
+            signal.signal(number, before)
+    _deliver_signals()
+
+
+def _hold_signals() -> None:
+    """Hold signals during a fork: Python forgets those that a new process gets before it has its own handlers.
+
+    Not while the handler may raise (`waits` is false): Python drops an exception of a function that runs at a fork.
+    """
+    notices = [getattr(ours, "__self__", None) for ours, _ in _replaced.values()]
+    if notices and notices[0].waits:
+        _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
+
+
+def _deliver_signals() -> None:
+    if (before := getattr(_held, "before", None)) is not None:
+        _held.before = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# The signal mask from before the fork in which this thread is.
+_held = threading.local()
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_deliver_signals, after_in_child=_restore_handlers_in_child)
 
 
 @contextmanager

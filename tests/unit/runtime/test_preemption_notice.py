@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import Preempted
 from lockstep.runtime import preemption
 from lockstep.runtime.heartbeat import FOLDER
-from lockstep.runtime.preemption import WORKER_NAME, handle_signals
+from lockstep.runtime.preemption import WORKER_NAME, handle_signals, starting_workers
 
 
 @pytest.fixture
@@ -48,16 +48,54 @@ def test_leaving_kills_workers_and_not_the_processes_of_the_user(child):
     assert users.exitcode == -signal.SIGTERM
 
 
-def test_forked_processes_stay_until_the_run_has_ended(child):
+def test_workers_that_are_starting_stay_until_the_run_has_ended(child):
     with handle_signals() as notice:
-        users = child("the user's")
-        users.terminate()
-        users.join(0.3)
-        assert users.is_alive()
+        with starting_workers():
+            worker = child("without its name yet")
+        worker.terminate()
+        worker.join(0.3)
+        assert worker.is_alive()
         assert notice.signal is None
-    users.terminate()
-    users.join(60)
-    assert users.exitcode == -signal.SIGTERM
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGTERM
+
+
+def test_a_process_that_the_user_forks_during_a_run_can_be_terminated(child):
+    with handle_signals() as notice:
+        notice.waits = True  # the first step has begun
+        users = child("the user's")
+        users.terminate()  # perhaps before it runs
+        users.join(60)
+        assert users.exitcode == -signal.SIGTERM
+        assert notice.signal is None
+
+
+def test_a_process_that_the_user_forks_has_the_handlers_from_before_the_run(monkeypatch):
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    try:
+        with handle_signals():
+            users = context.Process(target=lambda: found.put(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN))
+            users.start()
+            users.join(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found.get()
+
+
+def test_leaving_kills_workers_that_have_no_name_yet(child):
+    """A signal during `iter(loader)`: at exit Python would wait for them."""
+    with handle_signals():
+        users = child("the user's")
+        with starting_workers():
+            worker = child("Process-1")
+            with pytest.raises(Preempted):
+                os.kill(os.getpid(), signal.SIGTERM)
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
+    assert users.is_alive()
 
 
 class Reentrant:
