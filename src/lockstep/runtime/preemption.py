@@ -144,8 +144,7 @@ def _hold_signals() -> None:
 
     Not while the handler may raise (`waits` is false): Python drops an exception of a function that runs at a fork.
     """
-    notices = [getattr(ours, "__self__", None) for ours, _ in _replaced.values()]
-    if notices and notices[0].waits:
+    if any(ours.__self__.waits for ours, _ in _replaced.values()):
         _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
 
 
