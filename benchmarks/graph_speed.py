@@ -146,14 +146,14 @@ def by_lockstep(
     builder = open_run(resolved, runtime, "bench")
     builder.setup_model(task.model(), task.optimizer, task)
     run = builder.setup_run(task.data(), task.collate)
-    before = task.before_batch if loop._overrides(task, "before_batch") else None
+    before, after = loop._own_method(task, "before_batch"), loop._own_method(task, "after_step")
     try:
         for batches in run.step_batches():
             if before:
                 batches.micro_batches = loop._call_before_each(batches.micro_batches, before)
             run.end_step(batches, run.stepper.step(batches, task.loss))
-            if loop._overrides(task, "after_step"):
-                task.after_step(run.driver.model, run.stepper.counters.step)
+            if after:
+                after(run.driver.model, run.stepper.counters.step)
             if run.stepper.counters.step % block == 0:
                 yield
     finally:

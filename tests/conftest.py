@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import preloaded
-from sampled import SAMPLED
+from sampled import SAMPLED, out_of_range
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         importlib.import_module("zoo")  # before transformers and timm
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of single modules as quick, for `make quick`, and put the longest files first.
 
     A worker of xdist that takes a long file last works on alone while the others have nothing to do.
@@ -85,17 +85,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(UNIT) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
-    _leave_to_test_long(items)
+    # Of whole files all cases are here.
+    whole = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
+    _leave_to_test_long(items, whole)
     order = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))
 
 
-def _leave_to_test_long(items: list[pytest.Item]) -> None:
+def _leave_to_test_long(items: list[pytest.Item], whole: bool) -> None:
     """Mark what tests/sampled.py leaves out as long; all cases of a test have to be among the items."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = getattr(item, "originalname", item.name)
         cases.setdefault(f"{item.path.relative_to(HERE).as_posix()}::{name}", []).append(item)
+    if whole and (wrong := out_of_range({test: len(found) for test, found in cases.items()})):
+        raise pytest.UsageError(f"tests/sampled.py names places that no case has: {', '.join(wrong)}")
     for test, places in SAMPLED.items():
         found = cases.get(test, [])
         if len(found) <= max(places, default=0):

@@ -6,6 +6,12 @@ in which each reads the checkpoint of another, every second pair: what is then n
 is trained from the checkpoint of another.)
 """
 
+
+def out_of_range(cases: dict[str, int]) -> list[str]:
+    """Return the tests with a place that no case has, by the number of cases of each test that was collected."""
+    return [test for test, places in SAMPLED.items() if test in cases and max(places, default=-1) >= cases[test]]
+
+
 SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_batchnorm.py::test_many_ranks_have_the_running_statistics_of_plain_pytorch": (1, 3),
     "ranks/test_bytes.py::test_bytes_follow_the_formula": (0, 2, 4, 8, 10, 14),

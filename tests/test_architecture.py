@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sampled import SAMPLED
+from sampled import SAMPLED, out_of_range
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
@@ -139,3 +139,11 @@ def test_the_tour_names_enough():
 def test_what_is_sampled_exists(test: str) -> None:
     path, name = test.split("::")
     assert f"def {name}(" in (Path(__file__).parent / path).read_text()
+
+
+def test_a_sampled_case_that_is_not_there_is_noticed() -> None:
+    """Otherwise every case of a test that has lost some would run, or none."""
+    cases = {test: max(places, default=0) + 1 for test, places in SAMPLED.items()}
+    assert out_of_range(cases) == []
+    test = next(iter(SAMPLED))
+    assert out_of_range(cases | {test: cases[test] - 1}) == [test]

@@ -111,7 +111,7 @@ class CheckpointManager:
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step of the last checkpoint in this run's folder, None if there is none or the last save was abandoned; and
+        # The step of the last checkpoint in this run's folder; None if there is none or the last save was abandoned. And
         # the time of that save, or of the resume.
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -325,7 +325,8 @@ class CheckpointManager:
     def save(self, loop: LoopState, metrics: dict[str, float]) -> None:
         """Copy the state, and write it in the background while training continues.
 
-        `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's generators, as a resume does.
+        `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's
+        generators, as a resume does.
         """
         self.settle()
         heartbeat = self.runtime.heartbeat

@@ -81,7 +81,8 @@ class Save:
     """One save on one rank, and its result once it has ended.
 
     `run` may run in a thread. Of the other methods, the training thread calls only `refuse`, `abandon` and
-    `delete_staged`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its staged files are deleted.
+    `delete_staged`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its staged files
+    are deleted.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
@@ -282,7 +283,8 @@ class Save:
             self.caused_elsewhere = True
             raise SaveFailed(f"rank {rank}: {confirmation['error']}")
 
-        # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost; the save then fails.
+        # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
+        # save fails.
         with self.context.store.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
         if size != confirmation["size"]:

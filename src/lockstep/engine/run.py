@@ -132,7 +132,8 @@ class Run:
                 batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
                 check_first = False
             else:
-                # Check in every step: user code may change the dataset at any time. `checks.first_batch=false` turns this off too.
+                # In every step: user code may change the dataset at any time. `checks.first_batch=false` turns this
+                # off too.
                 if self.config.checks.first_batch and isinstance(self.source, MapSource):
                     self.source.check_dataset()
                 batches = self.source.take()

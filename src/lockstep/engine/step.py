@@ -2,7 +2,7 @@
 
     control = self.begin(batches)                                        sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
-    factor  = clipping x N / (global weight x loss scale)                N: world size if gradients are means over ranks, else 1
+    factor  = clipping x N / (global weight x loss scale)                N: world size, or 1 if gradients are sums
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
 A custom loop runs the micro-batches itself, between `begin` and `apply`.

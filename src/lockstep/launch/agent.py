@@ -6,6 +6,7 @@ It decides nothing. The coordinator's orders go in (`do`), and messages for the 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.errors import UserError
 from lockstep.launch import failure, records
 from lockstep.launch.election import TERM_FILE
 from lockstep.launch.hangs import flight_recorder, stacks
@@ -38,7 +40,7 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import Zygote, kill_rank
-from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE, STORE_PORT
+from lockstep.runtime.environments.torchrun import OF_ONE_JOB, STORE_FILE, STORE_KEY_FILE, STORE_PORT
 from lockstep.runtime.heartbeat import ATTEMPT, FOLDER
 from lockstep.runtime.machine import loopback_interface
 from lockstep.runtime.rendezvous.proof import Secret
@@ -55,6 +57,9 @@ RANKS_KILL_S = 5.0
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
+# How often the files that ranks share with their launcher are touched.
+TOUCH_S = 3600.0
+
 
 class LocalAttempt:
     """The ranks of one attempt on this node, with the folder that they share with their launcher."""
@@ -64,6 +69,7 @@ class LocalAttempt:
 
         # Heartbeats, failure records, stacks and settings. Readable by this user alone.
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._touched = time.monotonic()
 
         # A pipe that carries no data. Ranks read from `alive` and kill themselves when the other end is closed, by this
         # process or by the kernel because this process is dead.
@@ -80,6 +86,14 @@ class LocalAttempt:
     @property
     def pids(self) -> dict[int, int]:
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
+
+    def touch(self) -> None:
+        """Touch all files now and then, because some systems remove what nobody has touched in /tmp for days."""
+        if time.monotonic() - self._touched > TOUCH_S:
+            self._touched = time.monotonic()
+            for path in self.folder.iterdir():
+                with suppress(OSError):
+                    os.utime(path)
 
     def kill(self) -> None:
         self._lifeline.close()
@@ -204,6 +218,7 @@ class Agent:
         # Ranks of one machine use a file as their store, in a folder that only this user can read, and gloo listens
         # where no other machine can connect.
         if not start.store:
+            _check_locks(folder)
             loopback = loopback_interface()
             gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in self._zygote.env else {}
             return {STORE_FILE: str(folder / "store"), **gloo}
@@ -278,6 +293,9 @@ class Agent:
     def poll(self) -> list[Message]:
         """Return the messages about what has happened since the last call."""
         current = self._current
+        if current is not None:
+            current.touch()
+
         for report in self._zygote.poll():
             if current is not None and report["rank"] in current.ranks:
                 self._handle_report(current, current.ranks[report["rank"]], report)
@@ -360,10 +378,25 @@ class Agent:
             self._next_zygote.close()
 
 
+def _check_locks(folder: Path) -> None:
+    """Raise a UserError if files in the folder cannot be locked, as torch's FileStore does."""
+    try:
+        with (folder / "store").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(
+            f"the ranks cannot meet in {folder.parent}: files there cannot be written and locked",
+            error.strerror or str(error),
+            "set TMPDIR to a folder on a local disk",
+        ) from None
+
+
 def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
-    # Ranks must not get the job's secret: programs may record their environment.
-    inherited = {name: value for name, value in os.environ.items() if name != SECRET}
+    # Ranks must not get the job's secret: programs may record their environment. Nor must they get the variables of
+    # another job, one of whose ranks may have started this launcher.
+    others = {SECRET, TERM_FILE, *OF_ONE_JOB}
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
     share_cores(inherited, count)
     return inherited
 

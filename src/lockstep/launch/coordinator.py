@@ -24,7 +24,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.job import Job, Node, append_event
 from lockstep.launch.run_dir import folder_identity, latest_step
 from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
+from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
 from lockstep.launch.wire.door import Sighting
 from lockstep.launch.wire.messages import (
     Announce,
@@ -97,6 +97,10 @@ class FolderWatch:
         self.removed = False
         self.error: Exception | None = None
 
+        # When the coordinator's loop made its last turn. If the loop is stuck, in a write to a held terminal, this
+        # thread must not write the heartbeat: another node is to take over.
+        self.last_turn = time.monotonic()
+
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
 
@@ -114,7 +118,8 @@ class FolderWatch:
 
     def look(self) -> None:
         if self._term is not None:
-            self._term.beat()
+            if time.monotonic() - self.last_turn <= LOST_AFTER_S:
+                self._term.beat()
             self.superseded = self._term.superseded()
 
         # Nothing that is trained from now on can be saved: the coordinator says so, once.
@@ -122,11 +127,11 @@ class FolderWatch:
             self._identity = None
             self.removed = True
 
+        # Usually there is no such file. After an error of the disk, the next look may read it.
         request = self._run_dir / "resize"
-        if request.is_file():
-            self.resize_requests.append(records.read(request, most=100).strip())
-            with suppress(OSError):
-                request.unlink()
+        with suppress(OSError):
+            self.resize_requests.append(records.read_bytes(request).decode(errors="replace").strip())
+            request.unlink()
 
     def close(self) -> None:
         self._closed.set()
@@ -164,7 +169,6 @@ class Coordinator:
         self._machine.joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         self._next_beat = now
-        self._last_turn = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
         self._watch = FolderWatch(job.run_dir, term)
@@ -208,10 +212,10 @@ class Coordinator:
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
-        if self._is_superseded(check=now - self._last_turn > SUSPENDED_S):
+        if self._is_superseded(check=now - self._watch.last_turn > SUSPENDED_S):
             return
 
-        self._last_turn = now
+        self._watch.last_turn = now
 
         # Events of this node and of the others.
         while self._signals:

@@ -6,8 +6,10 @@ root cause among the failures, so that the user sees the error that came first a
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import linecache
 import re
 import shutil
 import signal
@@ -58,9 +60,6 @@ _ABORT_REASON = re.compile(
     r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
     re.MULTILINE,
 )
-
-# `sys.exit(main())` and `raise SystemExit(main())`.
-_EXIT_WITH_CALL = re.compile(r"\b(?:exit|SystemExit)\(\s*[\w.]+\(")
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,29 @@ def raising_line(error: BaseException) -> str:
     Also "" for a final `sys.exit(main())`, which every rank reaches, so it explains nothing.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or (frames[-1].name == "<module>" and _EXIT_WITH_CALL.search(frames[-1].line or "")):
+    if not frames or (frames[-1].name == "<module>" and _on_every_rank(frames[-1].filename, frames[-1].lineno or 0)):
         return ""
     return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def _on_every_rank(filename: str, line: int) -> bool:
+    """Return whether this line of a script stands under no condition but `if __name__ == "__main__"`."""
+    try:
+        body = ast.parse("".join(linecache.getlines(filename))).body
+    except (SyntaxError, ValueError):
+        return False
+
+    statements: list[ast.stmt] = []
+    for statement in body:
+        match statement:
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                statements += statement.body
+            case _:
+                statements.append(statement)
+
+    # A statement `rank == 1 and sys.exit()` is an expression as well, but no call.
+    found = [statement for statement in statements if statement.lineno <= line <= (statement.end_lineno or 0)]
+    return any(isinstance(getattr(part, "value", part), ast.Call | ast.Raise) for part in found)
 
 
 def _end_note(folder: Path, rank: int) -> Path:

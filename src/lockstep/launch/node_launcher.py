@@ -64,6 +64,9 @@ STAGGER_S = 2.0
 # How long the run folder must have no term file before a node concludes that the job is over.
 GONE_S = 3.0
 
+# How long a node that has received a signal tries to reach the successor of its coordinator, to send it the signal.
+DELIVER_S = 20.0
+
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
 HOUR_S = 3600.0
@@ -377,8 +380,9 @@ class NodeLauncher:
                     last_seen = now
                 watch.reset()
 
-            # Last, so that a signal is sent to a successor if there is one.
-            if self._signals:
+            # Last, so that a signal is sent to a successor if there is one, which may take a moment to answer.
+            has_successor = info is not None and info.term > followed.term and watch.reason(set(), now) is None
+            if self._signals and not (has_successor and now - began < DELIVER_S):
                 return self._stopped()
 
             time.sleep(RETRY_S)

@@ -19,7 +19,7 @@ from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.records import wait_readable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.environments.torchrun import STORE_FILE, STORE_KEY_FILE, STORE_PORT
+from lockstep.runtime.environments.torchrun import OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.heartbeat import FOLDER
 from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
@@ -80,8 +80,7 @@ class Runner:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
 
         # Under torchrun or our own launcher this process is a rank itself, which the ranks it forks must not inherit.
-        inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_FILE, STORE_KEY_FILE, STORE_PORT}
-        env = {name: value for name, value in os.environ.items() if name not in inherited} | {"OMP_NUM_THREADS": "1"}
+        env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB} | {"OMP_NUM_THREADS": "1"}
 
         module = "lockstep.verify.recorded_run"
         self._zygote = Zygote(f"{module}:work", [*PRELOAD, module, *preload], env)

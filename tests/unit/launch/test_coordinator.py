@@ -1,5 +1,7 @@
 """The coordinator's loop, with an agent that does nothing."""
 
+import errno
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -88,7 +90,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._last_turn -= module.SUSPENDED_S + 1
+    coordinator._watch.last_turn -= module.SUSPENDED_S + 1
     coordinator._turn()
     assert coordinator._superseded
     assert signals == ["SIGTERM"]  # for the successor
@@ -120,3 +122,38 @@ def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
     monkeypatch.setattr(coordinator._watch, "look", fail)
     with pytest.raises(ValueError, match="unexpected"):
         coordinator.run()
+
+
+def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
+    """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
+    coordinator, _ = started([])
+    before = election.read_counter(tmp_path, 1)
+    coordinator._watch.last_turn -= module.LOST_AFTER_S + 1
+    coordinator._watch.look()
+    assert election.read_counter(tmp_path, 1) == before
+    coordinator._turn()
+    coordinator._watch.look()
+    assert election.read_counter(tmp_path, 1) > before
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_an_error_of_the_disk_does_not_lose_a_request_or_the_job(tmp_path, monkeypatch, number):
+    watch = FolderWatch(tmp_path, None)
+    (tmp_path / "resize").write_text("3\n")
+    stat, opened = os.stat, os.open
+
+    def failing(of):
+        def call(path, *arguments, **options):
+            if str(path).endswith("resize"):
+                raise OSError(number, os.strerror(number))
+            return of(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", failing(stat))
+    monkeypatch.setattr(os, "open", failing(opened))
+    watch.look()
+    assert not watch.resize_requests
+    monkeypatch.undo()
+    watch.look()
+    assert list(watch.resize_requests) == ["3"]

@@ -288,7 +288,13 @@ def test_the_last_line_of_a_script_does_not_say_where_a_rank_left(tmp_path):
     texts = {
         "main.py": "import sys\ndef main(): return 0\nsys.exit(main())\n",
         "raises.py": "def main(): return 0\nraise SystemExit(main())\n",
+        "guarded.py": "import sys\ndef main(): return 0\nif __name__ != '':\n    sys.exit(main())\n",
+        "chosen.py": "import sys\nsys.exit(\n    0 if len('') == 0 else 1\n)\n",
         "inside.py": "import sys\nfor step in range(3):\n    sys.exit(0)\n",
+        "branch.py": "import sys\nrank = 1\nif rank == 1: sys.exit(int(0))\n",
+        "indented.py": "import sys\nrank = 1\nif rank == 1:\n    sys.exit(int(0))\n",
+        "both.py": "import sys\nrank = 1\nif __name__ != '' and rank == 1:\n    sys.exit(int(0))\n",
+        "and.py": "import sys\nrank = 1\nrank == 1 and sys.exit(int(0))\n",
     }
     lines = {}
     for name, text in texts.items():
@@ -297,7 +303,9 @@ def test_the_last_line_of_a_script_does_not_say_where_a_rank_left(tmp_path):
         with pytest.raises(SystemExit) as left:
             runpy.run_path(str(script))
         lines[name] = failure.raising_line(left.value)
-    assert lines == {"main.py": "", "raises.py": "", "inside.py": f"{tmp_path / 'inside.py'}:3"}
+    assert [name for name, line in lines.items() if not line] == ["main.py", "raises.py", "guarded.py", "chosen.py"]
+    numbers = {"inside.py": 3, "branch.py": 3, "indented.py": 4, "both.py": 4, "and.py": 3}
+    assert {name: lines[name] for name in numbers} == {n: f"{tmp_path / n}:{number}" for n, number in numbers.items()}
 
 
 def test_a_rank_whose_script_ended_is_not_said_to_have_called_exit():

@@ -19,7 +19,7 @@ def test_wrong_process_counts_are_refused(asked):
         parse_nproc(asked)
 
 
-@pytest.mark.parametrize("asked", ["0", "two", "2:1", "1..2", ":2", "0:2"])
+@pytest.mark.parametrize("asked", ["0", "two", "2:1", "1...2", ":2", "0:2"])
 def test_wrong_node_counts_are_refused(asked):
     with pytest.raises(UserError, match="--nnodes"):
         parse_nnodes(asked)

@@ -162,3 +162,30 @@ def test_a_signal_ends_a_node_that_finds_no_coordinator(node, clock, tmp_path, c
     node._signals.append("SIGTERM")
     assert node._find_coordinator("no answer").code == 75
     assert "stopped while no node coordinates" in capfd.readouterr().err
+
+
+def test_a_signal_waits_for_a_successor_that_does_not_answer_at_once(node, clock, tmp_path, monkeypatch):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    lives(clock, election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401"))
+    connection, tries = object(), []
+
+    def reach(*addresses):
+        tries.append(addresses)
+        return connection if len(tries) == 3 else None
+
+    monkeypatch.setattr(node, "_reach", reach)
+    node._signals.append("SIGTERM")
+    assert node._find_coordinator("no answer") is connection
+    assert node._signals == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("successor_lives", [True, False])
+def test_a_signal_does_not_wait_for_ever(node, clock, tmp_path, successor_lives):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    term = election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
+    if successor_lives:
+        lives(clock, term)
+    node._signals.append("SIGTERM")
+    began = clock.now
+    assert node._find_coordinator("no answer").code == 75
+    assert clock.now - began < node_launcher.DELIVER_S + 1

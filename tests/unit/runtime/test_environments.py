@@ -91,6 +91,12 @@ def test_our_launcher_says_where_its_ranks_meet() -> None:
     assert World.from_env(TORCHRUN).store_file is World.from_env(TORCHRUN).key_file is None
 
 
+def test_ranks_of_torchrun_do_not_use_the_store_of_the_rank_that_started_it():
+    outer = {"LOCKSTEP_STORE_FILE": "/a/store", "LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"}
+    inner = World.from_env(TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"})
+    assert (inner.store_file, inner.key_file, inner.store_port) == (None, None, 0)
+
+
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"MASTER_PORT": "x"}])
 def test_torchrun_variables_that_make_no_sense(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):

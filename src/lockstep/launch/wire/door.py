@@ -58,7 +58,7 @@ NO_PROOF = b"0" * DIGITS + b"\n"
 # Kinds of strangers.
 SILENT = f"did not answer the challenge within {PROOF_S:.0f} s"
 HUNG_UP = "hung up in the middle of its answer"
-CROWD = f"made more than {MOST_STRANGERS} connections that prove nothing"
+CROWD = "made too many connections at once that prove nothing"
 EXHAUSTED = "came when this process had few file descriptors left"
 
 
@@ -219,10 +219,12 @@ def _send_now(connection: socket.socket, line: bytes) -> None:
 class Door:
     """The listening socket of a job, and the connections that have not proven anything yet."""
 
-    def __init__(self, listener: socket.socket, secret: Secret):
+    def __init__(self, listener: socket.socket, secret: Secret, most: int = MOST_STRANGERS):
+        """`most`: how many unproven connections may wait at once."""
         self._listener = listener
         self._secret = secret
         self._strangers: list[Stranger] = []
+        self._most = most
         self._closed_until = 0.0
 
         # How many strangers of each kind were turned away, and the first of each that were not taken yet.
@@ -267,7 +269,7 @@ class Door:
                 return
 
             self._strangers.append(Stranger(connection, address[0], now))
-            if len(self._strangers) > MOST_STRANGERS:
+            if len(self._strangers) > self._most:
                 self._make_room()
 
             # The system gives out the lowest free descriptor, so a high number means that few are left.

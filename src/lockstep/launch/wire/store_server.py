@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launch.wire.door import Door, Sighting
+from lockstep.launch.wire.door import MOST_STRANGERS, Door, Sighting
 from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
@@ -23,7 +23,8 @@ SEND_S = 2.0
 # The kind of stranger that is noted when a request on a rank's connection is not valid.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
-# File descriptors that a launcher needs for other things, and the number of connections for each rank.
+# File descriptors that a launcher needs for other things, and the number of connections for each rank. All ranks come
+# at once and some come again, so twice as many connections may wait for their proof.
 OTHER_FILES = 256
 PER_RANK = 4
 
@@ -76,12 +77,12 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
         listener.setblocking(False)
-        self._door = Door(listener, secret)
+        self._door = Door(listener, secret, most=max(MOST_STRANGERS, 2 * PER_RANK * ranks))
         self._clients: list[Client] = []
         self._values: dict[str, bytes] = {}
         self._forged: list[Sighting] = []
         self._forged_noted = False
-        _allow_files(OTHER_FILES + PER_RANK * ranks)
+        _allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
     def sockets(self, now: float) -> list[Any]:
         return [*self._door.sockets(now), *self._clients]
@@ -92,7 +93,12 @@ class StoreServer:
 
     def poll(self, now: float) -> None:
         """Accept ranks, and answer the requests that can be answered."""
-        self._clients += [Client(connection, seal) for connection, seal in self._door.poll(now)]
+        for connection, seal in self._door.poll(now):
+            try:
+                self._clients.append(Client(connection, seal))
+            except OSError:
+                connection.close()  # the rank was killed just after its proof
+
         for client in list(self._clients):
             try:
                 for request in client.requests():
@@ -115,7 +121,12 @@ class StoreServer:
             # Answered at the end of this turn, at the earliest.
             client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
         else:
-            client.answer({"answer": self._carry_out(what, request)})
+            try:
+                answer = {"answer": self._carry_out(what, request)}
+            except (ValueError, KeyError, TypeError) as error:
+                # The signature is right, so this is a mistake of the rank, which gets to know it.
+                answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
+            client.answer(answer)
 
     def _carry_out(self, what: str, request: dict[str, Any]) -> Any:
         values = self._values

@@ -13,6 +13,15 @@ STORE_FILE = "LOCKSTEP_STORE_FILE"
 STORE_KEY_FILE = "LOCKSTEP_STORE_KEY_FILE"
 STORE_PORT = "LOCKSTEP_STORE_PORT"
 
+# Set by torchrun alone. If a rank of our launcher starts torchrun, its ranks inherit the variables above, but they are
+# ranks of another job.
+TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+
+# The variables of one rank, or of one job, which the ranks of another job must not inherit.
+OF_ONE_JOB = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *(STORE_FILE, STORE_KEY_FILE, STORE_PORT, TORCHRUN_ID),
+)
 
 # The variables that make a process a rank. The first two alone may describe a machine: some clouds set them so.
 FULL_SET = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -52,6 +61,7 @@ def read(env: Mapping[str, str]) -> World | None:
             "start the processes with `lockstep train --nproc N` or torchrun, or correct the two variables",
         )
 
+    own: Mapping[str, str] = {} if TORCHRUN_ID in env else env  # what our launcher has set, if it has started this rank
     return World(
         rank=rank,
         size=size,
@@ -59,7 +69,7 @@ def read(env: Mapping[str, str]) -> World | None:
         local_size=whole_number(env, "LOCAL_WORLD_SIZE", size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=whole_number(env, "MASTER_PORT", 29500),
-        store_file=env.get(STORE_FILE),
-        key_file=env.get(STORE_KEY_FILE),
-        store_port=whole_number(env, STORE_PORT, 0),
+        store_file=own.get(STORE_FILE),
+        key_file=own.get(STORE_KEY_FILE),
+        store_port=whole_number(own, STORE_PORT, 0),
     )

@@ -170,6 +170,9 @@ class GuardedStore(dist.Store):
         if "timeout" in answer:
             raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(fields['keys'])}")
 
+        if "refused" in answer:
+            raise dist.DistStoreError(f"the ranks' store cannot do this: {answer['refused']}")
+
         return answer["answer"]
 
 

@@ -144,3 +144,44 @@ def test_a_changed_answer_is_refused_in_words():
         with pytest.raises(dist.DistNetworkError, match=r"store at 127.* cannot be used: its signature is wrong"):
             rank.get("key")
         tap.close()
+
+
+def test_a_rank_that_dies_at_the_door_is_not_the_end_of_the_launcher():
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = StoreServer(listener, OURS, ranks=2)
+    try:
+        line = socket.create_connection(listener.getsockname())
+        server.poll(time.monotonic())
+        theirs, own = line.recv(proof.DIGITS + 1)[:-1], proof.challenge()
+        line.sendall(own + b" " + proof.sign(OURS.key, proof.NODE_SIDE, theirs + b"." + own) + b"\n")
+        line.close()  # the challenge's answer was not read: the connection is reset
+        for _ in range(3):
+            server.poll(time.monotonic())
+        assert server.files(time.monotonic()) == [listener]
+    finally:
+        server.close()
+
+
+def test_ranks_that_come_all_at_once_are_no_crowd():
+    ranks = 40
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = StoreServer(listener, OURS, ranks)
+    lines = [socket.create_connection(listener.getsockname()) for _ in range(4 * ranks)]
+    try:
+        server.poll(time.monotonic())
+        assert server.take_notices() == []
+        assert len(server.files(time.monotonic())) == 1 + len(lines)
+    finally:
+        server.close()
+        for line in lines:
+            line.close()
+
+
+def test_a_request_that_cannot_be_carried_out_is_no_forgery():
+    with serving() as (port, notices):
+        rank = joined(port)
+        rank.set("word", "text")
+        with pytest.raises(dist.DistStoreError, match=r"add of 'word': invalid literal"):
+            rank.add("word", 1)
+        assert rank.get("word") == b"text"
+    assert notices == []

@@ -272,7 +272,7 @@ def test_silence_has_an_end_even_if_digits_come_now_and_then(quiet_door, data):
 
 def test_a_crowd_makes_room_for_others(quiet_door, monkeypatch):
     opened, knock = quiet_door
-    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(opened, "_most", 8)
     for _ in range(30):
         knock()
     turn(opened, door.CROWD)
