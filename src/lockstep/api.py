@@ -233,6 +233,7 @@ def fit(
         task = targets.make_task(task, resolved.config.task)
     else:
         resolved = _without_options(task, resolved, layers)
+
     name = type(task).__name__.lower()
 
     if nproc is None or World.launched():
@@ -246,6 +247,7 @@ def fit(
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
         ending = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
+
     _raise_unless_done(ending, run_dir, count)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -364,6 +366,7 @@ def work(spec: dict[str, Any]) -> None:
     # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
+
     _fit_here(task, resolved, type(task).__name__.lower())
 
 
@@ -418,8 +421,10 @@ def _launch(
     message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
     with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
         events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
+
     return ending
 
 
@@ -467,6 +472,7 @@ def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume
         while resume[0] in words:
             start_of_old = words.index(resume[0])
             del words[start_of_old : start_of_old + len(resume)]
+
         if not any(word.startswith("run_dir=") for word in words):
             words.append(f"run_dir={run_dir}")
         return shlex.join([*command, *words, *resume, *arguments[end:]])

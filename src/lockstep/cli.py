@@ -159,6 +159,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
+
     resume_command = api.make_resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
     arguments = options.script_arguments
     return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)

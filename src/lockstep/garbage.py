@@ -21,6 +21,7 @@ def paused() -> Iterator[None]:
             _was_on = gc.isenabled()
             gc.disable()
         _pauses += 1
+
     try:
         yield
     finally:

@@ -243,6 +243,7 @@ def for_model(precision: Precision, setting: str, model: nn.Module) -> Precision
             "them",
             "build the model with model.float(); or set precision=fp32, which computes in the model's own float64",
         )
+
     fp32 = replace(PRECISIONS["fp32"], name="fp32", device_type=precision.device_type)
     return fp32 if len(in_float64) == len(trainable) else precision
 

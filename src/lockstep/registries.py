@@ -34,5 +34,6 @@ def check_names(layers: Sequence[Layer]) -> None:
         value = settings.get(key) or []
         names = [value] if isinstance(value, str) else value
         problems += [unknown_name(key, name, known) for name in names if name not in known]
+
     if problems:
         raise ConfigError(problems)

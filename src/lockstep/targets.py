@@ -100,6 +100,7 @@ def _task_names(source: str) -> list[str]:
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
             if not set(tasks).isdisjoint(bases):
                 tasks.append(node.name)
+
     return tasks[1:]
 
 
@@ -245,6 +246,7 @@ def _converted(value: Any, wanted: Any) -> Any:
         adapter = TypeAdapter(wanted, config=ConfigDict(strict=scalar))
     except PydanticUserError:  # not a type that can be checked
         return value
+
     return adapter.validate_python(value)
 
 
@@ -271,4 +273,5 @@ def _wrong_type(key: str, value: Any, wanted: Any) -> UserError:
             "words like none, off, yes and numbers, which YAML does not read as text",
             f"give it a value of type {name}; if the word itself is meant, quote it: task.{key}='\"{word}\"'",
         )
+
     return UserError(problem, "", f"give it a value of type {name}")

@@ -117,6 +117,7 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
                 locate(checkpoint, header, piece, dtype)
         except Damaged as damaged:
             problems.append(damaged)
+
     return problems
 
 

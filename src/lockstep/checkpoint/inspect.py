@@ -71,6 +71,7 @@ def show(path: Path) -> tuple[str, int]:
     lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
     if len(rows) > MAX_SHOWN:
         lines.append(f"and {len(rows) - MAX_SHOWN} more")
+
     lines += [f"{name} is {target}" for name, target in sorted(manifest.aliases.items())]
     return "\n".join(lines), 0
 
@@ -102,6 +103,7 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
         if not dry_run:
             remove(store, names[step], secrets.token_hex(8))
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
+
     return "\n".join(lines) or "nothing to delete", 0
 
 
@@ -114,6 +116,7 @@ def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     digests: Any = read_manifest(checkpoint).values
     for key in ("state", "model", "frozen_digests"):
         digests = digests.get(key) if isinstance(digests, dict) else None
+
     if not digests:
         return str(target), 0
 
@@ -169,6 +172,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             str(damaged),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None
+
     return tensors, aliases
 
 
@@ -185,6 +189,7 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))
         raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
+
     return checkpoints[chosen]
 
 

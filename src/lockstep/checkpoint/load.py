@@ -85,6 +85,7 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
             found,
             "choose another checkpoint: lockstep ckpt ls RUN",
         )
+
     raise UserError(
         f"every checkpoint in {store.address} is damaged",
         found,
@@ -153,6 +154,7 @@ class CheckpointReader:
                 rows = self._rows(piece, entry.dtype, low[0] - piece.offset[0], high[0] - piece.offset[0])
                 rows_offset = (low[0], *piece.offset[1:])
                 result[_between(low, high, offset)] = rows[_between(low, high, rows_offset)]
+
         return result
 
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ class CheckpointManager:
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step of the last checkpoint in this run's folder; None if there is none or the last save was abandoned. And
+        # The step of the last checkpoint in this run's folder; None without one, or if the last save was abandoned. And
         # the time of that save, or of the resume.
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -143,6 +143,7 @@ class CheckpointManager:
                     "",
                     "leave --resume out to start from the beginning",
                 )
+
         return None if reader is None else self._load(reader)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
@@ -204,6 +205,7 @@ class CheckpointManager:
             if self.runtime.is_main and store == self.store:
                 text += f". The damaged checkpoint is kept as {set_aside(store, name, 'damaged')}"
             self.log_event("warning", reason=text)
+
         return reader
 
     def _load(self, reader: CheckpointReader) -> Resumed:
@@ -480,6 +482,7 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
         after = now.get(key, "not set")
         if key not in NOT_COMPARED and before != after:
             changes.append(Change(key, before, after))
+
     return changes
 
 

@@ -179,6 +179,7 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
+
     if len(data) > _MAX_MANIFEST_BYTES:
         raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
 
@@ -235,6 +236,7 @@ def to_json(value: Any, where: str = "values") -> Any:
             if value.keys() == {"$float"}:
                 raise _not_json(where, value, 'dict whose only key is "$float"')
             return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+
     raise _not_json(where, value)
 
 
@@ -298,10 +300,12 @@ def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
     if fields.keys() != kinds.keys():
         wrong_keys = sorted(fields.keys() ^ kinds.keys())
         raise ValueError(f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
+
     for key, kind in kinds.items():
         # Fast path: skip the call if the type matches. An int still needs its range check.
         if kind is not object and (kind is int or type(fields[key]) is not kind):
             _check(fields[key], kind, what, key)
+
     return fields
 
 
@@ -386,9 +390,11 @@ def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -
 
     if not len(offset) == len(shape) == len(full_shape):
         raise ValueError(f"{what} has a different number of dimensions")
+
     for start, length, limit in zip(offset, shape, full_shape, strict=True):
         if start + length > limit:
             raise ValueError(f"{what} exceeds the tensor's shape")
+
     return Piece(fields["file"], fields["key"], offset, shape)
 
 
@@ -427,6 +433,7 @@ def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
         if end != length:
             return False
         cells *= len(intervals)
+
     return cells == len(pieces) == len({piece.offset for piece in pieces})
 
 

@@ -83,6 +83,7 @@ def merge_plain_state(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     for plain_state in by_rank:
         for optimizer, saved in zip(merged["optimizers"], plain_state["optimizers"], strict=True):
             optimizer["state"].update(saved["state"])
+
     return merged
 
 

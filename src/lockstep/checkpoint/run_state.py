@@ -216,6 +216,7 @@ class RunState:
         # Only the tensors that `pack` adds are used here, not its result.
         for name, part in self.parts.items():
             pack(part.state_dict(), f"part.{name}", tensors)
+
         known = sum(tensor.nbytes for tensor in tensors.values())
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
@@ -248,6 +249,7 @@ class RunState:
         if len(saved_optimizers) != len(self.optimizers.all):
             saved_count = plural(len(saved_optimizers), "optimizer")
             raise _different_model(f"the checkpoint has {saved_count}, the task {len(self.optimizers.all)}")
+
         changed = []
         for number, saved in enumerate(saved_optimizers):
             changed += self._restore_optimizer(number, saved, reader)
@@ -276,6 +278,7 @@ class RunState:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
+
         unused = [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
         return changed + unused
 
@@ -372,6 +375,7 @@ class RunState:
         for name, state in states.items():
             p, group = held[name]
             optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
+
         return changed
 
     def _check_same_optimizer(self, number: int, saved: JsonDict) -> None:
@@ -427,6 +431,7 @@ class RunState:
                     options[group][key] = final[group][key]
                 elif key != "fused":  # depends on the device and does not change results
                     changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now[key]}")
+
         return changed, options
 
     # ---- parameters ----
@@ -474,6 +479,7 @@ def full_state(
         full = fetch(name, value)
         if keep:
             tensors[name] = (full if full is value else full.cpu()).contiguous()
+
     return tensors, aliases
 
 

@@ -79,6 +79,7 @@ class Snapshot:
                 self._buffer[start : start + spec.bytes].view(DTYPES[spec.dtype]).view(spec.shape)
                 for spec, start in zip(specs, self.layout.starts, strict=True)
             ]
+
         return self.layout
 
     def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> BackgroundCopy:

@@ -174,6 +174,7 @@ def set_aside_after(store: Store, step: int) -> None:
     undone = [checkpoint.name for checkpoint in committed(store) if checkpoint.step > step]
     for name in undone:
         store.rename(name, _free_name(name, "undone", taken))
+
     if undone:
         update_latest(store)
 
@@ -386,6 +387,7 @@ def _write_directly(handle: int, data: memoryview, position: int) -> bool:
         return False
     finally:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+
     return True
 
 

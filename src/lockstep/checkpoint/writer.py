@@ -220,6 +220,7 @@ class Save:
         # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.world_size):
             store.delete(self._key(_confirmation(rank)))
+
         store.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
@@ -373,4 +374,5 @@ def _inject_damage(checkpoint: Checkpoint, file: str, how: str | None) -> None:
         del data[middle:]
     else:
         data[middle] ^= 0x10
+
     checkpoint.store.write(f"{checkpoint.name}/{file}", [memoryview(data)])

@@ -228,6 +228,7 @@ class AMPTrainer:
             self.stepper.begin(self._open_step)
             self._checkpoint_calls.begin_step()
             self.driver.begin()
+
         self._open_step.exhausted = exhausted
 
         batch = to_device(batch, self.runtime.device)
@@ -237,6 +238,7 @@ class AMPTrainer:
         self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), self.stepper.control)
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
+
         self.driver.backward(loss, self.stepper.control)
         if self.stepper.control.backwards_done < count:
             return loss, None
@@ -309,4 +311,5 @@ def _samples(batch: Any) -> int:
     for part in parts:
         if isinstance(part, Tensor | Mapping | list | tuple):
             return _samples(part)
+
     raise UserError(f"the batch, a {type(batch).__name__}, has no tensor to count samples by", "", "pass tensors")

@@ -115,6 +115,7 @@ def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: tim
         return {"error": error.args}
     except OSError as error:
         return {"error": _not_written(folder, str(error))}
+
     return {"checkpoint": name, "token": token, "error": None if name else _not_written(folder, str(failure))}
 
 
@@ -269,6 +270,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
     finally:
         if not calls.world.alone:
             calls.store.set(f"{key}/choice", json.dumps(choice))
+
     return reader
 
 
@@ -292,12 +294,14 @@ def _chosen_by_rank_0(calls: CheckpointCalls, key: str, path: Path, limit: timed
             f"nothing from rank 0 within {limit}",
             "call load_checkpoint on every rank, in the same order",
         )
+
     if not wait_for(calls.store, [f"{key}/choice"], limit):
         raise UserError(
             f"load_checkpoint({str(path)!r}) waited for rank 0, which has not finished verifying the checkpoint",
             f"rank 0 began more than {limit} ago",
             "look at what rank 0 printed; if the disk is only slow, raise timeout_mins",
         )
+
     choice = json.loads(calls.store.get(f"{key}/choice"))
     if "error" in choice:
         raise UserError(*choice["error"])
@@ -327,6 +331,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
             str(damaged),
             "give all ranks the same folder, on a file system that all machines share",
         ) from None
+
     return CheckpointReader(checkpoint, manifest)
 
 

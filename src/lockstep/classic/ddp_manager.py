@@ -44,6 +44,7 @@ class DDPManager:
         # Train alone only if nothing announces other ranks. A process group that the script has joined counts.
         if not dist.is_initialized():
             check_announced()
+
         self.world = current_world()
         self.device = choose_device("auto", self.world)
         self.backend = self._membership.join(self.world, self.device, backend, limit)
@@ -110,11 +111,13 @@ class DDPManager:
         """Reduce `tensor` over all ranks in place: mean, sum, max or min, or one of torch's ReduceOps."""
         if isinstance(op, str) and op not in (*OPERATIONS, "mean"):
             raise UserError(f"all_reduce(op={op!r}) does not exist", "", f"use mean, {', '.join(OPERATIONS)}")
+
         mean = op in ("mean", dist.ReduceOp.AVG)
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UserError(
                 f"a tensor of {tensor.dtype} has no mean", "", "pass tensor.float(), or all_reduce(tensor, 'sum')"
             )
+
         if self.world.alone:
             return tensor
 
@@ -199,5 +202,6 @@ def log_gpu_memory(device: torch.device | None = None) -> str:
             "highest": torch.cuda.max_memory_allocated(device),
         }
         text = "GPU memory: " + ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in held.items())
+
     print(text, flush=True)
     return text

@@ -65,6 +65,7 @@ class DistributedAMPTrainer(AMPTrainer):
         else:
             distributed = DistributedConfig(world_size, rank, backend, device_ids=device_ids)
             distributed.check_values()
+
         self.distributed = distributed
         self.rank = distributed.rank
         self.world_size = distributed.world_size
@@ -86,6 +87,7 @@ class DistributedAMPTrainer(AMPTrainer):
         if device.type == "cuda":
             # By the configuration's GPUs, if it names some.
             device = torch.device("cuda", own_gpu(self.distributed.device_ids, world, self._ids_of_node, device.index))
+
         backend = self._membership.join(world, device, self.distributed.backend, self.time_limit)
 
         # The launcher or the process group decides where the arguments were left out.
@@ -179,11 +181,13 @@ def _find_world(config: DistributedConfig) -> World:
     # Arguments that name other ranks complete what the environment leaves out.
     if not dist.is_initialized() and config.world_size == 1:
         check_announced()
+
     world = started_world()
     if world is not None:
         if problem := config.contradiction(world):
             raise problem
         return world
+
     if config.world_size == 1:
         return World()
 

@@ -111,6 +111,7 @@ class DistributedConfig:
                     "set LOCAL_WORLD_SIZE to the number of processes on this node, or use torchrun",
                 )
             self.num_gpus_per_node = self.world_size // max(1, self.num_nodes)
+
         if "num_nodes" not in known and self.num_gpus_per_node > 0:
             # Rounded up: a node may have fewer processes than this one.
             equal = -(-self.world_size // self.num_gpus_per_node)
@@ -134,6 +135,7 @@ class DistributedConfig:
         for key in values:
             if key not in known:
                 raise UserError(f"{path} has an unknown setting {key}", "", f"choose from {', '.join(known)}")
+
         return cls(**values)
 
     # The documentation names a method for each format; the file's suffix decides.
@@ -165,6 +167,7 @@ class DistributedConfig:
             world = started_world()
             if world is not None and (problem := self.contradiction(world)):
                 problems.append(problem)
+
         if problems:
             raise ConfigError(problems)
         return True

@@ -54,6 +54,7 @@ class DynamicScaler(precision.DynamicScaler):
         if isinstance(grads, torch.optim.Optimizer):
             parameters = [p for group in grads.param_groups for p in group["params"]]
             grads = [p.grad for p in parameters if p.grad is not None]
+
         grads = list(grads)
         torch._foreach_mul_(grads, 1.0 / self.value)
 
@@ -64,6 +65,7 @@ class DynamicScaler(precision.DynamicScaler):
             flag = torch.tensor(float(overflowed), device=grads[0].device if grads else "cpu")
             dist.all_reduce(flag, dist.ReduceOp.MAX)
             overflowed = bool(flag)
+
         self._overflowed = overflowed
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -40,9 +40,11 @@ class Membership:
         """
         if backend not in BACKENDS:
             raise unknown_name("backend", backend, BACKENDS)
+
         if device.type == "cuda":
             # Before anything touches CUDA, or every rank opens a context on GPU 0.
             torch.cuda.set_device(device)
+
         if dist.is_initialized():
             return dist.get_backend()
 
@@ -101,6 +103,7 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
     # A WORLD_SIZE of 1 announces no other rank.
     if not found or found == ["WORLD_SIZE=1"] or switched_off(env):
         return
+
     if not missing:
         # Without LOCAL_RANK they may have been set once for each machine.
         World.from_env(env)
@@ -110,6 +113,7 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
     started = slurm.read(env)
     if started is not None and found == [f"WORLD_SIZE={started.size}"]:
         return
+
     raise UserError(
         f"{missing[0]} is not set, but {' and '.join(found)} {'is' if len(found) == 1 else 'are'}",
         "without its rank this process would train alone, and so would all the others",

@@ -76,6 +76,7 @@ class RankLog:
         for (line, _), (total, weight) in zip(self._lines, sums, strict=True):
             loss = total / weight if weight else None
             self._file.write(json.dumps(line | {"loss": loss, "weight": weight}) + "\n")
+
         self._file.flush()
         self._lines = []
 

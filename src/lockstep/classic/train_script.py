@@ -73,6 +73,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--elastic_trained_gb", type=float, default=0.5, help="GiB of what is trained, with its optimizer (0.5)")
     if readers:
         add("--elastic_reader_gb", type=float, nargs=readers, help="GiB of each frozen model (0.1)")
+
     parser.set_defaults(elastic_reader_gb=[0.1] * readers)
     return parser
 
@@ -176,5 +177,6 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     tries_sizes = settings.get("micro_batch") == "auto"
     if World.launched() and tries_sizes:
         del settings["micro_batch"]
+
     start = not World.launched() and (plan.processes > 1 or tries_sizes)
     return plan.processes if start else None, ("--elastic_gpu", settings)

@@ -150,6 +150,7 @@ def _stages(settings: Settings) -> Iterator[UserError]:
     pipelines += [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
     if schedule is None or not pipelines:
         return
+
     for stages in _on(settings, "pp.stages_per_rank"):
         # Zero-bubble takes one stage on each rank, or several.
         if stages.value > 1 and schedule.value not in ("interleaved", "zero-bubble"):

@@ -51,6 +51,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"a {type(values).__name__} at its top level",
             "write lines such as `steps: 1000`",
         )
+
     return values or {}
 
 
@@ -85,6 +86,7 @@ def read_layers(files: Sequence[str], overrides: Sequence[str]) -> list[Layer]:
             items.append(_override(arg))
         except UserError as problem:
             problems.append(problem)
+
     layers.append(("command line", nest(settings_of(items, "command line", problems))))
     check(layers, problems)
     return layers
@@ -96,8 +98,10 @@ def _override(arg: str) -> tuple[str, Any]:
     if not equals:
         name = next(iter(nearest(key, KEYS)), "steps")
         raise UserError(f"{shown} has no =", "", f"write key=value, such as {name}={typed(usual(name))}")
+
     if not key:
         raise UserError(f"{shown} has no key before the =", "", "write key=value, such as steps=1000")
+
     if not text:  # most often an unset shell variable
         raise UserError(
             f"{shown} has no value after the =", "", f"set {key}=null to unset it, or {key}=\"''\" for an empty text"
@@ -107,6 +111,7 @@ def _override(arg: str) -> tuple[str, Any]:
     # `task.text=a: b` is text and not a mapping.
     if text.casefold() == "none":
         return key, None
+
     try:
         return key, yaml_dialect.load(text) if text[0] in "[{'\"" else yaml_dialect.word(text)
     except yaml.YAMLError:

@@ -86,6 +86,7 @@ def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[Us
         problem = f"{outer.key} cannot be both a value and a section: {outer} and {inner}"
         problems.append(UserError(problem, "", f"keep either {outer.key} or {inner.key}"))
         settings.pop(inner.key, None)
+
     return settings
 
 
@@ -149,6 +150,7 @@ def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Sett
         for key in settings:
             merged = {old: v for old, v in merged.items() if not (_inside(old, key) or _inside(key, old))}
         merged |= settings
+
     return merged
 
 
@@ -169,6 +171,7 @@ def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
             if key in invalid:
                 expected = f"{invalid[key]} or {expected.removeprefix('should be ')}"
             invalid[key] = expected
+
     return invalid
 
 
@@ -230,6 +233,7 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
         fix = f"set {' or '.join(f'{name}={value}' for name in near)}"
     else:
         fix = f"an option of the task is set as task.{key}={value}"
+
     return UserError(problem, "", fix)
 
 
@@ -250,9 +254,11 @@ def _meant(setting: Setting, expected: str) -> Any:
     guesses = [_WORDS.get(text), *get_close_matches(text, re.findall(r"'([\w-]+)'", expected), 1), value]
     if isinstance(value, float) and value.is_integer():
         guesses.append(int(value))
+
     for guess in guesses:
         if guess is not None and not _invalid({setting.key: setting._replace(value=guess)}):
             return guess
+
     return usual(setting.key)
 
 

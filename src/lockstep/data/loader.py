@@ -60,6 +60,7 @@ class SampleReader:
         self.innermost = self.dataset
         while isinstance(self.innermost, Subset):
             self.innermost = self.innermost.dataset
+
         self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
         # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.

@@ -102,6 +102,7 @@ class ShuffledSampler:
         while outside.any():
             ids[outside] = self._feistel(ids[outside], keys)
             outside = ids >= self.length
+
         return ids.astype(np.int64)
 
     def _feistel(self, values: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
@@ -117,6 +118,7 @@ class ShuffledSampler:
 
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
+
         return (left << bits) | right
 
 

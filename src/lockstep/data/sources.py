@@ -44,6 +44,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     """
     if isinstance(data, BatchSource):
         return data
+
     if isinstance(data, DataLoader):
         raise UserError(
             "the training data must be a dataset; data() returned a torch DataLoader",
@@ -83,6 +84,7 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
 
     if config.workers and is_stream:
         check_no_connection(data)
+
     if config.sharding == "own" and not is_stream:
         raise UserError(
             f"data.sharding=own cannot be used with a {type(data).__name__} with __getitem__",
@@ -266,6 +268,7 @@ class MapSource:
         for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
+
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
 
         # After a resume with a different batch size, a window may reach into a skipped span.
@@ -273,6 +276,7 @@ class MapSource:
             offset = start - window.epoch * self.length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
+
         return window
 
     def _end_position(self, window: Window) -> int:

@@ -75,6 +75,7 @@ class StreamSource:
         # A generator that has raised is exhausted, so raise its error again.
         if self._peek_error is not None:
             raise self._peek_error
+
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
             return peeked
@@ -145,6 +146,7 @@ class StreamSource:
         empty = [micro for micro in micros if is_empty(micro.data)]
         if not empty:
             return
+
         nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
         if not nonempty:
             raise UserError(
@@ -261,6 +263,7 @@ class _Shard(IterableDataset):
         batch = batch_to_send(collate, positions, self._where, check)
         if isinstance(batch, WorkerError):
             return batch
+
         beginning, self.beginning = self.beginning, None
         return _Item(len(samples), batch, beginning)
 

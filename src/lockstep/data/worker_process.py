@@ -63,6 +63,7 @@ def open_files() -> dict[int, int]:
             readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
             if readable and stat.S_ISREG(os.fstat(descriptor).st_mode):
                 offsets[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+
     return offsets
 
 

@@ -229,6 +229,7 @@ def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: 
     blocks = find_blocks(model, config.blocks)
     if blocks:
         return f"{_count_blocks(blocks)}, {over}"
+
     name = suggest_block_class(model)
     suggestion = f" (name some, such as blocks=[{name}])" if name else ""
     return f"no blocks, {over}: the full model is gathered at once, which saves little{suggestion}"

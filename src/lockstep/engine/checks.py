@@ -263,9 +263,11 @@ def _without_single_samples(plan: Plan, tail: str) -> str:
     fixes = ["use GroupNorm, which needs no other sample"]
     if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
         fixes.insert(0, "set tail=drop")
+
     if possible:
         closest = min(possible, key=lambda micro: abs(micro - plan.micro_batch))
         fixes.insert(0, f"set micro_batch={closest}")
+
     return "; or ".join(fixes)
 
 
@@ -343,8 +345,10 @@ class TrainableGuard:
         for name, p in self.named.items():
             if now.pop(name, None) is not p:
                 raise _trainable_changed(f"parameter {name!r} was replaced or removed")
+
         if now:
             raise _trainable_changed(f"parameter {next(iter(now))!r} was added")
+
         self.late_hooks.check()
 
 

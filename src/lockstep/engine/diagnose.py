@@ -238,6 +238,7 @@ def _record_smaller_micro_batch(run: Run) -> int | None:
     """With micro_batch=auto, record a smaller size for the next attempt, and return it. Otherwise return None."""
     if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
         return None
+
     # The next attempt resumes from the last checkpoint with this size.
     smaller = smaller_micro_batch(run.plan)
     records.write(run.folder.path / MICRO_BATCH_FILE, json.dumps({"micro_batch": smaller}))

@@ -65,6 +65,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
     # With `auto` the first steps are assigned evenly, as the plan already does.
     if isinstance(speeds, str):
         return plan
+
     accumulation = max(rank_counts(plan.micro_batches, tuple(speeds)))
     return replace(plan, accumulation=accumulation, reasons=plan.reasons | {"accumulation": "assigned by load_balance"})
 
@@ -99,6 +100,7 @@ def open_load_balancer(
 
     if isinstance(speeds, str):
         return LoadBalancer(plan, source, runtime, log_event)
+
     source.assign_by(speeds)
     return None
 
@@ -198,6 +200,7 @@ def _now(device: torch.device) -> Any:
     """Return the current time: a CUDA event on a GPU, because the host runs ahead of it."""
     if device.type != "cuda":
         return time.perf_counter()
+
     # The host does not wait for an event. Its time is read when the measurement is over.
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -31,6 +31,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     scheduler = _overridden(task, "scheduler") or (lambda _: None)
     with init_as_configured(builder.config):
         model = task.model()
+
     setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
     before_batch = _overridden(task, "before_batch")
     after_step = _overridden(task, "after_step")
@@ -39,6 +40,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
     if hasattr(task, "state_dict"):
         builder.add_part("task", task)
+
     run = builder.setup_run(data(), task.collate)
 
     # Check the evaluation data before the first step, not when the first evaluation is due.
@@ -92,6 +94,7 @@ def _eval_data(task: Task, run: Run) -> Any:
     eval_data = task.eval_data()
     if eval_data is not None:
         check_data(eval_data)
+
     check_best(run.config, eval_data is not None)
     if eval_data is None and run.config.evaluate.every:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
@@ -116,6 +119,7 @@ def _show(task: Task, run: Run) -> str | None:
     role = run.driver.role
     if show is None or not (run.runtime.is_main or role.collective_forwards):
         return None
+
     if not role.runs_whole_model:
         run.recorder.event("warning", reason="show() is left out: no rank holds the full model (mesh.pp)")
         return None

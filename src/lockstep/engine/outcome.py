@@ -245,6 +245,7 @@ class Outcomes:
 
         if self.skipped and empty:
             cause += f"; {empty} had weight 0"
+
         raise UserError(
             f"none of the {plural(steps, 'step')} was applied: {cause}",
             "",
@@ -304,6 +305,7 @@ def _blame(outcome: Outcome, rank: int) -> list[str]:
         worst = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:1]
     else:
         worst = [(batch, loss) for batch, loss in pairs if not math.isfinite(loss)]
+
     return [f"rank {rank}, micro-batch {batch.index}: loss {loss:.4g}{_name_samples(batch)}" for batch, loss in worst]
 
 

@@ -229,6 +229,7 @@ class OwnRun:
         rate = run.stepper.learning_rate
         if isinstance(rate, SchedulerRate) and rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
+
         run.end_training()
         run.close()
 
@@ -326,6 +327,7 @@ class OwnStep:
         """
         if self._control.backwards_done == self._yielded:
             raise self._backward_count_error("twice")
+
         self._gradients.check("step.backward")
 
         if self._snapshot:
@@ -335,6 +337,7 @@ class OwnStep:
         # Autocast is on in the body of the loop, but must be off in the backward.
         with pause_watching(), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
+
         self._gradients.note()
         if self._control.backwards_done == self._batches.count:
             self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
@@ -426,6 +429,7 @@ class OwnStep:
         known = self._run.model_setup.optimizers.all
         if len(known) == 1 and not optimizers:
             return None
+
         if not optimizers:
             raise UserError(
                 f"step.apply() must name the optimizers to step, because there are {len(known)}",

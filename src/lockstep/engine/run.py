@@ -313,6 +313,7 @@ class Run:
 
         if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, requested=True):
             self.save_checkpoint()
+
         self.checkpoints.settle()
         self.recorder.poll(wait=True)
 
@@ -334,8 +335,10 @@ class Run:
         summary = summary_of(self)
         if text:
             self.recorder.event("sample", text=text)
+
         for goal in summary.get("goals", ()):
             self.recorder.event("goal", **goal)
+
         self.recorder.event("end", **summary)
         self.recorder.close()
 

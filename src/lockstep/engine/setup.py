@@ -132,6 +132,7 @@ class RunBuilder:
             check_batchnorm(model, self.precision)
         else:
             check_storage(model)
+
         check_supported(model)
         if not self.runtime.world.alone:
             check_instance_norms(model)
@@ -154,6 +155,7 @@ class RunBuilder:
         wrapped = _wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
         if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
+
         self._on_failure.callback(wrapped.release)
 
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
@@ -213,6 +215,7 @@ class RunBuilder:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
         if setup.exactness:
             facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
+
         self._write_start(facts, plan, driver)
 
         run = self.run_class(
@@ -370,6 +373,7 @@ class RunBuilder:
         # Free the space of what killed attempts left behind.
         if self.runtime.is_main:
             clean(checkpoints.store, self.folder.token)
+
         checkpoints.check_space()
         return checkpoints
 

@@ -101,6 +101,7 @@ class NodeLauncher:
         # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
         if not job.decided:
             prepare(job.run_dir)
+
         self._secret = find_secret(job.secret_path)
 
         # The coordinator that this node followed last, this node's number in that term, the last state received from
@@ -424,6 +425,7 @@ class NodeLauncher:
             say(f"lockstep: {info.host} ({info.address}) has taken over: joining it")
         else:
             self._reconnects.append(time.monotonic())
+
         return connection
 
     def _take_over(self, info: TermInfo, why: str) -> CoordinatorRole | None:

@@ -118,6 +118,7 @@ def _chunked(
             torch.mm(logits, w, out=d_hidden[tokens])
         if for_weight:
             _add_product_(d_weight, logits.T, h[tokens])
+
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 

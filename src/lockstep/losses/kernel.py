@@ -55,6 +55,7 @@ def _row_loss(logits, targets, losses, stride, columns, ignored, WIDTH: tl.const
         new_largest = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
         largest = new_largest
+
     log_sum = tl.where(valid, largest + tl.log(tl.sum(total, 0)), float("nan"))
     tl.store(losses + row, tl.where(counted, log_sum - target_logit, 0.0))
 

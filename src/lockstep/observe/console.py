@@ -116,6 +116,7 @@ class Display:
         # A median, because one recompilation or one stalled read must not spoil twenty estimates.
         if self._step_s and step is not None:
             self.seconds_left = max(0.0, self.total_steps - step) * statistics.median(self._step_s)
+
         self.last = record
 
     def start(self, start: Record) -> None:

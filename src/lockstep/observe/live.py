@@ -131,6 +131,7 @@ class LiveDisplay(Display):
         # Only fp16 has a loss scale.
         if (scale := number(last.get("scale"))) is not None:
             yield "scale", f"{scale:g}"
+
         yield from metric_parts(last)
         if number(last.get("skipped")):
             yield "skipped", str(last["skipped"])
@@ -142,6 +143,7 @@ class LiveDisplay(Display):
         # A task that counts tokens has samples as well.
         if self.unit != SAMPLE:
             yield "", rate(last.get(rate_key(SAMPLE)), SAMPLE)
+
         yield "mem", megabytes(last.get("memory_mb"))
 
         # A little waiting is normal.

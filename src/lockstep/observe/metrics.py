@@ -125,6 +125,7 @@ class ExactSums(Sums):
         totals: list[Exact] = [0] * len(local)
         for texts in collectives.gather_json(local):
             totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
+
         return [exact_to_text(total) for total in totals]
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:

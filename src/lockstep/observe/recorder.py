@@ -172,6 +172,7 @@ class Recorder:
         """Continue the interval of a checkpoint; `state` comes from `interval_state`, on any number of ranks."""
         if state is None:
             return
+
         self.names = list(state["names"])
         if self.runtime.is_main:
             sums.put(state["names"], state["totals"])
@@ -211,6 +212,7 @@ class Recorder:
         # There is no display before `open`, which shows these events later.
         if not self._displays:
             self._early.append(record)
+
         for display in self._displays:
             display.event(record)
 
@@ -263,6 +265,7 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
     """
     if tensor.device.type != "cuda":
         return lambda: True
+
     event = torch.cuda.Event()
     event.record()
     return event.query

@@ -56,6 +56,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     # A browser never loads half a page.
     with replacing(folder / "report.html") as draft:
         draft.write_text(page(read_run(folder)), encoding="utf-8")
+
     return folder / "report.html"
 
 

@@ -77,6 +77,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
     if runtime.is_main:
         _mark(folder).unlink()
+
     if any(blind):
         raise UserError(
             f"rank {blind.index(True)} does not see the files of rank 0 in run_dir={folder.path}",

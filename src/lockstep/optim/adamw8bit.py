@@ -50,12 +50,14 @@ class AdamW8bit(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(_first_state(p))
+
         state["step"] += 1
 
         shard = local(p)
         count = float(state["step"])
         if not shard.numel():
             return  # a rank may hold no row of a small parameter
+
         if state["exp_avg"].dtype == torch.uint8:
             _update_8bit(shard, local(grad), state, count, group)
         else:

@@ -90,6 +90,7 @@ class MasterWeights:
         wide = local(parameter).detach().float()
         if not self.persistent:
             _free(wide)
+
         master = nn.Parameter(dtensor_like(wide, parameter))
         self._masters[id(parameter)] = master
         self._parameters[id(master)] = parameter
@@ -151,6 +152,7 @@ class MasterWeights:
         wide = local(gradient).float()
         if divisor is not None:
             wide.div_(divisor)
+
         master.grad = dtensor_like(wide, gradient)
 
     def _round_back(self, optimizer: torch.optim.Optimizer, master: Tensor, update_count: int) -> None:
@@ -209,6 +211,7 @@ def element_indices(parameter: Tensor, device: torch.device) -> Tensor:
     for dim, (length, offset) in enumerate(zip(shard.local.shape, shard.offset, strict=True)):
         along = torch.arange(offset, offset + length, device=device) * math.prod(shard.full_shape[dim + 1 :])
         indices = indices.unsqueeze(-1) + along
+
     return indices.to(torch.int32)
 
 

@@ -64,6 +64,7 @@ class Optimizers:
         self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
             _check_kind(optimizer)
+
         _check_coverage(self.parameters(), model)
 
         # The model's parameters, by optimizer and group. ZeRO-1 and master weights change `group["params"]` itself.
@@ -128,6 +129,7 @@ class Optimizers:
                 reason = f"its hook on a step ({hook}) would be called for some parameters at a time, as float32 copies"
                 fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
                 raise _cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
+
         self.masters = masters
         self.divides_gradients = True
         self.skips_on_device = self._all_fused(SKIPPING)
@@ -340,6 +342,7 @@ def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
         problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
         reason = f"it has a hook on its step ({hook}), and {problem}"
         raise _cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp")
+
     if not needs_full:
         return False
 

@@ -48,6 +48,7 @@ def make_learning_rate(
     torch_schedulers = [scheduler for scheduler in given if isinstance(scheduler, LRScheduler)]
     for scheduler in given:
         _check_kind(scheduler, alone=len(given) == 1)
+
     if given:
         _check_settings(given[0], config, sources)
 
@@ -148,10 +149,12 @@ class SchedulerRate(GuardedRates):
         """Return the settings of schedulers that differ from those at the beginning of the saved run, as text."""
         if "beginning" not in state or self._kinds() != [saved["kind"] for saved in state["schedulers"]]:
             return []
+
         changes: list[str] = []
         for number, (scheduler, _, by_evaluations) in enumerate(self._entries):
             name = type(scheduler).__name__
             changes += self._initial.changes(number, name, state["beginning"], by_evaluations)
+
         return changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -79,12 +79,15 @@ def apply(
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
+
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
     else:
         adapt_sync_batchnorm(model, runtime, pipelined)
+
     if choose_precision(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
+
     recompute_blocks(model, config)
     if config.exact:
         group_input_gradients(model, config)
@@ -93,6 +96,7 @@ def apply(
     if compiled and not pipelined:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
         warm_up_compile(model, config, runtime)
+
     capture_calls(model, config, runtime, log_event)
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
@@ -100,6 +104,7 @@ def apply(
     driver.use_hooks(hooks)
     if driver.statistics:
         driver.statistics.log_event = log_event
+
     driver.role = replace(
         driver.role,
         data_rank=mesh.coordinate("dp"),

@@ -176,6 +176,7 @@ class TrialCall:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(self.grad):
             self.outputs, self.output_spec = flatten(self.call(*args, **kwargs))
+
         torch.clear_autocast_cache()
 
         self.keeps_arguments = self._holds_inputs(args, kwargs)

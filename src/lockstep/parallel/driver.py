@@ -206,6 +206,7 @@ class BaseDriver(Driver):
             self._reduce(word)
             if self.statistics:
                 self.statistics.end_step(control.batches)
+
         control.backwards_done += 1
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:

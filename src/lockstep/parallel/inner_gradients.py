@@ -110,6 +110,7 @@ def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
     """
     if not inner.accumulates:
         return
+
     leaves = map(_tensor_at, inner.inputs) if inner.inputs else _leaves(inner.outputs)
     reached = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
     if reached:
@@ -175,6 +176,7 @@ def _call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
+
     path, line = frame.f_code.co_filename, frame.f_lineno
     return f"{path}:{line}: {linecache.getline(path, line).strip()}".rstrip(": ")
 

@@ -76,6 +76,7 @@ def options(
     if micro_batch > 1:
         smaller = math.ceil(micro_batch / 2)
         advice.append(Option(f"micro_batch={smaller}", _fraction(held.activations, 1 - smaller / micro_batch)))
+
     if config.remat != "full" and blocks > 1:
         advice.append(Option("remat=full", _fraction(held.activations, 1 - 1 / blocks)))
 

@@ -42,6 +42,7 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     """
     if samples == 0:
         raise UserError("the dataset has no samples", "", "check the path or filter that it is made from")
+
     reasons: dict[str, str] = {}
 
     # A step: how many samples, in how many micro-batches.
@@ -138,6 +139,7 @@ def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int
             f"{plural(count, 'micro-batch', 'micro-batches')} for {_ranks(config, data_size)}",
             f"set micro_batch={global_batch // data_size} or less",
         )
+
     return config.micro_batch, "as asked"
 
 
@@ -151,6 +153,7 @@ def _exact_micro_batch(global_batch: int, data_size: int) -> tuple[int, str]:
             f"{count} micro-batches of {micro}, whatever the number of ranks",
             f"set micro_batch={global_batch // data_size} (on every number of ranks alike), or --nproc {count}",
         )
+
     return micro, f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"
 
 
@@ -169,6 +172,7 @@ def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:
         return config.steps, "as asked"
     if config.epochs is None:
         raise UserError("neither steps nor epochs is set", "", "set steps=1000, or epochs=3")
+
     if per_epoch is None:
         raise UserError(
             f"epochs={config.epochs} cannot be counted: the dataset is a stream without a length",
@@ -182,4 +186,5 @@ def _steps(config: RunConfig, per_epoch: int | None) -> tuple[int, str]:
         raise UserError(
             f"epochs={config.epochs:g} is less than half a step: an epoch has {per_epoch} steps", "", "set steps=1"
         )
+
     return steps, f"{config.epochs:g} epochs of {per_epoch} steps"

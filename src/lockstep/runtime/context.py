@@ -66,6 +66,7 @@ class Runtime:
             # features of a vector, or a patch of a picture.
             part = matrices[0][0].numel() if one.is_floating_point() else 1
             positions = samples * max(1, one.numel() // part)
+
         self.threads.suit([p.numel() for p in matrices], positions if matrices else samples)
         torch.set_num_threads(self.threads.count)
 

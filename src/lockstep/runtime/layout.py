@@ -31,6 +31,7 @@ def balance(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         chosen[item] = min(holders[item], key=lambda rank: (loads[rank], rank))
         loads[chosen[item]] += sizes[item]
+
     return chosen
 
 

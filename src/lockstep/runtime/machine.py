@@ -26,6 +26,7 @@ def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
         files = [cpus / f"cpu{number}" / "topology" / "thread_siblings_list" for number in group]
         cores = {file.read_text() for file in files if file.is_file()}
         counts |= {len(group), len(cores) or len(group)}
+
     return counts
 
 

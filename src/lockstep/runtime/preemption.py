@@ -75,6 +75,7 @@ class PreemptionNotice:
         for child in multiprocessing.active_children():
             if child.name == WORKER_NAME:
                 child.kill()
+
         raise Preempted(0, name, None)
 
 

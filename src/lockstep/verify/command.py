@@ -99,6 +99,7 @@ def verify(
 
     if runner is not None:
         return _verify(target, layers, options, runner)
+
     with Runner() as own:
         return _verify(target, layers, options, own)
 
@@ -179,6 +180,7 @@ def _splits(case: Case) -> tuple[list[Trial], list[str]]:
             "the loss draws random numbers even in eval mode, and they follow the micro-batch: other splits of the "
             "batch are not compared"
         ]
+
     return splits, []
 
 
@@ -233,6 +235,7 @@ def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
         verdict = "yardstick"
     elif role != "again" and not case.repeatable:
         verdict = "not judged"  # the reference itself is different every time
+
     return Row(trial, role, verdict, comparison)
 
 
@@ -303,8 +306,10 @@ def text_of(report: Report) -> str:
     if report.first:
         row, divergence = report.first
         paragraphs.append(("first", f"{row.trial.text}: {divergence.text}"))
+
     for cause in report.causes:
         paragraphs += [("cause", f"{cause.title} [{cause.key}]"), ("seen", cause.evidence), ("do", cause.fix)]
+
     for label, text in paragraphs:
         lines += textwrap.wrap(f"{label:7}{' '.join(text.split())}", WIDTH, subsequent_indent=" " * 7)
 
@@ -314,6 +319,7 @@ def text_of(report: Report) -> str:
         verdict = "FAIL  not the same training in every layout"
     elif report.exact:
         verdict = "PASS  identical bits in every world"
+
     return "\n".join([*lines, f"{verdict} ({report.seconds:.0f} s)"])
 
 

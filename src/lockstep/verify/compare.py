@@ -97,6 +97,7 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
         for kind in kinds:
             if kind != "number of steps" and (step == 0 or kind != "initial weights"):
                 result.divergences += _judge(kind, step, record, reference, nudged)
+
     if record.steps != reference.steps:
         result.divergences.append(Divergence(steps, "number of steps", "", abs(record.steps - reference.steps), 0.5))
     return result
@@ -148,8 +149,10 @@ def gap(a: np.ndarray, b: np.ndarray) -> float:
     # A nan equals a nan: the engine decides what to do about nan, not this comparison.
     if not a.size or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
+
     with np.errstate(invalid="ignore"):
         difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
+
     return float(np.nan_to_num(difference, nan=math.inf).max())
 
 

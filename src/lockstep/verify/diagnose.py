@@ -119,6 +119,7 @@ def _differs_from_itself(case: Case) -> Cause | None:
         return named(
             "augmentation", f"sample {changed.ids[0]} was read twice, and differed (1 process, nothing changed)"
         )
+
     return named("nondeterminism", f"1 process, run twice: {first.text}")
 
 
@@ -198,6 +199,7 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
                             f"{key} in step {number}: {group.get(key)} on rank {rank} of {record.trial.world}, "
                             f"{expected[key]} on one process",
                         )
+
     return None
 
 
@@ -245,6 +247,7 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
                 return named("data", f"sample {changed.ids[0]} of data() is another one on {rank} than on one process")
             return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
         return named("data", f"{of_step} differ from the samples of one process")
+
     return None
 
 
@@ -276,6 +279,7 @@ def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
             return named("rank-in-loss", f"{where}: other than in a process that has no rank and the same samples")
         if _equal_in_eval_mode(case, record.trial, 0):
             return named("randomness", only_training)
+
     return _carried(case, where)
 
 
@@ -305,6 +309,7 @@ def _carried(case: Case, where: str) -> Cause:
     averages = [name for name in moving if after[name].shape in shapes]
     if averages:
         return named("average", f"{averages[0]} changes between micro-batches; {where}")
+
     names = f" ({', '.join(moving[:3])} changes)" if moving else ""
     return named("carried-state", f"{where}: it depends on what the process did before{names}")
 
@@ -341,6 +346,7 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
     if len(wrong) < number:
         many = f"{len(wrong)} of {number}"
         return named("not-synchronised", f"{first.text}; {many} gradients are wrong, the losses are not")
+
     return named("gradient", first.text)
 
 
@@ -376,6 +382,7 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
     # The weights agree and the sums do not. A probe shows why, except for a stream, which cannot be read twice.
     if first.kind == "loss" and not record.facts["stream"]:
         return _of_sum(case, evidence)
+
     if first.kind == "loss":
         # A sum of means is proportional to the number of micro-batches.
         expected = len(record.micros[step]) / len(reference.micros[step])
@@ -403,6 +410,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
     ratios = _ratios(doubled, single, 0)
     if ratios and all(math.isclose(ratio, 1.0, rel_tol=1e-3) for ratio in ratios):
         return named("mean-for-sum", f"{evidence}; with every sample twice, the loss stays the same")
+
     if not ratios or not all(math.isclose(ratio, 2.0, rel_tol=1e-3) for ratio in ratios):
         return named(
             "batch-coupled", f"{evidence}; with every sample twice, the loss is {ratios[0]:.3g} times as large"
@@ -450,4 +458,5 @@ def _copied(reference: Record) -> Cause | None:
         twin = first_with.setdefault(reference.digests(0, 0)[name], name)
         if owners[twin] != owners[name] and not np.array_equal(end[twin], end[name]):
             return named("untied", f"{twin} and {name} start as the same numbers, and are not equal after training")
+
     return None

@@ -123,6 +123,7 @@ class RecordedRun(Run):
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
             source.data_world = World(*orders["part"])
+
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
             source.reader = lambda request: reader(request._replace(ids=[*request.ids, *request.ids]))  # pyrefly: ignore
@@ -253,6 +254,7 @@ class RecordedRun(Run):
 
             if sum(t.nbytes for t in packed.values()) <= most:
                 tensors |= packed | dict(_numbers(plain, name))
+
         return tensors
 
     def _nudge(self) -> None:

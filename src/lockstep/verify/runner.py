@@ -116,6 +116,7 @@ class Runner:
             for ended in [started for started in running if started.over]:
                 running.remove(ended)
                 records[ended.trial] = self._end(ended)
+
         return records
 
     # ---- one trial ----
@@ -185,6 +186,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
     """Return the first failure that a rank recorded; ranks that only lost a peer fail later."""
     if not any(ended.codes.values()):
         return None
+
     if ended.hung:
         text = f"still running after {time.monotonic() - ended.began:.0f} s"
         return Failure(0, "localhost", time.time(), Kind.HANG, text, cause="hang")

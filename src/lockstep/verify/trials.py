@@ -159,6 +159,7 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
             "",
             f"use --worlds {_as_typed([1, *fitting])}",
         )
+
     return fitting, [f"{problem}: left out"]
 
 

@@ -74,6 +74,7 @@ def launch_distributed_training(
             str(error),
             "define the function at the top level of a file, and pass arguments that pickle takes",
         ) from error
+
     return None
 
 
@@ -91,6 +92,7 @@ def _run_rank(
     os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": address, "MASTER_PORT": port}
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
+
     train_fn(rank, count, *args, **kwargs)
 
 
@@ -122,6 +124,7 @@ def processes(num_gpus: int) -> int:
             "",
             f"use --num_gpus {available}, or -1 for all",
         )
+
     if available:
         return available if num_gpus == -1 else num_gpus
 
@@ -161,6 +164,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
                 "tf32": properties.major >= 8,
             }
         )
+
     return gpus
 
 
@@ -239,6 +243,7 @@ def speedup_table(hours: float | None, price: float | None, rates: Mapping[int, 
             cost = "" if price is None else f"${price * gpus * took:.2f}"
             line += f"  {duration(took):>10}  {cost:>8}"
         lines.append(f"{line}  {'measured' if measured else 'estimate'}")
+
     return lines
 
 

@@ -66,12 +66,14 @@ def gpu_memory() -> Finding:
     gpus = get_gpu_info()
     if not gpus:
         return Finding("GPU memory", "note", "no GPU")
+
     text = ", ".join(f"GPU {gpu['index']} {gpu['free_gb']:.1f} of {gpu['memory_gb']:.1f} GB free" for gpu in gpus)
 
     # Below 80 % of the memory something else must be running there.
     for gpu in gpus:
         if gpu["free_gb"] < 0.8 * gpu["memory_gb"]:
             return Finding("GPU memory", "note", text, f"another process uses GPU {gpu['index']}: see nvidia-smi")
+
     return Finding("GPU memory", "ok", text)
 
 
@@ -143,6 +145,7 @@ def recommendations(findings: Iterable[Finding], typed: Mapping[str, Any]) -> Fi
     words = ["python", SCRIPT, "--num_gpus", str(len(gpus) or min(2, available_cores()))]
     for name, value in typed.items():
         words += [f"--{name}", str(value)] if value is not None else []
+
     advice.append(shlex.join(words) + ("" if gpus else "  (processes on the CPU)"))
     if len({gpu["name"] for gpu in gpus}) > 1:
         advice.append("the GPUs differ: equal shares wait for the slowest one")
@@ -202,4 +205,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{finding.state:>4}] {finding.name}: {finding.text}", flush=True)
         if finding.advice:
             print(f"    {finding.advice}", flush=True)
+
     return int(any(finding.state == "fail" for finding in findings))

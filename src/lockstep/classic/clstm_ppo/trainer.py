@@ -52,6 +52,7 @@ class DistributedCLSTMPPOTrainer:
         for name, value in (("num_episodes", num_episodes), ("batch_size", batch_size)):
             if value < 1:
                 raise UserError(f"--{name} {value} is less than 1", "", f"use --{name} 1 or more")
+
         if batch_size % gradient_accumulation_steps:
             larger = -(-batch_size // gradient_accumulation_steps) * gradient_accumulation_steps
             raise UserError(
@@ -98,6 +99,7 @@ class DistributedCLSTMPPOTrainer:
         # Scripts call initialize() first; one that does not still trains.
         if not hasattr(self, "agent"):
             self.initialize()
+
         nproc = processes_to_start(self.processes)
         self.result = lockstep.fit(self.task, self.values, nproc=nproc, **self.settings)
         self.agent = self.result.model  # pyrefly: ignore[bad-assignment]

@@ -97,6 +97,7 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
     if answers:
         name = f"answers-rank-{os.environ.get('RANK', 0)}.safetensors"
         save_file({key: torch.cat([answer[key] for answer in answers]) for key in answers[0]}, done.run_dir / name)
+
     return done
 
 
@@ -117,6 +118,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
             "" if checkpoint.exists() else "no such folder",
             "set checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
         )
+
     if other := _other_recipe(run):
         raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
     return run, steps[max(steps)], max(steps)
@@ -126,11 +128,13 @@ def _other_recipe(run: Path) -> str | None:
     """Return the recipe of the run if it is not hrm. A custom task, derived from HRM, may have any name."""
     with (run / "events.jsonl").open() as lines:
         events = [json.loads(line) for line in lines]
+
     # A resumed run has several starts. A class that was passed to `fit` is recorded without underscores.
     starts = [event["task"].replace("_", "") for event in events if event["event"] == "start"]
     for package in pkgutil.iter_modules(recipes.__path__):
         if package.ispkg and package.name != "hrm" and starts[-1:] == [package.name.replace("_", "")]:
             return package.name
+
     return None
 
 

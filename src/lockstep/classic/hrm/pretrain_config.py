@@ -64,6 +64,7 @@ class PretrainConfig:
         evaluate_every = None
         if self.eval_interval is not None:
             evaluate_every = max(1, self.steps(self.eval_interval))
+
         steps = self.steps(self.epochs)
         if steps < 1:
             raise UserError(
@@ -139,6 +140,7 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
         )
         config.run_name = config.run_name or generate_name()
         text = json.dumps(asdict(config))
+
     if world_size > 1:
         text = _broadcast_text(text)
     return PretrainConfig(**json.loads(text))
@@ -153,5 +155,6 @@ def _broadcast_text(text: str) -> str:
     dist.broadcast(length, src=0)
     if dist.get_rank() != 0:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
+
     dist.broadcast(data, src=0)
     return bytes(data.tolist()).decode()

@@ -80,6 +80,7 @@ def create_model(
                 on_device = tensor.to(device)
                 dist.broadcast(on_device, src=0)
                 tensor.copy_(on_device)
+
     return model
 
 
@@ -96,6 +97,7 @@ def train_batch(
         # A padding batch weighs nothing.
         factor = 0 if batch.padding else 1
         sums = _add(sums, {"loss": (loss.total.detach(), loss.weight), **loss.metrics}, factor)
+
     batch.apply(*train_state.optimizers)
 
     # The index of the run, not a count of our own: a resumed run does not begin at 0.
@@ -160,5 +162,6 @@ def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: in
         dist.all_reduce(stacked)
     if rank != 0:
         return None
+
     pairs = stacked.view(-1, 2).tolist()
     return process_aggregated_metrics({name: (s, w) for name, (s, w) in zip(names, pairs, strict=True)})

@@ -90,6 +90,7 @@ def _copy(source: Any, target: Any) -> None:
     """Copy what one rank has to where it gets what all ranks have. Lists have one element for each rank."""
     if target is None:  # of a rank that receives nothing
         return
+
     for values in (source, target):
         if isinstance(values, list) and len(values) != 1:
             raise RuntimeError(f"a list for {len(values)} ranks where there is one")

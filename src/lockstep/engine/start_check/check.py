@@ -66,6 +66,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
     alone = run.runtime.world.alone
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
+
     if not isinstance(source, MapSource | StreamSource):
         _note(run, f"a {type(source).__name__} makes its own batches")
         return None
@@ -125,6 +126,7 @@ def error_for(cause: Cause, config: RunConfig) -> UserError:
     """Return the error that stops the run, with the setting that accepts this cause."""
     if cause.key in NEVER_ACCEPTED:
         return UserError(cause.title, cause.evidence, cause.fix, cause.key)
+
     accepted = [*accepted_causes(config), cause.key]
     value = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
     fix = f"{cause.fix}. If you mean it, set checks.loss={value}"
@@ -147,10 +149,12 @@ def _can_call(run: Run, task: Any) -> bool:
     if not run.driver.role.runs_whole_model:
         _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
         return False
+
     before_batch = getattr(task, "before_batch", None)
     if before_batch is not None and getattr(before_batch, "__func__", before_batch) is not Task.before_batch:
         _note(run, "it depends on before_batch(), which prepares for a whole micro-batch")
         return False
+
     return True
 
 
@@ -171,6 +175,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
     reason = _reason_to_skip(samples)
     if reason:
         return None, None, reason
+
     assert samples is not None
     probe = Probe(run, task.loss)
     model = run.driver.model
@@ -227,6 +232,7 @@ def _judge(
         cause = named("randomness", "the loss seeds torch's generator itself, so that every micro-batch draws the same")
     if cause and cause.key not in accepted:
         return cause, first
+
     snapshot.restore()
     if samples.count < 2 or (cause and cause.key in NOT_REPEATABLE) or host_draws:
         return None, first
@@ -245,6 +251,7 @@ def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Mea
         measured = probe.measure(make_batch, gradients=False)
     except Inconclusive as error:
         reason = str(error)
+
     reasons = run.runtime.collectives.gather_json(reason)
     if measured is None or any(reasons):
         raise Inconclusive(next(filter(None, reasons)))
@@ -273,6 +280,7 @@ def _measure_again(
     # The next call reaches other ranks if the loss does: either all ranks make it or none does.
     if not any(run.runtime.collectives.gather_json(differs)) and alone is not None:
         return alone, None
+
     again = probe.measure(make_batch, gradients=False)
     if alone is None or not differs:
         return again, None

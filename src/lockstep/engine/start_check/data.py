@@ -33,6 +33,7 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
     # Without seeds per sample, random samples differ between ranks by design.
     if not run.config.data.seed_samples:
         return None
+
     for rank, (_, digests) in enumerate(others, start=1):
         for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
@@ -139,6 +140,7 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
 
     if digest(again) == read_by_worker:
         return
+
     if isinstance(source, StreamSource):
         raise UserError(
             f"the {source.options.config.workers} worker processes do not read the same stream",

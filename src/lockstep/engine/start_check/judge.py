@@ -121,6 +121,7 @@ def mismatched_gradients(
     # for four.
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         whole.gradients[number] = whole.gradients[number] - a - b
+
     errors = [float(norm) for norm in norms(whole.gradients)]
     sizes = [float(a) + float(b) for a, b in zip(norms(first), norms(second), strict=True)]
 
@@ -166,6 +167,7 @@ def judge_halves(
 
     if same_total and not mismatched:
         return None
+
     if same_total:
         assert mismatched is not None
         return named("batch-coupled", f"{evidence}; these add up, but the gradient of {_some(mismatched)} does not")
@@ -201,6 +203,7 @@ def _is_reweighted(
     """
     if not (uneven.weight and all(half.weight for half in halves)):
         return False
+
     first, second = (half.total / half.weight for half in halves)
     mean = whole.total / whole.weight
     if tolerance.same(first, mean) or not min(first, second) <= mean <= max(first, second):
@@ -211,6 +214,7 @@ def _is_reweighted(
     ratio = (mean - second) / (first - mean)
     if math.isclose(ratio, halves[0].weight / halves[1].weight, rel_tol=SAME_RATIO):
         return False
+
     expected = (2 * ratio * first + second) / (2 * ratio + 1)
     by_weight = (2 * first * halves[0].weight + second * halves[1].weight) / uneven.weight
     remainder = uneven.total / uneven.weight - expected

@@ -101,12 +101,14 @@ class Probe:
         """Call the loss on a batch with every random draw replaced by a constant, and return the result."""
         with ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
+
         if not mode.unsupported:
             return measured
 
         # Fused kernels with dropout inside cannot be replaced, but in eval mode they do not draw.
         with eval_mode(self.run.driver.model), ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
+
         if mode.unsupported:
             names = ", ".join(mode.unsupported)
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")

@@ -79,6 +79,7 @@ def read_stream_samples(source: StreamSource, count: int) -> Samples | None:
     whole = Samples(micro.data, micro.samples, None)
     if not whole.can_be_split or micro.padding:
         return whole
+
     count = min(count, micro.samples)
     return Samples(whole.batch(range(count)), count, None)
 

@@ -214,6 +214,7 @@ def _same(value: Any, old: Any) -> bool:
     """Return whether a value still equals `old`, which `_copied` made of it."""
     if old is _NOT_COPIED:
         return True
+
     match value:
         case Tensor():
             equal = isinstance(old, Tensor) and value.shape == old.shape and value.dtype == old.dtype
@@ -268,4 +269,5 @@ def _restored(value: Any, old: Any) -> Any:
             value[:] = [_restored(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
         case _:
             return value if old is _NOT_COPIED or isinstance(value, tuple) else old
+
     return value

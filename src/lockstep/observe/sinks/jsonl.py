@@ -158,6 +158,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = load_json(line)
     except ValueError:
         return None
+
     if not isinstance(record, dict):
         return None
 

@@ -79,6 +79,7 @@ class RunningStatistics:
             self._read_buffers()
         elif self._changed_outside():
             self._restart()
+
         self._micro = micro
         self._trains = any(layer.training for layer in self.layers)
 
@@ -143,6 +144,7 @@ class RunningStatistics:
         """Write the running statistics of a single process into the buffers of all ranks. Collective."""
         if not self._steps or self.replicas.world.alone:
             return
+
         self._steps = 0
         if self._changed_outside():
             self._restart()
@@ -165,6 +167,7 @@ class RunningStatistics:
         uneven = ((weight - 1).abs() > UNEVEN) & ~self._cumulative
         if self._warned or not bool(uneven.any()):
             return
+
         self._warned = True
         names = [name for name, is_uneven in zip(self.names, uneven.tolist(), strict=True) if is_uneven]
         self.log_event(

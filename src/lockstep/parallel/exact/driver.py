@@ -171,6 +171,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         rows = parameters[0].new_zeros(len(local_roots), ranks * width)
         for row, gradients in zip(rows, local_roots, strict=True):
             torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
+
         to_send = rows.view(len(local_roots), ranks, width).transpose(0, 1).flatten()
         counts = [sum(flags) for flags in _split(present, [len(roots) for roots in roots_by_rank])]
         received = to_send.new_empty(sum(counts) * width)
@@ -265,6 +266,7 @@ class OrderedFSDPDriver(FSDPDriver):
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             raise no_gradient()
+
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
         self._packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
@@ -355,6 +357,7 @@ class _OrderedReduceScatter(ReduceScatter):
     ) -> None:
         if not self.in_a_step:
             self.expected = _Round(0, group.size(), is_last=True)
+
         if self.expected is None:
             raise UserError(
                 "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",

@@ -150,6 +150,7 @@ class _Filling:
         self._done.add(id(module))
         for child_name, child in module.named_children():
             self.fill(child, f"{name}.{child_name}" if name else child_name)
+
         self._fill_own(module, name)
 
         # Drop our references to the block's full tensors, so that sharding frees them.

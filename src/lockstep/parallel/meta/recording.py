@@ -172,6 +172,7 @@ class _Recorder(TorchDispatchMode):
         memory = self._operand(tensor, crosses=True).memory
         if memory.exposed and not memory.empty:
             self._exposed.append((tensor.untyped_storage(), memory))
+
         memory.empty = True
         return memory
 
@@ -226,6 +227,7 @@ class _Recorder(TorchDispatchMode):
             self._record_results(call, written, result)
         else:
             self._mark_unrepeatable(written)
+
         return result
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
@@ -264,6 +266,7 @@ class _Recorder(TorchDispatchMode):
 
             part = self._call(func, tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()})
             results += part or []
+
         return results or None
 
     def _draw(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
@@ -331,6 +334,7 @@ class _Recorder(TorchDispatchMode):
             memory = self._save_content(tensor)
         elif crosses and not memory.empty and not Recipe(memory.value).may_be_unset:
             memory.value.samples.append((View.of(tensor), sample_of(tensor)))
+
         return Operand(memory, memory.value, View.of(tensor))
 
     def _save_content(self, tensor: Tensor) -> Memory:

@@ -104,6 +104,7 @@ class Call:
         args, kwargs = tree_map(argument, (self.args, self.kwargs), is_leaf=is_leaf)
         if self.state is not None:
             torch.set_rng_state(self.state)
+
         before = torch.get_rng_state()
         outputs = tensors_in(self.function(*args, **kwargs))
         if self.state is None and not torch.equal(torch.get_rng_state(), before):
@@ -148,6 +149,7 @@ class Recipe:
             live.update(_memories(call))
             peak = max(peak, sum(memory.nbytes for memory in live))
             live = {memory for memory in live if self._last_use[memory] > call.number}
+
         return peak
 
     @property
@@ -185,6 +187,7 @@ def _needed(value: Value) -> list[Call]:
         if call.number not in calls:
             calls[call.number] = call
             pending += [operand.value.call for operand in call.operands if operand.value]
+
     return [calls[number] for number in sorted(calls)]
 
 

@@ -151,6 +151,7 @@ class PipelineDriver(ShardedDriver):
         self._pipeline.run(micros, loss_fn, control)
         if self.statistics:
             self.statistics.end_step(batches)
+
         control.backwards_done = batches.count
         self._reduce(control.before_reduce())
         return self.reduced()
@@ -239,6 +240,7 @@ class PipelineDriver(ShardedDriver):
         refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, flags).tolist()]
         if refused:
             self._raise_refusal()
+
         self._foreign.check(used_anywhere[len(used) :])
 
         # If the loss does not depend on the model, the last stage sends zeros, and parameters have gradients anyway.

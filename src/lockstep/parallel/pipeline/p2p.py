@@ -56,6 +56,7 @@ def send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup | None) ->
     header = [len(tensors)]
     for t in tensors:
         header += [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (MAX_DIMS - t.dim())]
+
     header += [0] * (_HEADER - len(header))
 
     dist.send(torch.tensor(header, device=tensors[0].device), group=group, group_dst=to)

@@ -71,6 +71,7 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
             "",
             "run a Python that ships its library as .py files (python.org, pyenv, uv, conda, ...)",
         )
+
     return "".join(texts)
 
 

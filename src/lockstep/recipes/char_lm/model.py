@@ -56,6 +56,7 @@ class GPT(nn.Module):
 
         for block in self.blocks:
             block.reset_parameters()  # pyrefly: ignore[not-callable]
+
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,6 +70,7 @@ class GPT(nn.Module):
         x = self.dropout(self.embed(ids))  # (B, T, W)
         for block in self.blocks:
             x = block(x, rotation)
+
         return self.head(self.norm(x))  # (B, T, V)
 
     @torch.no_grad()

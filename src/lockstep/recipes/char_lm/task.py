@@ -105,6 +105,7 @@ class CharLM(Task):
         problems = [*uneven_heads(width, heads)]
         if not 0 <= dropout < 1:
             problems.append(UserError(f"task.dropout={dropout} is not in [0, 1)", "", "set task.dropout=0.1"))
+
         check_options(vars(self), problems, smallest=COUNTS)
 
     def model(self) -> GPT:

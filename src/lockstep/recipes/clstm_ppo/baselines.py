@@ -61,6 +61,7 @@ def play(policy: Policy, market: Environments, days: int) -> Played:
         before = market.position
         earned.append(market.step(policy(market))[0])
         trades += (market.held != before).sum(dim=1)
+
     return Played(torch.stack(earned, dim=1), trades)
 
 
@@ -153,4 +154,5 @@ def baseline_scores(series: Series, rules: Rules, episodes: int) -> dict[str, fl
     if isinstance(series, RegimeSeries):
         scores["bayes"] = max(score(partial(Bayes, series, threshold)) for threshold in THRESHOLDS)
         scores["oracle"] = score(partial(Oracle, series))
+
     return scores

@@ -114,6 +114,7 @@ class VectorMarket(Environments):
         for table, fresh in zip(tables, self._tables(moved_on, later=1), strict=True):
             table[moved_on, :length] = table[moved_on, length:]
             table[moved_on, length:] = fresh
+
         self._begin.zero_()
 
     @property
@@ -136,12 +137,14 @@ class VectorMarket(Environments):
         # After as many steps as an episode has days, an environment could need a third episode.
         if self._steps_since_renewal == self.rules.days:
             self.renew()
+
         self._steps_since_renewal += 1
 
         wanted = self.rules.positions(actions)
         today = (self._begin + self.rules.window + self.day)[:, None]
         if self.rules.halt is not None:
             wanted = torch.where(self._halts.gather(1, today), self.position, wanted)
+
         moved = torch.take_along_dim(self._returns, today[..., None], dim=1)[:, 0]
         self.moved = moved / self.series.scale
         self.gains = wanted * moved - costs * self.rules.cost * (wanted - self.position).abs()
@@ -168,12 +171,14 @@ class VectorMarket(Environments):
         parts = [returns / self.series.scale]
         if self.rules.indicators:
             parts += indicators(returns)
+
         shown = torch.cat(parts, dim=-1).float()
 
         if self.rules.halt is None:
             halted = torch.zeros(*returns.shape[:2], dtype=torch.bool, device=returns.device)
         else:
             halted = self.series.turbulence(self.rules.halt).halted(returns)
+
         return returns, shown, halted
 
 
@@ -209,4 +214,5 @@ def smoothed(values: Tensor, days: int) -> Tensor:
     # A loop over days: torch has no exponential moving average.
     for day in range(1, values.shape[1]):
         averages.append(keep * averages[-1] + (1 - keep) * values[:, day])
+
     return torch.stack(averages, dim=1)

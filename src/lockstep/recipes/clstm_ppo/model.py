@@ -137,6 +137,7 @@ class Agent(nn.Module):
         for day in range(len(seen)):
             state = self.recall(seen[day], (state[0] * keep[day], state[1] * keep[day]))
             outputs.append(state[0])
+
         return torch.stack(outputs), state
 
     def recall_at_once(self, seen: Tensor, state: State, starts: Tensor) -> tuple[Tensor, State]:
@@ -196,6 +197,7 @@ class WindowReader(nn.Module):
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise([hidden, *[shape.width] * shape.linears]):
             layers += [nn.Linear(before, after), nn.Tanh()]
+
         self.out = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,6 +233,7 @@ def read_daily(lstm: nn.Module, x: Tensor) -> list[Tensor]:
     for day in x.unbind(dim=1):
         hidden, cell = torch._VF.lstm_cell(day, (hidden, cell), *weights)  # pyrefly: ignore[missing-attribute]
         outputs.append(hidden)
+
     return outputs
 
 

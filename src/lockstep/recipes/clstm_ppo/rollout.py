@@ -103,6 +103,7 @@ def sampled(logits: Tensor, drawn: Tensor) -> Tensor:
     for chance in chances:
         reached = reached + chance
         actions = actions + (drawn >= reached)
+
     return actions
 
 

@@ -246,6 +246,7 @@ def _read_rows(path: Path) -> list[tuple[str, str, float, int]]:
         raise UserError(
             f"the price file {path} cannot be read: {error.strerror}", "", "give it a CSV file that can be read"
         ) from error
+
     return rows
 
 

@@ -202,6 +202,7 @@ class Rollouts:
         sums = [cohort.running_sums(days, options.discount) for cohort, days in zip(self.cohorts, traded, strict=True)]
         if options.normalise:
             self.rewards = self._merged(sums, self.rewards)
+
         days = {name: torch.cat([part[name] for part in traded]) for name in traded[0]}
 
         # The value head predicts normalised targets: its outputs are brought back to the scale of rewards.
@@ -211,6 +212,7 @@ class Rollouts:
         returns = gained + values[:, :-1]
         if options.normalise:
             self.values = self._merged(list(returns.split(self.sizes)), self.values)
+
         days["advantages"] = gained.float()
         days["targets"] = ((returns - self.values.mean) / self.values.std).float()
 

@@ -197,6 +197,7 @@ class ClstmPpo(Task):
         if game.game != "market":
             rollouts = replace(rollouts, cost_warmup=0, foresight=0)
             loss = replace(loss, credit="all")
+
         self.loss_options = loss
         self.test_episodes = game.test_episodes
 

@@ -46,4 +46,5 @@ def _values_of_file(path: str) -> dict[str, Any]:
         raise UserError(
             f"config={path} cannot be read", f"{type(error).__name__}: {error}", "give a YAML file of keys"
         ) from error
+
     return values

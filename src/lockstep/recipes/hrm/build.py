@@ -117,6 +117,7 @@ def read_csv(path: Path, most: int, seed: int) -> Puzzles:
     """Draw up to `most` Sudokus of a file at random."""
     with path.open(newline="") as file:
         rows = [(row["question"], row["answer"]) for row in csv.DictReader(file)]
+
     rows = random.Random(seed).sample(rows, min(most, len(rows)))
 
     grids = _digits([question for question, _ in rows])

@@ -40,6 +40,7 @@ class Carry:
 
         if self._first_step and not self._restored:
             return None
+
         raise UserError(
             f"hrm needs the same slots of the global batch in every step; samples {first} to {first + count - 1} are "
             "new on this rank",

@@ -176,6 +176,7 @@ def write_puzzles(folder: Path, puzzles: Puzzles, name: str = "all") -> None:
     for array in ARRAYS:
         dtype = np.uint8 if array in ("inputs", "labels") else np.int32
         np.save(folder / f"{name}__{array}.npy", getattr(puzzles, array).astype(dtype))
+
     (folder / "dataset.json").write_text(json.dumps(asdict(metadata), indent=2))
 
 

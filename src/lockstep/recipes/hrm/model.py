@@ -266,6 +266,7 @@ class HierarchicalReasoningModel(nn.Module):
             # All gradients come through the score.
             logits = logits.detach()
             q = q.detach()
+
         return Thought(z_h, z_l, logits, q, next_q, score)
 
     def start(self, count: int) -> tuple[Tensor, Tensor]:
@@ -310,6 +311,7 @@ class HierarchicalReasoningModel(nn.Module):
                     z_l = low(z_l, z_h, rotation, x if keep else x.detach())
                 else:
                     z_h = high(z_h, z_l, rotation)
+
         return z_h, z_l
 
 

@@ -136,8 +136,10 @@ class AdamATan2(torch.optim.Optimizer):
         first = self.state[params[0]]
         if not isinstance(first["step"], Tensor):
             first["step"] = torch.tensor(float(first["step"]), device=params[0].device)
+
         for p in params:
             self.state[p]["step"] = first["step"]
+
         return first["step"]
 
 
@@ -211,6 +213,7 @@ class CastedSparseEmbeddingSignSGD_Distributed(torch.optim.Optimizer):
         moved = rows * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * total.sign().to(self.table.dtype)
         if self.found_inf is not None:
             moved = torch.where(self.found_inf > 0, rows, moved)
+
         self.table[ids] = moved
 
 

@@ -147,6 +147,7 @@ def make_maze(n: int, longer_than: int, rng: random.Random) -> tuple[Array, Arra
     labels = grid.copy()
     for cell in way[1:-1]:
         labels[cell] = WAY
+
     return grid.reshape(-1), labels.reshape(-1)
 
 
@@ -176,6 +177,7 @@ def _carve(n: int, rng: random.Random) -> Array:
     walls = np.argwhere(grid == WALL).tolist()
     for row, column in rng.sample(walls, len(walls) // 12):
         grid[row, column] = FREE
+
     return grid
 
 
@@ -213,6 +215,7 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
         if len(came_from[way[-1]]) > 1:
             return None
         way.append(came_from[way[-1]][0])
+
     return way[::-1]
 
 

@@ -48,6 +48,7 @@ def units_and_peers(n: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
     peers = []
     for cell in range(n * n):
         peers.append(sorted({peer for unit in units if cell in unit for peer in unit} - {cell}))
+
     return units, peers
 
 
@@ -86,6 +87,7 @@ class Solver:
         # With a generator, ties and digits are tried in random order.
         if self.rng:
             self.rng.shuffle(open_cells)
+
         cell = min(open_cells, key=lambda c: candidates[c].bit_count())
         digits = list(_bits(candidates[cell]))
         if self.rng:
@@ -148,6 +150,7 @@ class Solver:
                 if candidates[cell] != bit:
                     candidates[cell] = bit
                     fixed += 1
+
         return fixed
 
 
@@ -254,6 +257,7 @@ def _too_few(wanted: str, reached: str, least_guesses: float, hardest: float) ->
     problem = f"{wanted} could not be generated with task.least_guesses={least_guesses:g}"
     if hardest >= least_guesses:
         return UserError(problem, reached, f"set a smaller task.least_guesses; or {smaller}")
+
     fix = f"set task.least_guesses={hardest:g} or less" if hardest else "leave task.least_guesses out"
     return UserError(problem, f"{reached}: the hardest took {hardest:g} guesses", fix)
 
@@ -356,4 +360,5 @@ def _random_order(left: list[int]) -> list[int]:
         order.append(left[chosen])
         left[chosen] = left[-1]
         left.pop()
+
     return order

@@ -123,6 +123,7 @@ class HRM(Task):
                     "leave task.data_seed out, or set task.holes=50: those are made from the seed",
                 )
             )
+
         check_options(options | vars(self.model_options), problems, CHOICES, AT_LEAST)
 
         # The table is a buffer that training changes, so `exact=true` is refused unless it is frozen.

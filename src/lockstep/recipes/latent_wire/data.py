@@ -105,6 +105,7 @@ class WireData(torch.utils.data.Dataset[Batch]):
                 f"answer_{number}": tokenizer.encode(drawn.answer[..., None]),
                 f"after_{number}": tokenizer.encode(drawn.question if self.mode == "context" else mark),
             }
+
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     def _carried(self, context: np.ndarray, asked: Drawn) -> np.ndarray:

@@ -59,6 +59,7 @@ def evaluation_metrics(
             "variety": (float(distinct(read.written)), distinct(expected)),
         }
         metrics |= {f"{LETTERS[number]}_{name}": value for name, value in sums.items()}
+
     return metrics
 
 

@@ -181,6 +181,7 @@ class Reader(nn.Module):
         if device is not None:
             self.to(device)
             self.fixed_device = device
+
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Reader:
@@ -237,4 +238,5 @@ def decode(
     for _ in range(length):
         written.append(reader(x, added, last=1).argmax(-1))
         x = torch.cat((x, reader.embed(written[-1]).to(x.dtype)), 1)
+
     return torch.cat(written, 1)

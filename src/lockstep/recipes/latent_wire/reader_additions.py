@@ -101,9 +101,11 @@ class Additions(nn.Module):
         added: list[dict[str, Any]] = [{} for _ in range(self.layers)]
         for layer, pair in enumerate(pairs):
             added[layer]["prefix"] = tuple(t.to(device).repeat_interleave(asked, 0) for t in pair)
+
         for layer, low_rank in enumerate(self.lora):
             for name, change in low_rank.items():  # pyrefly: ignore[not-callable]
                 added[layer][name] = _across_devices(change, home, device)
+
         for layer, look in zip(self.looking, self.looks, strict=True):
             added[layer] |= {"look": _across_devices(look, home, device), "wire": repeated}
 

@@ -198,6 +198,7 @@ class ReaderTraining:
         # Eagerly: the shapes differ from those in training, and each would be compiled for.
         with self._autocast(), lockstep.run_eagerly(self.reader):
             accuracy = float(from_text(self.reader, self.validation, 0).right.mean())
+
         self.progress.accuracy = accuracy
 
         # Only the last world ends the training.
@@ -208,6 +209,7 @@ class ReaderTraining:
         if accuracy >= min(0.95, self.options.accuracy):
             self.progress.stage += 1
             self._enter_stage()
+
         return False
 
 

@@ -201,6 +201,7 @@ class LatentWire(Task):
                 total = total + GIST * rows * read.gist.mean().to(device)
             if self.teacher and torch.is_grad_enabled():
                 total = total + self.teacher * self._from_teacher(model, batch, number, read).to(device)
+
         return total, rows, reads
 
     def _from_teacher(self, model: Any, batch: dict[str, Tensor], number: int, read: Read) -> Tensor:

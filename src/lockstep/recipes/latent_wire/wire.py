@@ -272,6 +272,7 @@ class WireModel(nn.Module):
             # In mode `prompt` a text has several wires.
             embedded = embedded.repeat_interleave(len(rebuilt) // len(embedded), 0)
             gist = nn.functional.mse_loss(rebuilt, embedded, reduction="none").mean((1, 2))
+
         return Read(answered, gist, adapter.drift(), seen, written)
 
 

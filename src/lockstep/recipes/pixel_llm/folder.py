@@ -55,6 +55,7 @@ class ImageFolder(Dataset[Sample]):
                 image[None].float(), (self.size, self.size), mode="bilinear", antialias=True
             )
             image = scaled[0].round().clamp(0, 255).to(torch.uint8)
+
         ids = torch.tensor(self.words.ids(entry.caption.split()), dtype=torch.int32)
 
         # We do not know which words the picture decides, or how many things it shows.
@@ -80,6 +81,7 @@ def read_folder(folder: Path) -> list[Entry]:
         raise UserError(
             f"task.folder={folder} lacks {len(missing)} of {len(entries)} pictures, first {missing[0]}", "", fix
         )
+
     return entries
 
 

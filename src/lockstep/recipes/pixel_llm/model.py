@@ -165,6 +165,7 @@ class DecoderLayer(nn.Module):
         if not cache.memory:
             assert memory is not None
             cache.memory = self.cross_attention.keys_and_values(memory)
+
         x = x + self.cross_attention(self.cross_norm(x), *cache.memory)
 
         return x + self.mlp(self.mlp_norm(x))

@@ -127,6 +127,7 @@ def _unfiltered(rows: Bytes, step: int) -> Bytes:
             raise ValueError(f"a row has the filter {kind}, which does not exist")
 
         pixels[number] = above
+
     return pixels
 
 
@@ -148,4 +149,5 @@ def _byte_by_byte(line: list[int], above: list[int], step: int, kind: int) -> By
                 guess = up if to_above <= to_corner else c
 
         left[i + step] = (line[i] + guess) & 255
+
     return np.array(left[step:], np.uint8)

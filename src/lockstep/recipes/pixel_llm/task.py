@@ -82,6 +82,7 @@ class PixelLLM(Task):
         preset_sizes = {preset.get("task", {}).get("vocabulary") for preset in PRESETS.values()}
         if data.folder is not None and model.vocabulary in preset_sizes:
             model = replace(model, vocabulary=None)
+
         check_options(options, _shape_problems(model), CHOICES, COUNTS)
 
         self.data_options = data
@@ -191,6 +192,7 @@ class PixelLLM(Task):
                 f"{len(self.entries)} pictures, whose names decide what they are for",
                 "add pictures: about one in ten is for evaluation",
             )
+
         return ImageFolder(chosen, self.words, self.model_options.image)
 
 

@@ -157,7 +157,7 @@ def test_a_rank_that_dies_at_the_door_is_not_the_end_of_the_launcher():
         line.close()  # the challenge's answer was not read: the connection is reset
         for _ in range(3):
             server.poll(time.monotonic())
-        assert server.files(time.monotonic()) == [listener]
+        assert server.sockets(time.monotonic()) == [listener]
     finally:
         server.close()
 
@@ -169,8 +169,8 @@ def test_ranks_that_come_all_at_once_are_no_crowd():
     lines = [socket.create_connection(listener.getsockname()) for _ in range(4 * ranks)]
     try:
         server.poll(time.monotonic())
-        assert server.take_notices() == []
-        assert len(server.files(time.monotonic())) == 1 + len(lines)
+        assert server.take_sightings() == []
+        assert len(server.sockets(time.monotonic())) == 1 + len(lines)
     finally:
         server.close()
         for line in lines:
