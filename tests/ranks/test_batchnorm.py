@@ -92,7 +92,9 @@ def trained(world: World, store: Any, network: Any, values: dict[str, Any]) -> t
         loop.fit(Pictures(network), builder)
         assert builder.run is not None
         assert builder.run.evaluation is not None
-        return {name: b.clone() for name, b in builder.run.driver.model.named_buffers()}, builder.run.evaluation.loss
+        return {
+            name: b.cpu().clone() for name, b in builder.run.driver.model.named_buffers()
+        }, builder.run.evaluation.loss
 
 
 def by_hand(

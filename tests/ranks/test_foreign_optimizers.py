@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.loader import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
 from lockstep.optim.trial import TrialFailed, check_independent
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
+from ranks.support import DEVICE, ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
 
 STEPS, BATCH, SAMPLES = 3, 8, 20
 VALUES = {"global_batch": BATCH, "micro_batch": 2, "steps": STEPS, "lr.schedule": "constant"}
@@ -203,17 +204,18 @@ def by_hand(initial: dict[str, Tensor], resumed_after: int = 0) -> dict[str, Ten
     task = Foreign()
     model = task.model()
     model.load_state_dict(initial)
+    model.to(DEVICE)  # eigenvectors are not unique: a GPU finds others than a CPU
     optimizers = task.optimizer(model)
     data = task.data()
     for number, ids in enumerate(windows(SAMPLES, BATCH, "short", STEPS)):
-        loss = task.loss(model, task.collate([data[i] for i in ids]))
+        loss = task.loss(model, to_device(task.collate([data[i] for i in ids]), torch.device(DEVICE)))
         model.zero_grad()
         (loss.total / loss.weight).backward()
         for optimizer in optimizers:
             if number == resumed_after:
                 optimizer.calls = 0  # torch does not save what is neither state nor a setting of a group
             optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -96,7 +96,7 @@ def compiled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def functional(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """torch.func computes with create_graph=True, whatever it computes."""
-    slope = torch.func.grad(lambda shift: (shift - 0.3).square().sum())(torch.zeros(6, dtype=torch.float64))
+    slope = torch.func.grad(lambda shift: (shift - 0.3).square().sum())(torch.zeros_like(x[0]))
     return ((model(x - slope) - y) ** 2).sum()
 
 

@@ -310,7 +310,7 @@ def test_another_stages_parameter_in_the_loss_ends_all_ranks_alike(pool: Pool, u
         errors,
         "'0.weight' is used in a stage",
         "only stage 0 holds it",
-        "3 other tensors too",
+        "and 3 more",
         "weight_decay",
         "strategy=zero1",
     )

@@ -1,5 +1,6 @@
 """A signal in a process without a launcher, and in the processes that were forked from it."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,10 @@ def child(monkeypatch):
     context = multiprocessing.get_context("fork")
     started = []
 
+    # Torch's handler raises if a worker of an earlier test, which Python has not collected yet, is killed as well.
+    gc.collect()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     def start(name: str) -> multiprocessing.process.BaseProcess:
         made = context.Process(target=time.sleep, args=(600,), daemon=True, name=name)
         made.start()
@@ -31,6 +36,7 @@ def child(monkeypatch):
     for process in started:
         process.kill()
         process.join()
+    signal.signal(signal.SIGCHLD, before)
 
 
 def test_leaving_kills_workers_and_not_the_processes_of_the_user(child):
