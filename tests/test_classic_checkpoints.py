@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
+from lockstep.checkpoint.format import verify
 from lockstep.checkpoint.run_state import RunState
-from lockstep.classic import AMPConfig, DistributedAMPTrainer, checkpoints
+from lockstep.checkpoint.storage import Checkpoint
+from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
 from pool import Pool
@@ -43,6 +45,23 @@ def tell(what: str) -> None:
 
 def wait(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what], timedelta(seconds=30))
+
+
+def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
+    trainer = AMPTrainer(net(), FP32)
+    trainer.training_step(numbers(8))
+    checkpoint = Checkpoint.at(Path(trainer.save_checkpoint(tmp_path)))
+    manifest, _ = verify(checkpoint)
+    choice = {"checkpoint": checkpoint.name, "digest": checkpoints._digest(manifest), "folder": str(tmp_path)}
+    alone_there = World(rank=1, size=2, local_rank=0, local_size=1)
+    checkpoints._same_checkpoint(tmp_path, choice, alone_there)
+
+    (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="does not see"):
+        checkpoints._same_checkpoint(tmp_path, choice, alone_there)
 
 
 # ---- ranks that come late ----

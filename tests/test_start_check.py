@@ -153,7 +153,28 @@ class FailsOnRankOne(Sound):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("task", [LogsOnRankZero, FailsOnRankOne], ids=lambda task: task.__name__)
+class FlakyDisk:
+    """The first reads fail, on rank 1 only: those of the check."""
+
+    def __init__(self, rows: Any):
+        self.rows, self.reads = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads == 1 and dist.is_initialized() and dist.get_rank() == 1:
+            raise OSError("a file is not there yet")
+        return self.rows[index]
+
+
+class ReadsLate(Sound):
+    def data(self) -> Any:
+        return FlakyDisk(super().data())
+
+
+@pytest.mark.parametrize("task", [LogsOnRankZero, FailsOnRankOne, ReadsLate], ids=lambda task: task.__name__)
 def test_a_loss_that_fails_on_one_rank_leaves_none_waiting(pool: Pool, task: type[Sound]) -> None:
     pool.run(fit, task(), SMALL, world=2)
 

@@ -315,8 +315,9 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     """Return a reader of what rank 0 chose, and raise if this rank was given another checkpoint or sees other files."""
     checkpoint = Checkpoint(_store_of(path), choice["checkpoint"])
     try:
-        # Rank 0 has verified all bytes that it sees; this rank may read them from another disk.
-        manifest, problems = verify(checkpoint, world.rank, world.size)
+        # Rank 0 has verified all bytes that it sees. Another machine may read another disk, which its ranks verify
+        # together.
+        manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
         if problems:
             raise problems[0]
         assert manifest is not None

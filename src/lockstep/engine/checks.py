@@ -5,6 +5,7 @@ A check that compares ranks is collective and raises the same error on every ran
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -385,6 +386,11 @@ class GradientGuard:
         has_shards = any(isinstance(p, DTensor) for parameters in self._watched for p in parameters)
         self._detectors = {name: self._detecting(name) for name in FOREACH_IN_PLACE} if has_shards else {}
         self._changed: set[int] = set()  # ids of the tensors that these functions changed
+
+        # Dynamo remembers torch's functions for the life of the process, when it first traces: that must not be ours.
+        tracing_rules = sys.modules.get("torch._dynamo.trace_rules")
+        if self._detectors and tracing_rules is not None:
+            tracing_rules.get_torch_obj_rule_map()
 
     def _detecting(self, name: str) -> Callable[..., Any]:
         function = FOREACH_IN_PLACE[name]

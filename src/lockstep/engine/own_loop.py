@@ -358,6 +358,7 @@ class OwnStep:
                     f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
                     "the loss does not depend on them",
                     "pass the optimizer of the parameters that the loss depends on",
+                    cause="unused",
                 )
 
         self.result = self._run.stepper.apply(self._control, reduced, indices)

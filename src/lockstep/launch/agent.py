@@ -91,8 +91,9 @@ class LocalAttempt:
         """Touch all files now and then, because some systems remove what nobody has touched in /tmp for days."""
         if time.monotonic() - self._touched > TOUCH_S:
             self._touched = time.monotonic()
-            for path in self.folder.iterdir():
-                with suppress(OSError):
+            # If the folder is gone, the ranks say so.
+            with suppress(OSError):
+                for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
 
     def kill(self) -> None:

@@ -130,7 +130,7 @@ class FolderWatch:
         # Usually there is no such file. After an error of the disk, the next look may read it.
         request = self._run_dir / "resize"
         with suppress(OSError):
-            self.resize_requests.append(records.read_bytes(request).decode(errors="replace").strip())
+            self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
             request.unlink()
 
     def close(self) -> None:

@@ -382,7 +382,8 @@ class NodeLauncher:
                 watch.reset()
 
             # Last, so that a signal is sent to a successor if there is one, which may take a moment to answer.
-            has_successor = info is not None and info.term > followed.term and watch.reason(set(), now) is None
+            newer = info is not None and info.term > followed.term
+            has_successor = newer and watch.still_for(now) < LOST_AFTER_S
             if self._signals and not (has_successor and now - began < DELIVER_S):
                 return self._stopped()
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 
 import pytest
@@ -46,5 +47,10 @@ def test_the_files_of_a_long_attempt_stay_fresh(monkeypatch):
         attempt._touched -= module.TOUCH_S + 1
         attempt.touch()
         assert time.time() - store.stat().st_mtime < 3600
+
+        # Whoever removes the folder does not end the launcher.
+        shutil.rmtree(attempt.folder)
+        attempt._touched -= module.TOUCH_S + 1
+        attempt.touch()
     finally:
         attempt.close()

@@ -89,11 +89,11 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         if isinstance(source, StreamSource):
             samples = read_stream_samples(source, count)
 
-            # Ranks read different samples, and forwards may be collective: either all ranks go on or none does.
-            reasons = run.runtime.collectives.gather_json(_reason_to_skip(samples))
-            if any(reasons):
-                _note(run, next(filter(None, reasons)))
-                return None
+        # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
+        reasons = run.runtime.collectives.gather_json(_reason_to_skip(samples))
+        if any(reasons):
+            _note(run, next(filter(None, reasons)))
+            return None
 
         cause, measured, reason = _measure_and_judge(run, task, samples)
         # Ranks read different samples of a stream, so their losses cannot be compared.
