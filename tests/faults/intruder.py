@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-HELLO = {"kind": "Hello", "host": "\x1b[2Jevil", "count": {"least": 1, "most": 1}, "identity": {}}
+HELLO = {"kind": "Hello", "host": "\x1b[2Jevil", "nproc": {"least": 1, "most": 1}, "identity": {}}
 SIGNAL = {"kind": "SignalReceived", "signal": "SIGTERM\x1b]0;evil\x07"}
 
 

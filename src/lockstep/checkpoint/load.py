@@ -89,7 +89,7 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
     raise UserError(
         f"every checkpoint in {store.address} is damaged",
         found,
-        "start again in a new run_dir, or restore these files",
+        "start again in a new run_dir, or restore these files; a different format is read by the version that wrote it",
     )
 
 

@@ -88,7 +88,7 @@ class LocalAttempt:
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
 
     def touch(self) -> None:
-        """Touch all files now and then, because some systems remove what nobody has touched in /tmp for days."""
+        """Touch all files now and then, because some systems remove files from /tmp that were not touched for days."""
         if time.monotonic() - self._touched > TOUCH_S:
             self._touched = time.monotonic()
             # If the folder is gone, the ranks say so.

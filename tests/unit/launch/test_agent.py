@@ -48,7 +48,7 @@ def test_the_files_of_a_long_attempt_stay_fresh(monkeypatch):
         attempt.touch()
         assert time.time() - store.stat().st_mtime < 3600
 
-        # Whoever removes the folder does not end the launcher.
+        # A cleaner of /tmp that removes the folder does not end the launcher.
         shutil.rmtree(attempt.folder)
         attempt._touched -= module.TOUCH_S + 1
         attempt.touch()
