@@ -15,8 +15,8 @@ is a reason not to.
     any phase but OVER --a zygote cannot import--> KILL
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what
-follows a failure) and `Outbox` (the commands that come out). A node that takes over from a lost
-coordinator begins in GATHER, with the last `CoordinatorState` that it received.
+follows a failure) and `Outbox` (the commands that come out). A node that takes over from a lost coordinator begins in
+GATHER, with the last `CoordinatorState` that it received.
 """
 
 from __future__ import annotations
