@@ -45,3 +45,15 @@ def test_a_line_that_does_not_end_is_refused(ends):
     there.sendall(b"x" * 11)
     with pytest.raises(ValueError, match="too long"):
         reader.read()
+
+
+def test_the_last_lines_come_before_a_break(ends):
+    """The other end is closed with bytes that it has not read, as a killed process does."""
+    here, there = ends
+    reader = LineReader(here)
+    there.sendall(b"last\n")
+    here.sendall(b"unread")
+    there.close()
+    assert reader.read() == [b"last"]
+    assert reader.ended
+    assert isinstance(reader.error, ConnectionResetError)
