@@ -1,4 +1,4 @@
-"""How long from the command to the first finished step: Lockstep's launcher against torchrun with a hand-written script.
+"""How long from the command to the first finished step: Lockstep against torchrun with a hand-written script.
 
 python benchmarks/start_up.py [--ranks 2] [--repeats 10]
 
