@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
+from lockstep.parallel.driver import full_state
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
@@ -159,7 +159,7 @@ def by_hand(world: World, store: Any, task: Tokens, values: dict[str, Any]) -> d
 
 def _outcome(run: Run | None, summary: dict[str, Any]) -> dict[str, Any]:
     assert run is not None
-    weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+    weights, _ = full_state(run.driver, keep=True)
     lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
     parameters = dict(run.driver.model.named_parameters())
     return {

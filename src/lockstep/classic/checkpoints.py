@@ -19,12 +19,12 @@ from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import Damaged, Manifest, encode
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
 from lockstep.checkpoint.writer import SaveContext
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST, is_checkpoint
+from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World
 
@@ -183,9 +183,9 @@ def _write(state: RunState, store: Store, token: str, world_size: int) -> tuple[
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
     tensors, aliases, plain_state = state.capture()
-    slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
+    shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
     saver = Saver(SaveContext(store, 0, 1, token, Retention(3)), asynchronous=False)  # the newest three stay
-    saver.save(state.stepper.counters.step, slices, aliases, {"state": plain_state, "world": world_size})
+    saver.save(state.stepper.counters.step, shards, aliases, {"state": plain_state, "world": world_size})
 
     # A failed save is an outcome and not an exception: the other ranks wait for it.
     [save] = saver.take_ended()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from memory_store import MemoryStore
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
-from lockstep.checkpoint.storage import MemoryStore, committed
+from lockstep.checkpoint.storage import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
 from lockstep.engine import setup
@@ -100,6 +101,17 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     [warning] = [e["reason"] for e in read_jsonl(tmp_path / "new" / "events.jsonl") if e["event"] == "warning"]
     assert warning.startswith("checkpoint step-00000012 is damaged: ")
     assert warning.endswith("resuming from step-00000006")
+
+
+def test_a_checkpoint_of_another_version_is_passed_over_and_kept(tmp_path: Path) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000012" / "manifest.json").write_text('{"format": 3}')
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 was written by another version of Lockstep: manifest.json: ")
+    assert warning.endswith("resuming from step-00000006")
+    assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.undone"}
 
 
 def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
