@@ -61,8 +61,8 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
         manifest, problems = verify(checkpoint, rank, world_size)
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
-        digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
-        results = gather([[[problem.label, problem.file, problem.why] for problem in problems], digest])
+        found = [[problem.label, problem.file, problem.why] for problem in problems]
+        results = gather([found, digest_of(manifest)])
         bad = sorted({tuple(problem) for rank_problems, _ in results for problem in rank_problems})
 
         if manifest is not None and not bad:
@@ -87,6 +87,11 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
     if skipped:
         raise _none_valid(store, skipped, only)
     return None
+
+
+def digest_of(manifest: Manifest | None) -> str:
+    """Return a digest by which ranks compare the manifests that they have read."""
+    return xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
 
 
 def _none_valid(store: Store, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
 from lockstep.checkpoint.reshard import read_into
-from lockstep.checkpoint.state_tree import aliases, digest, identity, is_extra, pack, tied_names, unpack
+from lockstep.checkpoint.state_tree import aliases_of, digest, identity, is_extra, pack, tied_names, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
@@ -109,7 +109,7 @@ class RunState:
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
         self._foreign = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
-        self._optimizers = OptimizerStates(model, optimizers, self._foreign)
+        self._optimizer_states = OptimizerStates(model, optimizers, self._foreign)
 
         # Frozen parameters for which a checkpoint holds only digests.
         self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
@@ -153,7 +153,7 @@ class RunState:
                     for name in sorted(self._digest_only - self._foreign)
                 },
             },
-            "optimizers": self._optimizers.capture(tensors),
+            "optimizers": self._optimizer_states.capture(tensors),
             "parts": {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()},
             "next_samples": next_samples(self.source),
         }
@@ -164,7 +164,7 @@ class RunState:
 
         In contrast, a forward may change the model's buffers, and the user's code its parameters.
         """
-        return self._optimizers.tensor_names()
+        return self._optimizer_states.tensor_names()
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
@@ -184,7 +184,7 @@ class RunState:
         if self.optimizers.masters:
             known += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
 
-        return known, self._optimizers.estimated_bytes()
+        return known, self._optimizer_states.estimated_bytes()
 
     def digest_replicated(self) -> dict[str, str]:
         """Return a digest of each part whose state is replicated on every rank."""
@@ -200,7 +200,7 @@ class RunState:
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         self._restore_model(reader, plain_state["model"])
-        changed = self._optimizers.restore(plain_state["optimizers"], reader)
+        changed = self._optimizer_states.restore(plain_state["optimizers"], reader)
         self.stepper.load_state_dict(plain_state["stepper"])
         states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
@@ -327,8 +327,8 @@ def next_samples(source: BatchSource) -> str | None:
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
-    tied_now = aliases({name: identity(state[name]) for name in saved})
-    tied_before = aliases({name: reader.original(f"model.{name}") for name in saved})
+    tied_now = aliases_of({name: identity(state[name]) for name in saved})
+    tied_before = aliases_of({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
         if tied_now.get(name) != tied_before.get(name):
             here, there = "in this model", "in the checkpoint"

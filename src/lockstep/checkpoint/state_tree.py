@@ -93,10 +93,10 @@ def is_extra(name: str) -> bool:
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the aliases of the tied tensors in a state dict: {other name: first name}."""
-    return aliases({name: identity(value) for name, value in state.items() if not is_extra(name)})
+    return aliases_of({name: identity(value) for name, value in state.items() if not is_extra(name)})
 
 
-def aliases(identities: Mapping[str, Any]) -> dict[str, str]:
+def aliases_of(identities: Mapping[str, Any]) -> dict[str, str]:
     """Return {name: first name with the same identity}, without the first names themselves."""
     first_names: dict[Any, str] = {}
     first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}

@@ -60,8 +60,8 @@ class Store(Protocol):
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a file. It is durable when this returns; until then readers may see an incomplete file.
 
-        Take the chunks one by one: the memory of a chunk is reused later, and an abandoned save raises an exception
-        instead of the next chunk, which must reach the caller.
+        The memory of the chunks is reused after this returns. The iterator may raise an exception instead of yielding
+        the next chunk, if the save is abandoned; let it pass.
         """
 
     def replace(self, key: str, data: bytes) -> None:

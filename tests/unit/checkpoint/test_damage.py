@@ -189,9 +189,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
     assert isinstance(skipped, WrongFormat)
     assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
 
-    with pytest.raises(
-        UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"
-    ):
+    with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
         find(FileStore(root), 0, 1, alone, "step-00000020")
     other_format(root, 10, version)
     with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
