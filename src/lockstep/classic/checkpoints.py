@@ -236,7 +236,7 @@ def load_state(
 
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
-        calls.loads.append((key, _folder_of(reader)))
+        calls.loads.append((key, Path(reader.checkpoint.store.address).resolve()))
         state.restore(reader, reader.manifest.values["state"])
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
@@ -267,8 +267,8 @@ def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta
 def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointReader:
     """Choose the checkpoint, and leave the choice for the other ranks."""
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
-        only = Checkpoint.at(path).name if is_checkpoint(path) else None
-        reader = find(_store_of(path), 0, 1, lambda value: [value], only)
+        store, only = _at(path)
+        reader = find(store, 0, 1, lambda value: [value], only)
         if reader is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",
@@ -276,7 +276,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
                 "give the folder that save_checkpoint was given",
             )
         choice["checkpoint"] = reader.checkpoint.name
-        choice["folder"] = str(_folder_of(reader))
+        choice["folder"] = str(Path(store.address).resolve())
         choice["digest"] = digest_of(reader.manifest)
         choice["saves"] = calls.saves[0]
 
@@ -307,14 +307,15 @@ def _chosen_by_rank_0(calls: CheckpointCalls, key: str, path: Path, limit: timed
 
 def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> CheckpointReader:
     """Return a reader of what rank 0 chose, and raise if this rank was given another checkpoint or sees other files."""
-    checkpoint = Checkpoint(_store_of(path), choice["checkpoint"])
+    store, only = _at(path)
+    checkpoint = Checkpoint(store, choice["checkpoint"])
 
     # Rank 0 has verified all bytes that it sees. Another machine may have its own disk, which its ranks verify.
     manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
     found = [str(problem) for problem in problems]
     if digest_of(manifest) != choice["digest"]:
         found.append(f"{checkpoint.path}: another checkpoint of the same name")
-    if is_checkpoint(path) and Checkpoint.at(path).name != checkpoint.name:
+    if only not in (None, checkpoint.name):
         found.append(f"{path}: another checkpoint")
 
     if manifest is None or found:
@@ -327,9 +328,9 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     return CheckpointReader(checkpoint, manifest)
 
 
-def _store_of(path: Path) -> Store:
-    return Checkpoint.at(path).store if is_checkpoint(path) else open_store(path / "checkpoints")
-
-
-def _folder_of(reader: CheckpointReader) -> Path:
-    return Path(reader.checkpoint.store.address).resolve()
+def _at(path: Path) -> tuple[Store, str | None]:
+    """Return the store of the checkpoints at `path`, and a name if `path` is a checkpoint itself."""
+    if is_checkpoint(path):
+        checkpoint = Checkpoint.at(path)
+        return checkpoint.store, checkpoint.name
+    return open_store(path / "checkpoints"), None
