@@ -7,6 +7,6 @@
 `manager` decides when to save and how to resume. `run_state` captures and restores the state of a run, with
 `optimizer_state` for its optimizers; `reshard` chooses which rank writes and reads which tensors. The other modules do
 not depend on models: `saver` and `writer` write, `load` and `inspect` read, and all of them access the disk through the
-`Store` protocol of `storage`. The part of a tensor that one rank writes is a shard in memory (`LocalShard`) and a piece
-in a file (`Piece`).
+`Store` protocol of `storage`. What a rank writes of a tensor is a shard in memory (`LocalShard`) and a piece in a file
+(`Piece`).
 """

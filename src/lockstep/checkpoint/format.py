@@ -6,10 +6,13 @@ O_DIRECT. This module does not import torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from lockstep.checkpoint.manifest import (
     DTYPES,
@@ -26,7 +29,6 @@ from lockstep.checkpoint.manifest import (
     parse_json,
     read_manifest,
     require,
-    verify_file,
 )
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
@@ -103,6 +105,25 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
             problems.append(damaged)
 
     return problems
+
+
+def check_size(checkpoint: Checkpoint, file: File) -> None:
+    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
+    with open_file(checkpoint, file.name) as stream:
+        size = stream.seek(0, 2)
+    if size != file.size:
+        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
+
+
+def verify_file(checkpoint: Checkpoint, file: File) -> None:
+    """Read a whole file and raise Damaged if its size or digest is wrong."""
+    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
+    check_size(checkpoint, file)
+
+    with open_file(checkpoint, file.name) as stream:
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+    if digest.hexdigest() != file.digest:
+        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
 
 def read_header(checkpoint: Checkpoint, name: str) -> Header:

@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.filesize import decimal as size_text
 
+from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, check_size, read_manifest
+from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
 from lockstep.checkpoint.storage import Checkpoint, Retention, Store, committed, open_store, remove, to_delete
 from lockstep.errors import UserError, plural, printable
 

@@ -95,22 +95,11 @@ def digest_of(manifest: Manifest | None) -> str:
 
 
 def _none_valid(store: Store, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
-    verdicts = {problem.verdict for problem in invalid}
-    if only:
-        problem = f"the checkpoint {invalid[0].checkpoint.path} {invalid[0].verdict}"
-    elif len(verdicts) == 1:
-        problem = f"every checkpoint in {store.address} {invalid[0].verdict}"
-    else:
-        problem = f"no checkpoint in {store.address} is valid"
-
-    if WrongFormat.verdict in verdicts:
-        advice = "use the version of Lockstep that wrote it, or start again in a new run_dir"
-    elif only:
-        advice = "choose another checkpoint: lockstep ckpt ls RUN"
-    else:
-        advice = "start again in a new run_dir, or restore these files"
-
-    return UserError(problem, "; ".join(map(str, invalid)), advice)
+    verdicts = sorted({problem.verdict for problem in invalid})
+    what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {store.address}"
+    fix = "use the version of Lockstep that wrote it" if WrongFormat.verdict in verdicts else "restore the files"
+    way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
+    return UserError(f"{what} {' or '.join(verdicts)}", "; ".join(map(str, invalid)), f"{fix}, or {way_out}")
 
 
 def _not_shared(found: str) -> UserError:

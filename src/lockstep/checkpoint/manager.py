@@ -92,16 +92,15 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        store: Store | None = None,
     ):
-        """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
+        """`log_event(event, **fields)` logs an event."""
         self.folder = folder
         self.state = state
         self.config = config
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.store = store or open_store(folder.path / "checkpoints")
+        self.store = open_store(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint

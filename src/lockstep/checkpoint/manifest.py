@@ -9,7 +9,6 @@ that could be mistaken for this never gets here: `state_tree.pack` encodes it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -204,7 +203,7 @@ def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     return _manifest(outer["content"])
 
 
-# ---- files ----
+# ---- reading ----
 
 
 @contextmanager
@@ -234,25 +233,6 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     if named_step is not None and named_step != manifest.step:
         raise Damaged(checkpoint, MANIFEST, f"belongs to step {manifest.step:,}: the folder was renamed, or is a copy")
     return manifest
-
-
-def check_size(checkpoint: Checkpoint, file: File) -> None:
-    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
-    with open_file(checkpoint, file.name) as stream:
-        size = stream.seek(0, 2)
-    if size != file.size:
-        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
-
-
-def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a whole file and raise Damaged if its size or digest is wrong."""
-    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
-    check_size(checkpoint, file)
-
-    with open_file(checkpoint, file.name) as stream:
-        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
-    if digest.hexdigest() != file.digest:
-        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
 
 # ---- plain values as JSON ----

@@ -103,7 +103,7 @@ class RunState:
         self.parts = parts
         self.duplicates = duplicates
 
-        # Whether all ranks capture the same plain state and the same plain tensors. DTensors may still differ.
+        # Whether all ranks capture the same plain state and the same replicated tensors. Shards may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.

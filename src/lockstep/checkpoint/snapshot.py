@@ -3,8 +3,8 @@
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`BackgroundCopy`).
 
-All copies lie in one buffer, which is the data section of the file and only has to be written. Tensors on the CPU must
-be copied too, because training changes them while they are written.
+All copies are in one buffer, which is written as it is: it is the data section of the file. Tensors on the CPU are
+copied too, because training may change them before they are written.
 """
 
 from __future__ import annotations

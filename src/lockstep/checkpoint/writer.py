@@ -159,7 +159,7 @@ class Save:
             self.file_ended.set()
 
     def refuse(self, missing: int) -> None:
-        """Fail before anything is written, because `missing` bytes of room are missing."""
+        """Fail before anything is written, because the disk has `missing` bytes too few."""
         self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
@@ -183,7 +183,7 @@ class Save:
         digest = xxhash.xxh3_128()
         self.context.store.write(self._key(name), self._chunks(layout, data, digest))
 
-        # This rank's part of the manifest, which rank 0 puts together. It is written after the file is durable.
+        # What the manifest will say of this file: rank 0 builds it from the confirmations of all ranks.
         file = File(name, self.bytes, digest.hexdigest())
         self._confirm({"file": vars(file), "tensors": tensors_to_json(layout.tensors)})
 
@@ -301,11 +301,11 @@ class Save:
         tensors: dict[str, TensorEntry] = {}
         pieces: dict[str, list[Piece]] = {}
         for confirmation in confirmations:
-            for name, part in confirmation["tensors"].items():
-                entry = TensorEntry(part["dtype"], part["shape"], ())
+            for name, item in confirmation["tensors"].items():
+                entry = TensorEntry(item["dtype"], item["shape"], ())
                 if tensors.setdefault(name, entry) != entry:
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
-                pieces.setdefault(name, []).extend(Piece(**piece) for piece in part["pieces"])
+                pieces.setdefault(name, []).extend(Piece(**piece) for piece in item["pieces"])
 
         return Manifest(
             step=self.step,

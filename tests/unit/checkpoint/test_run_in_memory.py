@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
 from lockstep.checkpoint.storage import committed
 from lockstep.config import flatten, resolve
@@ -42,7 +42,7 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
     store = MemoryStore()
-    monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
+    monkeypatch.setattr(manager, "open_store", lambda folder: store)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -84,7 +84,7 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
     """The disk has room for all checkpoints of the run once the staged folder is deleted."""
     store = MemoryStore(capacity=200_000)
     store.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
+    monkeypatch.setattr(manager, "open_store", lambda folder: store)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     assert store.folders() == ["step-00000012"]
 
@@ -129,12 +129,12 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
 
     monkeypatch.setattr(setup, "CheckpointManager", keep)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
-    [manager] = managers
+    [only] = managers
     reasons: list[str] = []
-    manager.log_event = lambda event, reason: reasons.append(reason)
+    only.log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
-        monkeypatch.setattr(manager.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert manager.abandon_if_failed()
+        monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
+        assert only.abandon_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
