@@ -300,8 +300,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors, _, _ = run.checkpoints.state.capture()
-        slices = run.checkpoints._slices(tensors)
-        mine = {part.name: part.tensor.numel() for part in slices}
+        mine = {name: shard.local.numel() for name, shard in run.checkpoints._shards(tensors).items()}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 
 
