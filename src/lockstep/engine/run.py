@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
-from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
@@ -35,7 +34,7 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import BaseDriver, LossFn
+from lockstep.parallel.driver import BaseDriver, LossFn, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
@@ -319,7 +318,7 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
-        weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
+        weights, aliases = full_state(self.driver, self.runtime.is_main)
         self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.state_tree import is_extra, tied_names
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
@@ -398,3 +399,22 @@ def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
     """Copy rank 0's trainable parameters and buffers to all ranks. Frozen parameters must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))
+
+
+def full_state(driver: Driver, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
+
+    Ranks without `keep` get no tensors.
+    """
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    state = driver.model.state_dict()
+    aliases = tied_names(state)
+    tensors = {}
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
+            continue
+        full = driver.fetch(name, value)
+        if keep:
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
+
+    return tensors, aliases
