@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lockstep.engine.checks import GradientGuard
+from lockstep.engine.checks.guards import GradientGuard
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop

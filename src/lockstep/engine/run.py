@@ -20,7 +20,7 @@ from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
-from lockstep.engine.checks import TrainableGuard, check_replicas
+from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer

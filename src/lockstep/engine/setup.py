@@ -28,19 +28,19 @@ from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import MapSource, open_source
 from lockstep.engine.banner import describe_resume, describe_run
-from lockstep.engine.checks import (
-    LateHooks,
-    TrainableGuard,
-    check_enough_micro_batches,
+from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
+from lockstep.engine.checks.model import (
     check_equal_work,
     check_instance_norms,
     check_not_wrapped,
-    check_replicas,
+    check_supported,
+    refuse_single_samples,
+)
+from lockstep.engine.checks.settings import (
+    check_enough_micro_batches,
     check_same_config,
     check_sample_log,
     check_steps_left,
-    check_supported,
-    refuse_single_samples,
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch

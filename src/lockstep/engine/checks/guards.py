@@ -1,291 +1,27 @@
-"""Checks at the start of a run and while it runs, which turn silent mistakes into errors.
+"""Checks while a run trains, of what user code may change: parameters, their hooks, gradients, and equal replicas.
 
 A check that compares ranks is collective and raises the same error on every rank.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
-from torch.utils.hooks import RemovableHandle
 
-from lockstep.config import RunConfig, flatten
-from lockstep.data.streams import StreamSource
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
-from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.driver import RankRole
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
-from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import local
-from lockstep.task import BatchSource
-
-# A model must not be wrapped in these; the values say what to type instead.
-WRAPPERS: dict[type, str] = {
-    DistributedDataParallel: "strategy=ddp",
-    nn.DataParallel: "strategy=ddp",
-    FullyShardedDataParallel: "strategy=fsdp",
-    FSDPModule: "strategy=fsdp",
-}
-
-# torch's functions that change several tensors in place, by name.
-FOREACH_IN_PLACE = {
-    name: getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
-}
 
 # Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-# ---- the configuration ----
-
-
-def check_same_config(config: RunConfig, runtime: Runtime) -> None:
-    """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
-    # The default run_dir contains a time, which differs between ranks. Rank 0 chooses it for all of them.
-    local = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
-    first, *others = runtime.collectives.gather_json(local)
-    for rank, theirs in enumerate(others, start=1):
-        different = sorted(key for key in first.keys() | theirs.keys() if first.get(key) != theirs.get(key))
-        if different:
-            key = different[0]
-            raise UserError(
-                "the ranks have different configurations: "
-                f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}",
-                f"{len(different)} keys differ" if len(different) > 1 else "",
-                "pass every rank the same file and the same key=value arguments",
-            )
-
-
-def check_evaluations(needed: bool, every: int | None, evaluates: bool) -> None:
-    """If the learning rate depends on evaluations, check that there are some: otherwise it would never change."""
-    if needed and not every:
-        raise UserError(
-            "ReduceLROnPlateau follows the loss of evaluations, and there is no evaluation before the end",
-            "" if evaluates else "eval_data() returns None",
-            "set evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
-        )
-
-
-def check_best(config: RunConfig, evaluates: bool) -> None:
-    """If checkpoint.best is set, check that there are evaluations: otherwise there would never be a best checkpoint."""
-    if config.checkpoint.best and not (evaluates and config.evaluate.every):
-        raise UserError(
-            f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run",
-            "" if evaluates else "eval_data() returns None",
-            "set evaluate.every=100" + ("" if evaluates else ", and return a dataset from eval_data()"),
-        )
-
-
-def check_sample_log(config: RunConfig, source: BatchSource) -> None:
-    """If log.samples is set, check that the samples have ids."""
-    if config.log.samples and isinstance(source, StreamSource):
-        raise UserError(
-            "log.samples=true needs sample ids, and the samples of a stream have none",
-            "",
-            "return a dataset with __getitem__ and __len__ from data(), or leave log.samples out",
-        )
-
-
-def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
-    """Check that each rank gets the same positions of every global batch, because before_batch() may depend on them."""
-    if not role.runs_whole_model:
-        raise UserError(
-            "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
-            "all micro-batches of a step are in flight together, so none directly precedes its loss",
-            "set strategy=ddp, without mesh.pp",
-        )
-
-    if config.load_balance == "auto" and not alone:
-        raise UserError(
-            "the task has before_batch(), which cannot be used with load_balance=auto",
-            "micro-batches move to other ranks once the speeds are measured, but the state that the task keeps for "
-            "them does not",
-            "leave load_balance out, or give one number for each rank, such as [1, 2]",
-        )
-
-
-def check_steps_left(steps: int, done: int) -> None:
-    """Check that a resumed run has not passed `steps` already: its last records would be overwritten."""
-    if done > steps:
-        raise UserError(
-            f"steps={steps} leaves nothing to train: the checkpoint is from step {done}",
-            "",
-            f"set steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
-        )
-
-
-# ---- the model ----
-
-
-def check_not_wrapped(model: Any) -> None:
-    """Check that the model is a plain nn.Module: wrappers would reduce gradients twice or rename parameters."""
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
-        )
-
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        raise UserError(
-            f"{lazy[0]!r} has no shape yet: a lazy module gets its shapes from its first input",
-            f"{len(lazy)} parameters have no shape",
-            "call the model once on a small input before you return it; or write nn.Linear(in_features, ...)",
-        )
-
-    for name, module in model.named_modules():
-        settings = [setting for wrapper, setting in WRAPPERS.items() if isinstance(module, wrapper)]
-        # torch.compile(model) puts the model into a module of a private class.
-        if hasattr(module, "_orig_mod"):
-            settings.append("compile=true")
-
-        if settings:
-            raise UserError(
-                f"{repr(name) if name else 'the model'} is already wrapped in {type(module).__name__}",
-                "Lockstep wraps and compiles a plain model itself",
-                f"return the model inside it, and set {settings[0]}",
-            )
-
-
-def check_supported(model: nn.Module) -> None:
-    """Refuse sparse gradients and complex parameters, with the name of the first one."""
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise UserError(
-                f"sparse gradients are not supported, and {name!r} has sparse=True",
-                "",
-                "remove sparse=True: its gradient is then dense",
-            )
-
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise UserError(
-                f"complex trainable parameters are not supported, and {name!r} is complex",
-                "",
-                "store it as real numbers (torch.view_as_real)",
-            )
-
-
-def check_instance_norms(model: nn.Module) -> None:
-    """Refuse InstanceNorm with running statistics on several ranks.
-
-    Unlike BatchNorm it does not count its updates. Without the count, the statistics of the ranks cannot be combined
-    into those of a single process.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _InstanceNorm) and module.running_mean is not None:
-            raise UserError(
-                f"{name!r} ({type(module).__name__}) has track_running_stats=True, which cannot be trained on "
-                "several ranks",
-                "each rank would have the statistics of its own micro-batches",
-                "leave track_running_stats=True out: evaluation then uses the statistics of each sample, as training "
-                "does",
-            )
-
-
-def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
-    """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
-    if plan.data_size == 1 or not any(map(is_synchronised, model.modules())):
-        return
-
-    short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
-    if plan.micro_batches % plan.data_size or short:
-        raise UserError(
-            "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
-            f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
-            f"set tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
-        )
-
-
-def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
-    """Refuse micro-batches of one sample if a BatchNorm would get one value per channel, which has no variance.
-
-    A hook on the first forward sees how many values a sample has. So the error comes before the first update, and not
-    at the end of an epoch, with the first micro-batch of one sample.
-    """
-    reason = _single_samples(plan, tail)
-    if reason is None:
-        return
-
-    handles: dict[str, RemovableHandle] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or is_synchronised(module):
-            continue
-
-        def check_input(module: nn.Module, args: Any, name: str = name) -> None:
-            if not module.training:
-                return
-            handles[name].remove()
-            if args and args[0].numel() == args[0].shape[0] * args[0].shape[1]:
-                raise UserError(
-                    f"{name!r} is a {type(module).__name__} that gets one value of each sample and channel, and "
-                    f"{reason}: one value has no variance",
-                    f"global_batch={plan.global_batch}, micro_batch={plan.micro_batch}, {plan.samples} samples",
-                    _without_single_samples(plan, tail),
-                )
-
-        handles[name] = module.register_forward_pre_hook(check_input)
-
-
-def _step_sizes(plan: Plan, tail: str) -> list[int]:
-    """Return the samples of a full step and, if the run reaches one, of the short last step of an epoch."""
-    short = (plan.samples or 0) % plan.global_batch if tail == "short" else 0
-    reached = short and plan.steps >= (plan.steps_per_epoch or 0)
-    return [plan.global_batch, short] if reached else [plan.global_batch]
-
-
-def _single_samples(plan: Plan, tail: str) -> str | None:
-    """Return text about the micro-batches that will have one sample, or None if there are none."""
-    if plan.micro_batch == 1:
-        return "every micro-batch has one sample"
-    for when, size in zip(("every step", "every epoch"), _step_sizes(plan, tail), strict=False):
-        if size % plan.micro_batch == 1:
-            return f"the last micro-batch of {when} has one sample"
-    return None
-
-
-def _without_single_samples(plan: Plan, tail: str) -> str:
-    """Return what to type so that no micro-batch has one sample."""
-    sizes = _step_sizes(plan, tail)
-    max_micro_batch = plan.global_batch // plan.data_size
-    possible = [micro for micro in range(2, max_micro_batch + 1) if all(size % micro != 1 for size in sizes)]
-    fixes = ["use GroupNorm, which needs no other sample"]
-    if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
-        fixes.insert(0, "set tail=drop")
-
-    if possible:
-        closest = min(possible, key=lambda micro: abs(micro - plan.micro_batch))
-        fixes.insert(0, f"set micro_batch={closest}")
-
-    return "; or ".join(fixes)
-
-
-def check_enough_micro_batches(plan: Plan) -> None:
-    """Check that a pipeline has at least two micro-batches per step: with one, all stages but one would be idle."""
-    if plan.micro_batches // plan.data_size >= 2:
-        return
-
-    # Two micro-batches for each pipeline, if the batch has that many samples.
-    smaller = plan.global_batch // (2 * plan.data_size)
-    fix = f"set micro_batch={smaller} or less" if smaller else "set a larger batch"
-    raise UserError(
-        f"a step has {plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} samples "
-        f"for {plural(plan.data_size, 'pipeline')}; each (mesh.pp) needs at least two",
-        "",
-        f"{fix}: at least one for each stage is best",
-    )
 
 
 class LateHooks:
@@ -368,9 +104,7 @@ class GradientGuard:
     """Detects in a custom loop that gradients were dropped or changed between two calls of the step.
 
     It watches up to three parameters of each optimizer and raises only if all of them changed, as zero_grad() and
-    clip_grad_norm_() do: setting the gradient of one parameter to None may be intended. torch counts changes in place,
-    but not those of torch._foreach_* functions on shards, which all clipping uses. These are intercepted, between
-    `note` and `check` only: a fingerprint of the shards would make the host wait for the device.
+    clip_grad_norm_() do: setting the gradient of one parameter to None may be intended.
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -381,50 +115,30 @@ class GradientGuard:
                 some = (parameters[0], parameters[len(parameters) // 2], parameters[-1])
                 self._watched.append(list({id(p): p for p in some}.values()))
 
-        # For each optimizer: parameter, gradient, and the gradient's version counters.
-        self._noted: list[list[tuple[Tensor, Tensor, tuple[int, int]]]] = []
-        has_shards = any(isinstance(p, DTensor) for parameters in self._watched for p in parameters)
-        self._detectors = {name: self._detecting(name) for name in FOREACH_IN_PLACE} if has_shards else {}
-        self._changed: set[int] = set()  # ids of the tensors that these functions changed
-
-        # Dynamo remembers torch's functions for the life of the process, when it first traces: that must not be ours.
-        tracing_rules = sys.modules.get("torch._dynamo.trace_rules")
-        if self._detectors and tracing_rules is not None:
-            tracing_rules.get_torch_obj_rule_map()
-
-    def _detecting(self, name: str) -> Callable[..., Any]:
-        function = FOREACH_IN_PLACE[name]
-
-        def detect(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self._changed.update(map(id, tensors))
-            return function(tensors, *args, **kwargs)
-
-        return detect
+        # For each optimizer: parameter, gradient, and how often the gradient had been changed.
+        self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
 
     def note(self) -> None:
-        """Record the current gradients as the expected ones."""
-        self._changed.clear()
+        """Record the current gradients as the expected ones, and watch them until `check` or `release`."""
+        self.release()
         self._noted = [
-            [(p, p.grad, _versions(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
+            [(p, p.grad, _changes(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
         ]
-        for name, detect in self._detectors.items():
-            setattr(torch, name, detect)
+        for _, gradient, _ in chain(*self._noted):
+            if type(gradient) is DTensor:
+                gradient.__class__ = _WatchedShard
 
     def release(self) -> None:
-        """Give torch its functions back."""
-        for name, detect in self._detectors.items():
-            # Another loop may have started before this one was closed.
-            if getattr(torch, name) is detect:
-                setattr(torch, name, FOREACH_IN_PLACE[name])
+        """Stop watching."""
+        for _, gradient, _ in chain(*self._noted):
+            if type(gradient) is _WatchedShard:
+                gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
         self.release()
         for noted in self._noted:
-            if noted and all(
-                p.grad is not grad or _versions(grad) != versions or id(grad) in self._changed
-                for p, grad, versions in noted
-            ):
+            if noted and all(p.grad is not gradient or _changes(gradient) != before for p, gradient, before in noted):
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "
@@ -435,9 +149,35 @@ class GradientGuard:
                 )
 
 
-def _versions(gradient: Tensor) -> tuple[int, int]:
-    """Return how often torch saw a gradient change in place, and its shard: one change counts in one of them only."""
-    return gradient._version, local(gradient)._version
+class _WatchedShard(DTensor):
+    """A sharded gradient that counts how often a function changed it as one of several tensors.
+
+    torch counts changes in place, but not those of the functions that get a list of DTensors (`torch._foreach_mul_`),
+    which all clipping uses. A fingerprint would make the host wait for the device, and a shard may be empty on some
+    ranks. So the gradient gets this class while it is watched, as torch gives a lazy parameter its final class.
+    """
+
+    __slots__ = ()  # the layout of a DTensor, without which the class of an object cannot change
+    _changes_in_lists: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
+            for tensor in args[0]:
+                if type(tensor) is cls:
+                    tensor._changes_in_lists = _changes_in_lists(tensor) + 1
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _changes_in_lists(gradient: Tensor) -> int:
+    return getattr(gradient, "_changes_in_lists", 0)
+
+
+def _changes(gradient: Tensor) -> int:
+    """Return how often a gradient was changed in place: torch counts each change in the DTensor or in its shard."""
+    return gradient._version + local(gradient)._version + _changes_in_lists(gradient)
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
