@@ -61,7 +61,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import BaseDriver, Driver, LossFn, trainable
+from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -91,7 +91,7 @@ class RunBuilder:
     parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
-    driver: BaseDriver | None = None
+    driver: Driver | None = None
     model_setup: ModelSetup | None = None
     evaluation: Evaluation | None = None  # made before the first step
 
@@ -168,12 +168,12 @@ class RunBuilder:
             self.add_part("exact", exactness)
 
         self.model_setup = ModelSetup(
-            self.driver,
-            wrapped,
-            Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
-            TrainableGuard(model, late_hooks),
-            exactness,
-            user_schedulers,
+            driver=self.driver,
+            optimizers=wrapped,
+            evaluator=Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
+            guard=TrainableGuard(model, late_hooks),
+            exactness=exactness,
+            schedulers=user_schedulers,
         )
         return self.model_setup
 
@@ -299,13 +299,13 @@ class RunBuilder:
             check_enough_micro_batches(plan)
 
         options = SourceOptions(
-            plan.global_batch,
-            plan.micro_batch,
-            config.tail,
-            config.data,
-            config.seed,
-            data_world,
-            self.runtime.device,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            tail=config.tail,
+            config=config.data,
+            seed=config.seed,
+            data_world=data_world,
+            device=self.runtime.device,
             interleaved=role.interleaved,
             collective_forwards=role.collective_forwards,
             exact=config.exact,
@@ -330,22 +330,26 @@ class RunBuilder:
         return sample_log
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
-        optimizers = setup.optimizers.all
         rate = make_learning_rate(
-            self.config.lr, self.resolved.sources, optimizers, setup.schedulers, plan.steps, plan.global_batch
+            self.config.lr,
+            self.resolved.sources,
+            optimizers=setup.optimizers.all,
+            schedulers=setup.schedulers,
+            total_steps=plan.steps,
+            global_batch=plan.global_batch,
         )
         self._on_failure.callback(rate.release)
         if isinstance(rate, SchedulerRate):
             self.add_part("scheduler", rate)
 
         return Stepper(
-            setup.driver,
-            setup.optimizers,
-            rate,
-            self.precision,
-            self.config,
-            self.runtime,
-            plan.global_batch,
+            driver=setup.driver,
+            optimizers=setup.optimizers,
+            learning_rate=rate,
+            precision=self.precision,
+            config=self.config,
+            runtime=self.runtime,
+            global_batch=plan.global_batch,
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             before_all_reduce=load_balancer.mark if load_balancer else None,
@@ -355,17 +359,24 @@ class RunBuilder:
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
     ) -> CheckpointManager:
         state = RunState(
-            setup.driver.model,
-            setup.optimizers,
-            stepper,
-            source,
-            self.parts,
+            model=setup.driver.model,
+            optimizers=setup.optimizers,
+            stepper=stepper,
+            source=source,
+            parts=self.parts,
             keep_frozen=self.config.checkpoint.frozen,
             holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
         )
-        checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
+        checkpoints = CheckpointManager(
+            folder=self.folder,
+            state=state,
+            config=self.config,
+            plan=plan,
+            runtime=self.runtime,
+            log_event=self.recorder.event,
+        )
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
@@ -422,7 +433,16 @@ def open_run(
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
-    builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
+    builder = RunBuilder(
+        resolved=resolved,
+        runtime=runtime,
+        name=name,
+        unit=unit,
+        folder=folder,
+        recorder=recorder,
+        precision=precision,
+        run_class=run_class,
+    )
 
     # Write the launcher's settings where it reads them: it has no access to the task's defaults.
     launcher_folder = os.environ.get(FOLDER)
