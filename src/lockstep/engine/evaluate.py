@@ -142,6 +142,7 @@ class Evaluator:
             if no_samples and not role.collective_forwards:
                 results.append([])
                 continue
+
             data = reader.nonempty_batch(batch) if no_samples else data
             loss = self.placed.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
             if no_samples:

@@ -59,6 +59,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     for batches in run.step_batches():
         if before_batch:
             batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
+
         result = run.stepper.step(batches, task.loss)
         run.end_step(batches, result)
 
@@ -69,8 +70,10 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
+
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
+
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
 

@@ -398,9 +398,11 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
-            self.runtime.notice.waits = True  # from now on a signal takes effect after the step, with a save
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
+
+            # From now on a signal takes effect after the step, with a save.
+            self.runtime.notice.waits = True
             yield micro
 
     def _log(self, result: StepResult | None) -> None:

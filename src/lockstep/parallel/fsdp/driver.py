@@ -244,6 +244,7 @@ def _hook_then_reduce(
             full = getattr(parameter, "_unsharded_param", None)
             if full is not None and full.grad is not None:
                 full.grad = hooks(full.grad, lambda full=full: full)
+
     post_backward(*args)
 
 

@@ -150,6 +150,7 @@ class PipelineDriver(ShardedDriver):
                 loss = self._pipeline.forward(loss_fn, micros[0].data, loss_gradients=True)
             except UserError as error:
                 self._pipeline.refusal = error  # all ranks raise it, at the end of the step
+
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micros, loss_fn, control)
