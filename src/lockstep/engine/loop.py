@@ -59,10 +59,8 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     for batches in run.step_batches():
         if before_batch:
             batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
-
         result = run.stepper.step(batches, task.loss)
         run.end_step(batches, result)
-
         step = run.stepper.counters.step
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
@@ -73,7 +71,6 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
-
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
 

@@ -128,17 +128,7 @@ class RunBuilder:
 
         check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
-        if self.precision.rounding:
-            check_batchnorm(model, self.precision)
-        else:
-            check_storage(model)
-
-        check_supported(model)
-        if not self.runtime.world.alone:
-            check_instance_norms(model)
-
-        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
-        check_replicas(model, self.runtime, only_frozen=True)
+        self._check_model(model)
 
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
@@ -157,7 +147,6 @@ class RunBuilder:
             wrapped.refuse_coupled("a stage of a pipeline")
 
         self._on_failure.callback(wrapped.release)
-
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
 
@@ -176,6 +165,19 @@ class RunBuilder:
             schedulers=user_schedulers,
         )
         return self.model_setup
+
+    def _check_model(self, model: nn.Module) -> None:
+        if self.precision.rounding:
+            check_batchnorm(model, self.precision)
+        else:
+            check_storage(model)
+
+        check_supported(model)
+        if not self.runtime.world.alone:
+            check_instance_norms(model)
+
+        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
+        check_replicas(model, self.runtime, only_frozen=True)
 
     def add_part(self, name: str, part: Stateful) -> None:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""

@@ -98,10 +98,9 @@ class PipelineDriver(ShardedDriver):
             for stage in local_stages:
                 stage.compile()
 
-        facts: dict[str, str] = {}
         self._collective_check = None
         if self._sharded:
-            facts = shard_stages(local_stages, model, held, config, axes)
+            self.facts = shard_stages(local_stages, model, held, config, axes)
             self._collective_check = CollectiveCheck(model, runtime, local_stages, self._replicas)
 
         super().__init__(model, runtime, self._replicas, held=kept)
@@ -118,7 +117,6 @@ class PipelineDriver(ShardedDriver):
             holders=holders,
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
-        self.facts = facts
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(
