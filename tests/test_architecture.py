@@ -26,7 +26,7 @@ ROWS = [
     {"api"},
     {"recipes"},
     {"classic"},
-    {"verify"},
+    {"verify", "clusters"},
     {"cli"},
     {"__main__"},
 ]

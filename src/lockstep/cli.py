@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lockstep
 from lockstep import targets
+from lockstep.clusters import command as clusters
 from lockstep.errors import Preempted, UserError, printable
 
 
@@ -21,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options, rest = parser.parse_known_args(words[:end])
     options.script_arguments = words[end + 1 :]
-    if options.script_arguments and not (options.verb == "train" and targets.is_script(options.target)):
+    trains = options.verb in ("train", "launch")
+    if options.script_arguments and not (trains and targets.is_script(options.target)):
         parser.error(f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}")
 
     # Kept for the command that resumes a run.
@@ -65,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(
         verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
     )
+
+    clusters.add_options(verbs.add_parser("launch", help="run a job on a cluster: render it, and submit it"))
 
     resize = verbs.add_parser("resize", help="change the number of processes of a running job")
     resize.add_argument("run_dir", type=Path, metavar="RUN")
@@ -165,6 +169,10 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
 
 
+def _launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    return clusters.main(options, overrides)
+
+
 def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.config import read_layers
     from lockstep.verify import command
@@ -232,6 +240,7 @@ def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 # Each function returns an exit code, or None for success.
 VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "train": _train,
+    "launch": _launch,
     "verify": _verify,
     "resize": _resize,
     "config": _config,

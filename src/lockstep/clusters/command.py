@@ -1,0 +1,124 @@
+"""The verb `lockstep launch`: what all platforms have in common."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from lockstep import targets
+from lockstep.clusters.request import Request
+from lockstep.errors import UserError
+from lockstep.launch.job import parse_nnodes, parse_nproc
+
+
+class Platform(Protocol):
+    """What a module of this package offers. Its own libraries are imported inside its functions."""
+
+    # What `lockstep launch --help` says about it.
+    HELP: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options that only this platform has."""
+        ...
+
+    def render(self, request: Request, options: argparse.Namespace) -> dict[str, str]:
+        """Return the files that describe the job to the platform: name -> text. Raises a UserError if it cannot."""
+        ...
+
+    def submit(self, request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+        """Hand the written files to the platform. Returns an exit code."""
+        ...
+
+
+# In the order in which `lockstep launch --help` lists them. A new platform is a module and a name here.
+PLATFORMS: tuple[str, ...] = ("nodes",)
+
+
+def platform(name: str) -> Platform:
+    return cast(Platform, import_module(f"lockstep.clusters.{name}"))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    platforms = parser.add_subparsers(dest="platform", required=True, metavar="PLATFORM")
+    for name in PLATFORMS:
+        module = platform(name)
+        one = platforms.add_parser(name, help=module.HELP, description=module.HELP)
+        _add_common_options(one)
+        module.add_options(one)
+
+
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3")
+    parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+    parser.add_argument("--nproc", default="auto", metavar="N|auto", help="processes on each machine (default auto)")
+    parser.add_argument("--nnodes", default="1", metavar="M|1:4", help="number of machines, or a range (default 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the files here (default: print them)")
+    parser.add_argument("--submit", action="store_true", help="submit the job, instead of printing it")
+
+
+def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Render a job for a platform; print it, write it, or submit it. Returns an exit code."""
+    chosen = platform(options.platform)
+    request = make_request(options, overrides)
+    texts = chosen.render(request, options)
+
+    if options.out is None and not options.submit:
+        for name, text in texts.items():
+            if len(texts) > 1:
+                print(f"# ---- {name} ----")
+            print(text, end="" if text.endswith("\n") else "\n")
+        print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)
+        return 0
+
+    files = write(texts, options.out or request.run_dir / "launch")
+    return chosen.submit(request, options, files) if options.submit else 0
+
+
+def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
+    """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
+    # `lockstep --help` must not wait for pydantic.
+    from lockstep.config import check, read_layers
+    from lockstep.launch.run_dir import new_run_dir
+    from lockstep.registries import check_names
+
+    layers = read_layers(options.config, overrides)
+    targets.check(options.target)
+    check(layers)
+    check_names(layers)
+    parse_nproc(options.nproc)
+    nodes = parse_nnodes(options.nnodes)
+
+    # All machines, and every restart of the job, need the same folder: it is chosen once, here.
+    asked = next((values["run_dir"] for _, values in reversed(layers) if values.get("run_dir")), None)
+    run_dir = Path(asked) if asked else new_run_dir(targets.name_of(options.target))
+    rest = tuple(word for word in overrides if not word.startswith("run_dir="))
+    return Request(
+        target=options.target,
+        overrides=rest,
+        config_files=tuple(options.config),
+        script_arguments=tuple(options.script_arguments),
+        run_dir=run_dir,
+        nproc=options.nproc,
+        nnodes=nodes,
+    )
+
+
+def write(texts: dict[str, str], folder: Path) -> dict[str, Path]:
+    """Write the files of a job into a folder. Returns name -> path."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise UserError(
+            f"the job's files cannot be written to {folder}", error.strerror or str(error), "use --out DIR"
+        ) from error
+
+    for name in texts:
+        print(f"lockstep: wrote {folder / name}", file=sys.stderr)
+    return {name: folder / name for name in texts}

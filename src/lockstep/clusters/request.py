@@ -1,0 +1,45 @@
+"""What `lockstep launch` was asked to run, before a platform has given it a shape."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch.job import Bounds
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training job: the words of `lockstep train`, and on how many machines and processes it runs."""
+
+    target: str
+    overrides: tuple[str, ...]  # key=value, without run_dir
+    config_files: tuple[str, ...]
+    script_arguments: tuple[str, ...]  # what follows -- on the command line
+    run_dir: Path
+    nproc: str  # processes on each machine, as typed: a count, a range or auto
+    nnodes: Bounds
+
+    @property
+    def name(self) -> str:
+        """The job's name, for people and for queues."""
+        return self.run_dir.name
+
+    def train_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
+        """Return the words of the command for one machine. A node that starts again resumes.
+
+        `options` are added as they are, such as `--join HOST:PORT`.
+        """
+        words = [*program, "train", self.target, *self.overrides, f"run_dir={self.run_dir}"]
+        for path in self.config_files:
+            words += ["--config", path]
+
+        words += ["--nproc", self.nproc, "--nnodes", f"{self.nnodes.least}:{self.nnodes.most}", "--resume", "auto"]
+        arguments = ["--", *self.script_arguments] if self.script_arguments else []
+        return [*words, *options, *arguments]
+
+    def shell_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> str:
+        """Return `train_command` as one line for a shell, with quotes where they are needed."""
+        return shlex.join(self.train_command(*options, program=program))
