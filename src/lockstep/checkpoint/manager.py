@@ -60,7 +60,7 @@ MIB = 2**20
 class LoopState:
     """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
 
-    evaluation_due: bool = False  # whether the run was preempted before it could evaluate
+    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
 
