@@ -30,11 +30,11 @@ class Sums:
     """One rank's sums of the loss and of the task's own metrics, by name."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[Tensor, Weight]] = []
+        self._losses: list[tuple[Weight, Weight]] = []
         self._metrics: list[Term] = []
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
-    def add(self, losses: list[tuple[Tensor, Weight]], metrics: list[Term]) -> None:
+    def add(self, losses: list[tuple[Weight, Weight]], metrics: list[Term]) -> None:
         """Add the (sum, weight) of each micro-batch of a step, and its metrics, without waiting for the device."""
         # Nothing is added up yet: that would be one more kernel per micro-batch.
         self._losses += losses
