@@ -146,13 +146,17 @@ def collate_samples(
 
 def is_empty(batch: Any) -> bool:
     """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
-    lengths = list(_lengths(batch))
-    return batch is None or (bool(lengths) and not any(lengths))
+    if batch is None:
+        return True
+
+    # Usually the first tensor has a length, and the others need not be looked at.
+    lengths = _lengths(batch)
+    return next(lengths, None) == 0 and not any(lengths)
 
 
-def _lengths(batch: Any) -> Any:
+def _lengths(batch: Any) -> Iterator[int]:
     if isinstance(batch, Tensor) and batch.dim():
-        yield len(batch)
+        yield batch.shape[0]
     elif isinstance(batch, dict):
         for value in batch.values():
             yield from _lengths(value)
