@@ -437,7 +437,7 @@ class GradientGuard:
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
     """Return how often torch saw a gradient change in place, and its shard: one change counts in one of them only."""
-    return gradient._version, local(gradient)._version
+    return gradient._version, local(gradient)._version if isinstance(gradient, DTensor) else 0
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:

@@ -113,7 +113,7 @@ class StepControl:
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
-        if self.needs_reference_weight:
+        if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
@@ -211,7 +211,7 @@ class StepControl:
 
 
 def _on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cuda"
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _check_loss(loss: Loss) -> None:
@@ -250,7 +250,7 @@ def _check_loss(loss: Loss) -> None:
         )
 
     # A weight on the GPU is not checked, because the host would wait for it.
-    if not _on_gpu(weight) and not 0 <= float(weight) < math.inf:
+    if not (is_tensor and weight.is_cuda) and not 0 <= float(weight) < math.inf:
         raise UserError(
             f"the weight of a loss is the number of its terms; it cannot be {weight}",
             "",
