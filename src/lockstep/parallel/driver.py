@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watch_loss
+from lockstep.parallel.inner_gradients import InnerGradient, asked_for, backward, refuse_backward, watch_loss
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -274,7 +274,7 @@ class BaseDriver(Driver):
         Override it to reduce gradients while the backward runs. In the last backward of a step `word` is this rank's
         control word, which may be reduced with them.
         """
-        torch.autograd.backward(total, grad_output)
+        backward((total,), (grad_output,))
 
     def _reduce(self, word: ControlWord) -> None:
         """Reduce over ranks what the backwards of the step have not, and set `_packed`."""

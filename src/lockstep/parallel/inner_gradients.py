@@ -11,7 +11,6 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,19 +62,25 @@ Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be c
 
 def watch_loss(loss_fn: Callable[[Any, Any], Loss], before: Callback) -> Callable[[Any, Any], Loss]:
     """Wrap a loss function so that `before` is called before each gradient that the loss computes itself."""
+    engine = _watching_engine(before)
 
     def call(model: Any, data: Any) -> Loss:
-        start_watching(before)
+        torch.autograd._engine_run_backward = engine  # pyrefly: ignore[missing-attribute]
         try:
             return loss_fn(model, data)
         finally:
-            stop_watching()
+            torch.autograd._engine_run_backward = _TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
     return call
 
 
 def start_watching(before: Callback) -> None:
     """From now on, call `before` before each gradient that is computed."""
+    torch.autograd._engine_run_backward = _watching_engine(before)  # pyrefly: ignore[missing-attribute]
+
+
+def _watching_engine(before: Callback) -> Callable[..., Any]:
+    """Return torch's engine with a call of `before` in front of it."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.
@@ -85,22 +90,36 @@ def start_watching(before: Callback) -> None:
             before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
             return _TORCH_ENGINE(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run  # pyrefly: ignore[missing-attribute]
+    return run
 
 
 def stop_watching() -> None:
     torch.autograd._engine_run_backward = _TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
-@contextmanager
-def pause_watching() -> Iterator[None]:
-    """Stop watching inside the `with` block, and afterwards restore the previous state."""
-    engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
-    stop_watching()
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = engine  # pyrefly: ignore[missing-attribute]
+class pause_watching:
+    """Stop watching inside the `with` block, and afterwards restore the previous state.
+
+    A class, because a generator takes several times as long, and a custom loop enters this for every micro-batch.
+    """
+
+    def __enter__(self) -> None:
+        self._engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+        stop_watching()
+
+    def __exit__(self, *_: object) -> None:
+        torch.autograd._engine_run_backward = self._engine  # pyrefly: ignore[missing-attribute]
+
+
+def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
+    """Backpropagate for a driver: `torch.autograd.backward`, without its checks of types and shapes, about 9 us.
+
+    The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
+    """
+    if type(outputs[0]) is Tensor:
+        _TORCH_ENGINE(outputs, grad_outputs, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(outputs, grad_outputs)
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:

@@ -17,6 +17,7 @@ from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
+from lockstep.parallel.inner_gradients import backward
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -181,12 +182,12 @@ class DDPDriver(BaseDriver):
 
         # Before the last backward of the step, gradients only accumulate on this rank.
         if word is None:
-            torch.autograd.backward(total, grad_output)
+            backward((total,), (grad_output,))
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, times=self.to_sum)
-        torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
+        backward((total, self._word_parameter), (grad_output, packed))
 
     def _reduce(self, word: ControlWord) -> None:
         # DDP has reduced everything in the last backward.
