@@ -185,12 +185,17 @@ class NodeLauncher:
 
     def _claim_first(self) -> socket.socket | None:
         """Bind the first address of --join, if it is this machine's."""
+        # Where a platform numbers its machines, an address that another machine could bind too is no doubt.
+        if self._job.node not in (None, 0):
+            return None
+
         try:
             return claim(self._addresses[0])
-        except UserError:
-            # The name of a lost machine may no longer resolve.
+        except UserError as error:
+            # The name of a lost machine may no longer resolve, and a platform may publish a name only after the start.
             info, readable = self._newest_term()
-            if len(self._addresses) > 1 or info or not readable:
+            self._last_problem = f"{error.problem}: {error.found}"
+            if len(self._addresses) > 1 or info or not readable or self._job.node is not None:
                 return None
             raise
 

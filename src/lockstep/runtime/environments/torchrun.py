@@ -17,6 +17,9 @@ STORE_PORT = "LOCKSTEP_STORE_PORT"
 # ranks of another job.
 TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 
+# Set by Ray in its workers; Ray Train sets RANK and its relatives there.
+RAY_WORKER = "RAY_RAYLET_PID"
+
 # The variables of one rank, or of one job, which the ranks of another job must not inherit.
 OF_ONE_JOB = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -72,4 +75,14 @@ def read(env: Mapping[str, str]) -> World | None:
         store_file=own.get(STORE_FILE),
         key_file=own.get(STORE_KEY_FILE),
         store_port=whole_number(own, STORE_PORT, 0),
+        launcher=_launcher(env),
     )
+
+
+def _launcher(env: Mapping[str, str]) -> str:
+    if TORCHRUN_ID in env:
+        return "torchrun"
+    if STORE_FILE in env or STORE_KEY_FILE in env:
+        return "lockstep"
+
+    return "Ray Train" if RAY_WORKER in env else "RANK and WORLD_SIZE"
