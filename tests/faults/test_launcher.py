@@ -125,7 +125,8 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     """The complaint is on record before the other one dies."""
-    monkeypatch.setattr("lockstep.launch.state_machine.CAUSE_WAIT_S", 60.0)  # a busy machine needs longer than a second
+    # A busy machine needs longer than a second.
+    monkeypatch.setattr("lockstep.launch.decisions.state_machine.PEER_WAIT_S", 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():

@@ -66,7 +66,7 @@ from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
@@ -425,7 +425,7 @@ def open_run(
     builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
 
     # Write the launcher's settings where it reads them: it has no access to the task's defaults.
-    launcher_folder = os.environ.get(FOLDER)
+    launcher_folder = from_launcher(FOLDER)
     if launcher_folder and os.environ.get("RANK") == "0":
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))

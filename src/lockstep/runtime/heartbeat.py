@@ -14,12 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Environment variable: the folder that a rank shares with its launcher, for heartbeats, failure records, stacks and
-# settings.
-FOLDER = "LOCKSTEP_FOLDER"
-
-# Environment variable: the number of the rank's attempt, counted from 0.
-ATTEMPT = "LOCKSTEP_ATTEMPT"
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class Heartbeat:
     @classmethod
     def from_env(cls, rank: int) -> Heartbeat:
         """Return a heartbeat that the launcher reads, if there is a launcher."""
-        folder = os.environ.get(FOLDER)
+        folder = from_launcher(FOLDER)
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -148,7 +143,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
     A rank that will not take part in this exchange calls it. Without a launcher there are no heartbeat files, and the
     answer is False.
     """
-    folder = os.environ.get(FOLDER)
+    folder = from_launcher(FOLDER)
     views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
     return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
 

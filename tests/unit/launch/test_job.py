@@ -8,7 +8,8 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.job import Bounds, Job, append_event, parse_address, parse_nnodes, parse_nproc
+from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
+from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import latest_step
 from lockstep.runtime.machine import visible_gpus
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import unknown_name
+from lockstep.launch.jsonl import JsonlSink, read_jsonl
 from lockstep.observe.sinks.csv_sink import CsvSink
-from lockstep.observe.sinks.jsonl import JsonlSink, RunJsonl, read_jsonl
+from lockstep.observe.sinks.jsonl import RunJsonl
 
 __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
 

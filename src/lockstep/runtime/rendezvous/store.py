@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.errors import UserError, listed_ranks
+from lockstep.runtime.environments.launcher import TORCHRUN_RESTARTS
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.runtime.world import World
 
@@ -64,7 +65,7 @@ def open_store(world: World, timeout: timedelta | None) -> dist.Store:
     store = _torch_store(world, limit)
 
     # torchrun keeps one store for all its restarts, and new ranks must not read the addresses of dead ranks.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get(TORCHRUN_RESTARTS, "0")
     store = dist.PrefixStore(f"lockstep/{attempt}/{next(_TIMES_OPENED)}", store)
     try:
         _meet(store, world, limit)
