@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for
 from lockstep.config.schema import typed as typed_value
-from lockstep.errors import Preempted, RanksFailed, UserError, printable
+from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
@@ -136,7 +136,22 @@ def train(
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
-    return _launch(spec, run_dir, processes, nodes, placement.join, placement.node).code
+    ending = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
+    if ending.code:
+        print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
+
+    return ending.code
+
+
+def _describe_exit(ending: JobEnd) -> str:
+    """`exit code 1 (never restart): rank 1: SIGKILL: killed from outside`, for the log of a platform."""
+    code = ExitCode(ending.code)
+    why = code.meaning
+    if culprit := ending.failure:
+        rank = f"rank {culprit.rank}: " if culprit.rank >= 0 else ""
+        why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
+
+    return f"exit code {ending.code} ({code.advice}): {why}"
 
 
 def _is_rank_already(nnodes: str | None) -> bool:

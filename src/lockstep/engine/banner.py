@@ -88,7 +88,12 @@ def describe_run(
 def _world(runtime: Runtime) -> str:
     if runtime.world.alone:
         return f"1 process on {runtime.device}, {runtime.threads}"
-    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device} with {runtime.threads}"
+
+    # Our own launcher is the usual case.
+    launcher = runtime.world.launcher
+    source = f" from {launcher}" if launcher not in ("", "lockstep") else ""
+    where = f"this one on {runtime.device} with {runtime.threads}"
+    return f"{runtime.world.size} processes{source} over {runtime.backend}, {where}"
 
 
 def _pids(runtime: Runtime) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.errors import UserError, listed_ranks
+from lockstep.errors import PeersMissing, UserError, listed_ranks
 from lockstep.runtime.environments.launcher import TORCHRUN_RESTARTS
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.runtime.world import World
@@ -70,7 +70,7 @@ def open_store(world: World, timeout: timedelta | None) -> dist.Store:
     try:
         _meet(store, world, limit)
     except dist.DistNetworkError:
-        raise UserError(
+        raise PeersMissing(
             f"rank 0 has ended while rank {world.rank} of {world.size} waited for the others",
             f"its store at {world.master_addr}:{world.master_port} is gone",
             "look at the output of rank 0",
@@ -116,7 +116,7 @@ def _wait_for_server(world: World, limit: timedelta) -> None:
 
         waited = time.monotonic() - began
         if waited > limit.total_seconds():
-            raise UserError(
+            raise PeersMissing(
                 f"rank 0 of {world.size} is missing: it did not answer rank {world.rank} at {where} within "
                 f"{limit.total_seconds():g} s",
                 problem,
@@ -143,7 +143,7 @@ def _meet(store: dist.Store, world: World, limit: timedelta) -> None:
         waited = time.monotonic() - began
         if waited > limit.total_seconds():
             missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
-            raise UserError(
+            raise PeersMissing(
                 f"{listed_ranks(missing)} of {world.size} did not come within {limit.total_seconds():g} s",
                 f"{world.size} ranks are announced by {world.launcher or 'the environment'}",
                 "start all ranks, or look at the output of those that are missing",
