@@ -309,7 +309,7 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
+    monkeypatch.setattr("lockstep.launch.local_attempt.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
 
@@ -319,7 +319,9 @@ def in_the_meantime(act) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 0.3)  # the dead rank would not answer in any time
+    monkeypatch.setattr(
+        "lockstep.launch.local_attempt.RANKS_STACKS_S", 0.3
+    )  # the dead rank would not answer in any time
 
     def hurt() -> None:
         rank = pid_of(tmp_path, 0, 1)

@@ -65,7 +65,7 @@ class Agent:
         self._cannot_import = False
 
         # What the next `poll` returns.
-        self._events: list[Message] = []
+        self._messages: list[Message] = []
 
     # ---- orders of the coordinator ----
 
@@ -81,13 +81,13 @@ class Agent:
             case Preempt() if current and current.number == message.attempt:
                 self._preempt(current)
             case CollectStacks() if current and current.number == message.attempt:
-                self._events.append(current.collect_stacks())
+                self._messages.append(current.collect_stacks())
             case Kill() if current and current.number == message.attempt:
                 self._kill(current)
 
             case Kill():
                 # The attempt has no ranks on this node, or has none any more.
-                self._events.append(RanksGone(message.attempt))
+                self._messages.append(RanksGone(message.attempt))
             case Preempt() | CollectStacks():
                 pass  # for an attempt that is over on this node
 
@@ -146,7 +146,7 @@ class Agent:
         if not self._zygote.ready:
             self._zygote.forget()
             preempted = failure.RankExit(failure.PREEMPTED)
-            self._events += [RankExited(current.number, rank, preempted) for rank in current.ranks]
+            self._messages += [RankExited(current.number, rank, preempted) for rank in current.ranks]
             current.ranks.clear()
 
         current.preempt()
@@ -174,7 +174,7 @@ class Agent:
             records.wait_readable(self.sockets(), 0.05)
 
         self._close_attempt()
-        self._events.clear()
+        self._messages.clear()
 
     # ---- what happens on the node ----
 
@@ -197,11 +197,10 @@ class Agent:
 
         if current is not None and current.killed_at and not current.ranks:
             self._close_attempt()
-            self._events.append(RanksGone(current.number))
+            self._messages.append(RanksGone(current.number))
 
-        events, self._events = self._events, []
-
-        return events
+        messages, self._messages = self._messages, []
+        return messages
 
     def _handle_report(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
         # A report without an exit code says that the rank started.
@@ -209,10 +208,10 @@ class Agent:
             current.rank_started(rank, report["pid"])
         elif rank.pid == report["pid"]:
             # The last heartbeat is sent first: it may carry settings that no earlier heartbeat had.
-            self._events.append(self.node_beat())
+            self._messages.append(self.node_beat())
             del current.ranks[rank.number]
             rank_exit = failure.examine(rank, report["code"], time.time())
-            self._events.append(RankExited(current.number, rank.number, rank_exit))
+            self._messages.append(RankExited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died and kill the ranks that it forked, whose exit codes would be lost."""
@@ -226,7 +225,7 @@ class Agent:
         attempt = self._current.number if self._current else -1
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"
-        self._events.append(ZygoteLost(attempt, text, self._cannot_import))
+        self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)

@@ -1,6 +1,6 @@
 """The coordinator of a job: the state machine decides, and the coordinator carries out its commands.
 
-It runs in the launcher of one node. On several machines `node_launcher.py` decides in which.
+It runs in the launcher of one node. On several machines `nodes/search.py` finds out in which.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class Coordinator:
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
-        if self._is_superseded(check=now - self._watch.last_turn > SUSPENDED_S):
+        self._superseded = self._watch.superseded
+        if now - self._watch.last_turn > SUSPENDED_S:
+            self._look_for_successor()
+        if self._superseded:
             return
 
         self._watch.last_turn = now
@@ -177,12 +180,10 @@ class Coordinator:
         for command in self._state_machine.take():
             self._carry_out(command)
 
-    def _is_superseded(self, check: bool) -> bool:
-        """Return whether another node has taken over. `check`: look at the disk now, which may take a while."""
+    def _look_for_successor(self) -> None:
+        """Look at the disk now, which may take a while, and not only once a second, as the thread does."""
         if self._held_term is not None:
-            self._superseded |= self._watch.superseded or (check and self._held_term.superseded())
-
-        return self._superseded
+            self._superseded = self._superseded or self._held_term.superseded()
 
     def _report_stranger(self, sighting: Sighting, where: str) -> None:
         """Print the first stranger of each kind. Nothing the stranger sent is printed."""
@@ -232,8 +233,9 @@ class Coordinator:
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
         # The node reconnected, under a new number, before we noticed that its old connection was dead.
-        nodes = self._state_machine.cluster.nodes
-        if self._held_term and hello.term == self._held_term.term.number and hello.number in nodes:
+        held_term = self._held_term
+        assert held_term is not None, "on one machine no node can join"
+        if hello.term == held_term.term.number and hello.number in self._state_machine.cluster.nodes:
             self._state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
 
         join = f"--join {self._job.join}"
@@ -251,8 +253,8 @@ class Coordinator:
         elif not 1 <= nproc.least <= nproc.initial <= nproc.most <= MAX_RANKS:
             answer = Refused(f"{join}: impossible number of ranks", f"{nproc}, beginning with {nproc.initial}", same)
         else:
-            term = self._held_term.term.number if self._held_term else 0
-            answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, node, term)
+            run_dir, decided = str(self._job.run_dir), self._job.decided
+            answer = Welcome(run_dir, decided, self._job.resume_command, node, held_term.term)
 
         # A refused node prints the reason and ends, which closes the connection.
         self._hub.send(node, answer)
@@ -302,7 +304,8 @@ class Coordinator:
         Each attempt has a store of its own, so that no rank finds addresses of an earlier attempt: on one node a file,
         on several nodes a server in this process, which listens before any rank starts.
         """
-        if self._is_superseded(check=True):
+        self._look_for_successor()
+        if self._superseded:
             return
 
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.

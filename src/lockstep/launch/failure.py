@@ -1,7 +1,7 @@
 """Failures of ranks: the failure record that a failing rank writes, and what is known of a rank that wrote none.
 
 Failure records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the
-root cause among the failures, so that the user sees the error that came first and not its consequences.
+root failure, so that the user sees the error that came first and not its consequences.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ No rank outlives its job. What kills it depends on what has died:
     the rank itself     the zygote kills the worker processes that it leaves (`zygote._reap`)
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
-(`_die_with_launcher`).
+(`_die_with_launcher`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
+is suspended, they fail by themselves, because rank 0 is gone from their process group.
 """
 
 from __future__ import annotations

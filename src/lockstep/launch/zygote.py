@@ -104,14 +104,9 @@ class Zygote:
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
-        # If nothing more can be read, the process has ended.
-        reports: list[dict[str, int]] = []
-        if self.alive:
-            try:
-                reports = [json.loads(line) for line in self._reports.read()]
-                self.alive = not self._reports.ended
-            except OSError:
-                self.alive = False
+        # If nothing more will arrive, the process has ended.
+        reports = [json.loads(line) for line in self._reports.read()] if self.alive else []
+        self.alive = self.alive and not self._reports.ended
 
         # Its first line only says that the imports are done; requests can be sent from now on.
         if not self.ready and reports:

@@ -57,10 +57,6 @@ class Recovery:
         return {"settings": settings, "preempt_signal": self.preempt_signal, **self.restarts.as_fields(now)}
 
     @property
-    def is_to_end(self) -> bool:
-        return self.planned_end is not None or self.preempt_signal is not None
-
-    @property
     def how_to_continue(self) -> str:
         how = "start over" if self._committed() is None else "resume"
         return f"To {how}: {self._job.resume_command}"

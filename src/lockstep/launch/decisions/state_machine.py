@@ -15,8 +15,8 @@ is a reason not to.
     any phase but OVER --a zygote cannot import--> KILL
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what
-follows a failure) and `Outbox` (the commands that come out). A node that takes over from a lost
-coordinator begins in GATHER, with the last `CoordinatorState` that it received.
+follows a failure) and `Outbox` (the commands that come out). A node that takes over from a lost coordinator begins in
+GATHER, with the last `CoordinatorState` that it received.
 """
 
 from __future__ import annotations
@@ -202,15 +202,18 @@ class JobStateMachine:
             self._say_who_is_missing()
 
     def _gather(self, now: float) -> None:
-        """Wait for nodes; with one node, or with all of them, the next attempt starts at once."""
+        """Wait for nodes. With all of them the next attempt starts at once, and a job that is to end ends at once."""
         self._enter(JobPhase.GATHER, now + GATHER_S)
-        self._say_who_is_missing()
         self._end_or_start(now)
+        if self.job_phase is JobPhase.GATHER:
+            self._say_who_is_missing()
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
-        if self.recovery.is_to_end:
-            self._end_as_planned()
+        if self.recovery.planned_end is not None:
+            self._end(self.recovery.planned_end)
+        elif self.recovery.preempt_signal is not None:
+            self._end_preempted()
         elif self.cluster.ready(now):
             self._start_attempt(now)
 
@@ -477,19 +480,8 @@ class JobStateMachine:
 
     def _continue_if_killed(self, now: float) -> None:
         """End the job or gather the nodes, if the ranks were killed and the last node has said that they are gone."""
-        if self.job_phase is not JobPhase.KILL or self._unanswered:
-            return
-
-        if self.recovery.is_to_end:
-            self._end_as_planned()
-        else:
+        if self.job_phase is JobPhase.KILL and not self._unanswered:
             self._gather(now)
-
-    def _end_as_planned(self) -> None:
-        if self.recovery.planned_end is not None:
-            self._end(self.recovery.planned_end)
-        else:
-            self._end_preempted()
 
     def _end(self, ending: JobEnd) -> None:
         self._enter(JobPhase.OVER)

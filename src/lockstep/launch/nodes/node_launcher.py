@@ -19,7 +19,6 @@ from lockstep.launch.coordinator import TURN_S, Coordinator, say
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
@@ -165,20 +164,8 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
-        reconnects = last.reconnects if last is not None and last.term.number == welcome.term else []
-        self._membership = Membership(self._term_of(welcome), welcome.number, state, local_address, reconnects)
-
-    def _term_of(self, welcome: Welcome) -> Term:
-        """Return the coordinator's term. If the run folder does not say, its host is not known."""
-        try:
-            newest = election.newest(self._job.run_dir)
-        except OSError:
-            newest = None
-
-        if newest is not None and newest.number == welcome.term:
-            return newest
-
-        return Term(welcome.term, "the coordinating node", self._job.addresses[0])
+        reconnects = last.reconnects if last is not None and last.term == welcome.term else []
+        self._membership = Membership(welcome.term, welcome.number, state, local_address, reconnects)
 
     def _execute_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""

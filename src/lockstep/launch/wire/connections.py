@@ -95,8 +95,6 @@ class Connection:
         self._flush()
         try:
             messages = [decode(self._seal.check(line + b"\n")) for line in self._lines.read()]
-        except OSError as error:
-            raise _broken(error) from error
         except (ValueError, RecursionError) as error:
             raise Garbled(f"it sent something that is not one of our messages ({error})") from error
 
@@ -104,7 +102,8 @@ class Connection:
         if messages:
             self.last_received = now
         elif self._lines.ended:
-            raise ConnectionLost("the connection was closed")
+            error = self._lines.error
+            raise _broken(error) if error else ConnectionLost("the connection was closed")
         elif now - self.last_received > LOST_AFTER_S:
             raise ConnectionLost(f"no heartbeat for {LOST_AFTER_S:.0f} s")
 

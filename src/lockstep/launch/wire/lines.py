@@ -19,14 +19,19 @@ class LineReader:
         # The beginning of a line whose rest has not arrived.
         self._unread = b""
 
-        # Whether the other side has closed the connection. Its last lines are returned all the same.
+        # Whether nothing more will arrive, and the error if the connection broke. The last lines are returned first.
         self.ended = False
+        self.error: OSError | None = None
 
     def read(self) -> list[bytes]:
-        """Return the lines that have arrived, without newlines. Raises OSError, or ValueError for a line too long."""
+        """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
         # The socket may be a blocking one, because of what is sent on it.
         while not self.ended and len(self._unread) <= self._longest and records.wait_readable([self._socket], 0.0):
-            data = self._socket.recv(65536)
+            try:
+                data = self._socket.recv(65536)
+            except OSError as error:
+                data, self.error = b"", error
+
             self._unread += data
             self.ended = not data
 

@@ -14,6 +14,7 @@ from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.nodes.election import Term
 
 # The messages, by their names in JSON.
 _KINDS: dict[str, type[Message]] = {}
@@ -106,7 +107,7 @@ class Welcome(Message):
     decided: list  # see `Job.decided`
     resume_command: str  # what to type to resume the job
     number: int  # the node's number
-    term: int  # the number of the coordinator's term
+    term: Term  # the coordinator's
 
 
 @dataclass(frozen=True)

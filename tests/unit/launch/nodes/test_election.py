@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import TakeoverWatch, Term, TermFile, begin_term
+from lockstep.launch.nodes.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
 
 
 def test_a_term_begins_once(tmp_path):
@@ -170,3 +170,16 @@ def test_a_count_that_cannot_be_read_stands_for_nothing():
     assert not made.alive
     assert made.reason(set(), 204.0) is None
     assert made.reason(set(), 205.0)
+
+
+def test_for_how_long_a_count_is_known_to_stand_still():
+    made = CounterWatch()
+    assert made.still_for(100.0) == 0.0
+    made.look(1, "0", 100.0)
+    assert made.still_for(104.0) == 4.0
+    made.look(1, "1", 105.0)  # it grows
+    assert made.still_for(106.0) == 1.0
+    made.look(2, "1", 107.0)  # another term
+    assert made.still_for(109.0) == 2.0
+    made.look(2, "", 110.0)  # it cannot be read
+    assert made.still_for(150.0) == 0.0

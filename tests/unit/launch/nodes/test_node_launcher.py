@@ -29,7 +29,11 @@ def node(tmp_path, monkeypatch):
 def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, tmp_path):
     election.begin_term(tmp_path, None, "host-a", ADDRESS)
     election.report_cut_off(tmp_path, 1, 2)
-    node._adopt(Welcome(str(tmp_path), [], "again", number=3, term=1), CoordinatorState([0, 1, 3]), "127.0.0.1")
+    node._adopt(
+        Welcome(str(tmp_path), [], "again", number=3, term=Term(1, "host-a", ADDRESS)),
+        CoordinatorState([0, 1, 3]),
+        "127.0.0.1",
+    )
     assert election.cut_off_nodes(tmp_path, 1) == set()
 
 

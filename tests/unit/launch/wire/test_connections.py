@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.node_launcher import NodeLauncher, adopt
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.connections import (
@@ -197,7 +198,9 @@ def node(tmp_path, monkeypatch):
     return NodeLauncher(job, "host", [])
 
 
-WELCOME = Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, 1)
+WELCOME = Welcome(
+    "runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, Term(1, "host-a", "127.0.0.1:29400")
+)
 
 
 def test_orders_may_come_together_with_the_welcome(line, node):

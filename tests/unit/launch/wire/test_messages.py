@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
+from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -29,7 +30,7 @@ from lockstep.launch.wire.messages import (
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
-    Welcome("runs/b", [], "type it again", 1, 2),
+    Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
     CoordinatorState([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
