@@ -19,7 +19,7 @@ from lockstep.runtime.context import join
 from lockstep.runtime.environments import rank_of, switched_off
 from lockstep.runtime.world import World, current_world
 
-BACKENDS = ("nccl", "gloo", "auto")
+BACKENDS = ("nccl", "gloo", "auto", "cpu:gloo,cuda:nccl", "mpi")
 
 
 class Membership:
@@ -48,7 +48,7 @@ class Membership:
         if dist.is_initialized():
             return dist.get_backend()
 
-        joined = join(world, device, asked="gloo" if backend == "gloo" else "auto", timeout=timeout)
+        joined = join(world, device, asked="auto" if backend == "nccl" else backend, timeout=timeout)
         self._joined = joined != "none"
         return joined
 
