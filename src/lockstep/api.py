@@ -146,7 +146,7 @@ def train(
 def _describe_exit(ending: JobEnd) -> str:
     """`exit code 1 (never restart): rank 1: SIGKILL: killed from outside`, for the log of a platform."""
     code = ExitCode(ending.code)
-    why = code.meaning
+    why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
     if culprit := ending.failure:
         rank = f"rank {culprit.rank}: " if culprit.rank >= 0 else ""
         why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
