@@ -12,8 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-# A number, or a tensor on the device, which costs no synchronisation.
-Weight = int | float | Tensor
+# A tensor on the device costs no synchronisation.
+Number = int | float | Tensor
+Weight = Number  # of a loss: the number of its terms
 
 # A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
@@ -72,7 +73,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepBatches:
-    """This rank's micro-batches of one global step, read lazily."""
+    """This rank's micro-batches of one global step. Iterating over them may read them."""
 
     count: int  # of this rank's micro-batches
     micro_batches: Iterable[MicroBatch]
@@ -118,7 +119,10 @@ class BatchSource(Protocol):
         """Return this rank's micro-batches of the next step."""
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past `batches`. `result` is the newest known: if it is read late, that of the previous step."""
+        """Advance past `batches`.
+
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -143,7 +147,7 @@ class SourceContext:
     mine: range  # indices of this rank's micro-batches in a global step
     ranks: int
     collective_forwards: bool  # whether forwards are collective: then all ranks must run the same number of them
-    add: Callable[[Tensor], Tensor]  # all-reduces a tensor in place (sum); collective
+    all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks, in place; collective
 
 
 # ---- the task ----

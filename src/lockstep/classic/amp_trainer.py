@@ -165,7 +165,7 @@ class AMPTrainer:
 
         # On a GPU one outcome is still pending: it must not end the next epoch.
         self.stepper.wait_for_outcome()
-        total, weight = self.runtime.collectives.sum_(sums).tolist()
+        total, weight = self.runtime.collectives.all_reduce_(sums).tolist()
         return total / weight
 
     @property
@@ -220,7 +220,7 @@ class AMPTrainer:
         if not self._sized:
             # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
             total = torch.tensor(float(samples * count), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
+            self.stepper.context.global_batch = int(self.runtime.collectives.all_reduce_(total))
             self._sized = True
 
         if self._open_step is None:

@@ -30,9 +30,9 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.shard import Window, micro_slice, next_window, rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
+from lockstep.data.windows import Window, micro_slice, next_window, rank_range
 from lockstep.errors import UserError
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 

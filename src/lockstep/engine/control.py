@@ -23,7 +23,7 @@ from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
-from lockstep.task import Loss, MicroBatch, StepBatches, Weight
+from lockstep.task import Loss, MicroBatch, Number, StepBatches, Weight
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepContext:
     scaler: DynamicScaler | None  # with fp16
     global_batch: int
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
-    word_has_loss: bool  # whether the control word includes the loss, for spike detection
+    sends_loss: bool  # whether the control word includes the loss, for spike detection
     before_all_reduce: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
     metrics: MetricNames = field(default_factory=MetricNames)
@@ -70,7 +70,7 @@ class StepControl:
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
         # metrics are detached from the graph, and those on a GPU stay there.
         self.trained: list[MicroBatch] = []
-        self.losses: list[tuple[Weight, Weight]] = []
+        self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
 
         self.autocast = context.precision.autocast  # returns the context manager for forward and loss
@@ -145,12 +145,12 @@ class StepControl:
         contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         counts = [0.0, 0.0] if contributes_nothing else [float(weight), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
-        total, samples = context.runtime.collectives.sum_(sums).tolist()
+        total, samples = context.runtime.collectives.all_reduce_(sums).tolist()
 
         per_step = total / max(1.0, samples) * context.global_batch
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
-    def before_reduce(self) -> ControlWord:
+    def control_word(self) -> ControlWord:
         """Return this rank's control word. Call it before the first collective of the reduction.
 
         Gradients may be reduced during the last backward, so for most drivers that is before this backward.
@@ -201,7 +201,7 @@ class StepControl:
 
         # The control word needs these sums.
         self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
-        if self._context.word_has_loss:
+        if self._context.sends_loss:
             self._loss = self._loss + self._as_float64(total, LOSS_GRID)
 
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.shard import rank_counts, rank_range
 from lockstep.data.sources import MapSource
+from lockstep.data.windows import rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.driver import Driver

@@ -75,7 +75,7 @@ def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -
     if loss_limit == math.inf:
         return rejected
 
-    return rejected | (reduced.codec.mean_loss(reduced.packed) > loss_limit)
+    return rejected | (reduced.codec.mean_loss(reduced.packed_word) > loss_limit)
 
 
 class SpoiledStep(NamedTuple):

@@ -24,9 +24,9 @@ from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.checkpoint.storage import clean
 from lockstep.config import Resolved, RunConfig
-from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import MapSource, open_source
+from lockstep.data.windows import rank_range
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
@@ -511,6 +511,6 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.
-            add=lambda values: runtime.collectives.sum_(values if role.reports_loss else values.zero_()),
+            all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),
         )
     )

@@ -85,7 +85,7 @@ class Stepper:
             self.scaler,
             global_batch,
             reports_loss=driver.role.reports_loss,
-            word_has_loss=self.outcomes.spikes.on,
+            sends_loss=self.outcomes.spikes.on,
             before_all_reduce=before_all_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
@@ -146,7 +146,7 @@ class Stepper:
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
-        word = reduced.codec.unpack(reduced.packed.tolist())
+        word = reduced.codec.unpack(reduced.packed_word.tolist())
         norm = torch.linalg.vector_norm(reduced.norms)
         weight = float(word.weight) or math.nan
         grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight)
@@ -156,7 +156,7 @@ class Stepper:
 
     def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
-        word = reduced.codec.unpack(reduced.packed.tolist())  # on a GPU the host waits here for the device
+        word = reduced.codec.unpack(reduced.packed_word.tolist())  # on a GPU the host waits here for the device
 
         # Weight 0 means that no term counts: the norm becomes nan, so the step is not accepted.
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
@@ -170,7 +170,7 @@ class Stepper:
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult | None:
         """Let the device decide: a fused optimizer skips a rejected step. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
-        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
+        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed_word))
         loss_limit = self.outcomes.spikes.limit()
         rejected = rejected_on_device(reduced, grad_norm, loss_limit)
         self.update.step_on_device(factor, rejected, control.update_count, control.optimizer_indices)
@@ -179,7 +179,7 @@ class Stepper:
         # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
-        row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
+        row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         self._pending = Pending(control, reduced, loss_limit, row, arrived)
@@ -202,11 +202,11 @@ class Stepper:
 
     def _count_update(self, control: StepControl) -> None:
         self.counters.applied += control.ends_step
-        self.learning_rate.count(control.optimizer_indices, 1)
+        self.learning_rate.count_step(control.optimizer_indices)
 
     def _uncount_update(self, control: StepControl) -> None:
         self.counters.applied -= control.ends_step
-        self.learning_rate.count(control.optimizer_indices, -1)
+        self.learning_rate.uncount_step(control.optimizer_indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:
@@ -240,7 +240,7 @@ class Stepper:
         # Sums and a pending outcome belong to steps that this load undoes.
         self.sums = self._new_sums()
         self._pending = None
-        self.learning_rate.note()  # loading replaced the parameter groups
+        self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.applied)
 
     def _new_sums(self) -> Sums:

@@ -17,7 +17,7 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import local
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-MIN_WEIGHT_NORM = 1e-3  # for adaptive clipping, so that weights of zero can still change
+MIN_PARAMETER_NORM = 1e-3  # for adaptive clipping, so that parameters of zero can still change
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
@@ -95,6 +95,6 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
 
     # The norm of a gradient is limited to a fraction of the norm of its parameter, both over full tensors.
     if clip.adaptive is not None:
-        for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
-            limit = clip.adaptive * weight_norm.clamp(min=MIN_WEIGHT_NORM)
+        for grad, parameter_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
+            limit = clip.adaptive * parameter_norm.clamp(min=MIN_PARAMETER_NORM)
             grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))

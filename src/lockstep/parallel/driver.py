@@ -39,9 +39,9 @@ class RankRole:
 
     replicated: bool = True  # every rank holds every parameter in full
     collective_forwards: bool = False  # a forward contains collectives: all ranks must run the same number of them
-    interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
+    interleaved: bool = False  # ranks take turns with micro-batches, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
-    pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
+    pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
     data_rank: int = 0  # ranks with the same data_rank train on the same samples
     data_size: int = 1  # the number of different data_ranks
     reports_loss: bool = True  # whether this rank's loss and weight count: true on one rank per data_rank
@@ -56,9 +56,9 @@ class Reduced:
     """The gradients of one step, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
 
     parameters: list[nn.Parameter]  # this rank's parameters that have a gradient
-    names: list[str]  # the parameter of each norm; in a pipeline `norms` covers the parameters of all stages
+    names: list[str]  # parameter names, one for each norm; in a pipeline, of all stages
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
-    packed: Tensor  # [LENGTH]: the summed control word
+    packed_word: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
     to_sum: float  # the number of ranks if the driver leaves means over ranks, else 1
 
@@ -100,7 +100,7 @@ class Control(Protocol):
 
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None: ...
 
-    def before_reduce(self) -> ControlWord: ...
+    def control_word(self) -> ControlWord: ...
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
@@ -222,7 +222,7 @@ class Driver(PlacedModel):
         return self.reduced()
 
     def begin(self) -> None:
-        """Begin a step, without gradients."""
+        """Begin a step: clear the gradients of the last one."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -239,7 +239,7 @@ class Driver(PlacedModel):
         grad_output = control.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
-        word = control.before_reduce() if control.is_last_micro_batch else None
+        word = control.control_word() if control.is_last_micro_batch else None
         self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
 
         if word is not None:
@@ -276,8 +276,8 @@ class Driver(PlacedModel):
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
         """Reduce over ranks what the backwards of the step have not.
 
-        Return the summed control word [LENGTH], and the norms of the gradients; None if this rank can compute them by
-        itself, because it holds full gradients.
+        Return the summed control word [LENGTH], and the norms of the gradients. The norms are None if this rank holds
+        full gradients and can compute them itself.
         """
         raise NotImplementedError
 
@@ -295,8 +295,8 @@ def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> N
 
 def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over all ranks of the control word [LENGTH] and of `numbers`, from one collective."""
-    packed = driver.codec.pack(word, times=1.0)
-    sums = driver.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
+    packed = driver.codec.pack(word)
+    sums = driver.runtime.collectives.all_reduce_(torch.cat([packed, numbers.to(packed.device)]))
     return sums[:LENGTH], sums[LENGTH:]
 
 
@@ -304,7 +304,7 @@ class SingleDriver(Driver):
     """Runs the model in one process, where there is nothing to sum."""
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
-        return self.codec.pack(word, times=1.0), None
+        return self.codec.pack(word), None
 
 
 def no_gradient() -> UserError:
@@ -361,7 +361,7 @@ class ShardedDriver(Driver):
             )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
+        squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:

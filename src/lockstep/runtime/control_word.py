@@ -49,7 +49,7 @@ LOSS = LENGTH - 1
 STEP, SCALE = 3, 4
 FLAG_SLOTS = slice(5, LOSS)
 
-LOW = 4096.0  # a weight is split into a multiple of this, the rest, and the fraction
+LOW = 4096.0  # a weight is split into a multiple of this, the remainder, and the fraction
 PINNED_BUFFERS = 4  # used in turn; the host never runs this many steps ahead of the GPU
 
 _read_flags = attrgetter(*FLAGS)
@@ -58,7 +58,7 @@ _read_flags = attrgetter(*FLAGS)
 def step_mark(step: int) -> int:
     """Return the number that stands for a step in a control word: 1 to STEP_MODULUS.
 
-    It is never 0, so that a word that is missing, or counted twice, is noticed in the first step too.
+    It is never 0, so that a missing or doubled word changes the sum even in step 0.
     """
     return step % STEP_MODULUS + 1
 
@@ -67,7 +67,7 @@ class ControlWordCodec:
     """Packs control words into tensors that can be summed over ranks, without making the host wait for a GPU.
 
     An all-reduce may multiply by a rounded 1/N on the way, so integers are rounded back. A weight travels as three
-    numbers, a multiple of LOW, the integer rest and the fraction, so that it is exact in float32 far beyond 2**24.
+    numbers, a multiple of LOW, the integer remainder and the fraction, so that it is exact in float32 far beyond 2**24.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
@@ -77,22 +77,24 @@ class ControlWordCodec:
         count = PINNED_BUFFERS if device.type == "cuda" else 0
         self._pinned = cycle([torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)])
 
-    def pack(self, word: ControlWord, times: float) -> Tensor:
-        """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
+    def pack(self, word: ControlWord, factor: float = 1.0) -> Tensor:
+        """Return the word multiplied by `factor`, as a new tensor [LENGTH] on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
 
         integer = math.floor(weight)
         values = (integer - integer % LOW, integer % LOW, weight % 1.0, word.step, word.scale, *_read_flags(word), loss)
-        packed = self._to_device([value * times for value in values])
+        packed = self._to_device([value * factor for value in values])
 
         # Numbers that the GPU is still computing are filled in there.
         if isinstance(word.loss, Tensor):
-            packed[LOSS] = word.loss * times
+            packed[LOSS] = word.loss * factor
 
         if isinstance(word.weight, Tensor):
             exact = word.weight.double()
-            packed[:3] = torch.stack([exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]) * times
+            packed[:3] = (
+                torch.stack([exact - exact.remainder(LOW), exact.floor().remainder(LOW), exact.frac()]) * factor
+            )
 
         return packed
 

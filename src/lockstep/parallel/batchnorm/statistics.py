@@ -150,7 +150,7 @@ class RunningStatistics:
             self._restart()
 
         values = len(self._layer_of)
-        packed = self.replicas.sum_(torch.cat([self._sum, self._weight, self._local_updates]))
+        packed = self.replicas.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
         total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 

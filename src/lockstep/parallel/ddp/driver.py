@@ -1,4 +1,4 @@
-"""Drivers for replicated parameters: gradients are reduced in buckets by torch's DDP, or all at once without it."""
+"""Drivers for replicated parameters: torch's DDP reduces gradients in buckets; without it, all are reduced together."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ class DDPDriver(Driver):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             self.parts = self.hook.parts
 
-        # The ids of the parameters that the last backward reached. If gradients are views of buckets, `_check_complete`
-        # can tell from the gradients.
+        # The ids of the parameters that the last backward reached. Not needed if gradients are views of buckets:
+        # `_check_complete` then looks at the gradients themselves.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -188,7 +188,7 @@ class DDPDriver(Driver):
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
-        packed = self.codec.pack(word, times=self.to_sum)
+        packed = self.codec.pack(word, factor=self.to_sum)
         backward((total, self._word_parameter), (grad_output, packed))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
@@ -220,7 +220,7 @@ class DDPDriver(Driver):
 
 
 class FlatReduceDriver(Driver):
-    """Replicas whose gradients are all reduced at once, after the last backward.
+    """Replicas whose gradients are reduced together, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
     parameters may be unused on some ranks, in some micro-batches, or everywhere.
@@ -246,7 +246,7 @@ class FlatReduceDriver(Driver):
             flat = torch.cat([grad.flatten() for grad in grads])
 
             # Half-precision gradients are added in float32 and rounded once.
-            flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+            flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad = summed.view_as(p)
 

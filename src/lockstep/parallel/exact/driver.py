@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver, check_reached
 from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver, no_gradient, sum_with_word
@@ -270,7 +270,7 @@ class OrderedFSDPDriver(FSDPDriver):
         if not grads:
             raise no_gradient()
 
-        words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
+        words, rows = self._gather_rows(grads, self.codec.pack(word))
         packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         return packed, torch.stack([norm_of_rows(norms) for norms in rows])
 

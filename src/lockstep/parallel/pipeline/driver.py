@@ -156,7 +156,7 @@ class PipelineDriver(ShardedDriver):
             self.statistics.end_step(batches)
 
         control.backwards_done = batches.count
-        self._word_and_norms = self._reduce(control.before_reduce())
+        self._word_and_norms = self._reduce(control.control_word())
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -180,7 +180,7 @@ class PipelineDriver(ShardedDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
-        squared = self._tp.sum_(self._replicas.sum_(self._squared_terms(tensors)))
+        squared = self._tp.all_reduce_(self._replicas.all_reduce_(self._squared_terms(tensors)))
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class PipelineDriver(ShardedDriver):
             copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
             squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
 
-        return packed, self.runtime.collectives.sum_(squared).sqrt()
+        return packed, self.runtime.collectives.all_reduce_(squared).sqrt()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""
