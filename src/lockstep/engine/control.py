@@ -48,7 +48,7 @@ class StepContext:
     sends_loss: bool  # whether the control word includes the loss, for spike detection
     before_all_reduce: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
-    metrics: MetricNames = field(default_factory=MetricNames)
+    metric_names: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ class StepControl:
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
-            context.metrics.seen.update(loss.metrics)
+            context.metric_names.seen.update(loss.metrics)
 
         # Tests inject faults here. Without any, this costs one comparison.
         fault = faults.fire("loss", self.step) if faults.in_environment != [] else None
@@ -134,8 +134,8 @@ class StepControl:
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
         """Set the typical weight of a step, as a power of two. Collective: every rank must call it once.
 
-        We backpropagate sums, but loss scales are meant for means, so the fp16 scale is divided by this weight. It is
-        computed from the first micro-batches of all ranks and is the same on all of them.
+        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight. It
+        is computed from the first micro-batches of all ranks and is the same on all of them.
         """
         context = self._context
         assert context.scaler is not None
@@ -165,7 +165,7 @@ class StepControl:
             exhausted=int(self.batches.exhausted),
             step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
-            new_metrics=int(not context.metrics.seen <= context.metrics.known),
+            new_metrics=int(not context.metric_names.seen <= context.metric_names.known),
             preempt=int(context.runtime.notice.signal is not None),
             loss=self._loss,
             **context.flags,
@@ -189,8 +189,10 @@ class StepControl:
 
     def _add(self, loss: Loss, micro: MicroBatch) -> None:
         # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
-        if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
-            check_weight(float(loss.weight))
+        if self._context.config.exact:
+            on_gpu = isinstance(loss.weight, Tensor) and loss.weight.is_cuda
+            if self.step == 0 or not on_gpu:
+                check_weight(float(loss.weight))
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
@@ -206,12 +208,9 @@ class StepControl:
 
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:
         """Return the value as float64. `exact` rounds it to a grid, so that sums do not depend on the order."""
-        number = value.detach().double() if _on_gpu(value) else float(value)
+        on_gpu = isinstance(value, Tensor) and value.is_cuda
+        number = value.detach().double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
-
-
-def _on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _check_loss(loss: Loss) -> None:

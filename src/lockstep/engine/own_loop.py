@@ -27,7 +27,7 @@ from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_l
 from lockstep.errors import UserError
 from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
+from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
@@ -308,12 +308,8 @@ class OwnStep:
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            start_watching(self._driver.before_inner_gradient)
-            try:
-                with self._control.autocast():
-                    yield micro.data
-            finally:
-                stop_watching()
+            with self._driver.watched, self._control.autocast():
+                yield micro.data
 
             if self._control.backwards_done != self._yielded:
                 raise self._backward_count_error("0 times")
@@ -338,7 +334,7 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with pause_watching(), full_precision(self._run.stepper.context.precision):
+        with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
             self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
 
         self._gradients.note()
@@ -349,7 +345,7 @@ class OwnStep:
         """Divide by the global weight, clip, and step the optimizers.
 
         If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
-        outcome: if it is read late, that of the previous step.
+        result: on a GPU it may be that of the previous step.
         """
         self._check_pass("step.apply()")
         indices = self._indices(optimizers)
@@ -381,7 +377,7 @@ class OwnStep:
                 f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # On a GPU the host may not have read the outcome of the previous update yet.
+        # On a GPU the host may not have read the result of the previous update yet.
         self._run.end_pass(self._run.stepper.wait_for_outcome())
         self.result = self._run.stepper.measure(self._control, self._reduced())
         self._end_pass()

@@ -25,7 +25,7 @@ from lockstep.checkpoint.run_state import RunState, Stateful
 from lockstep.checkpoint.storage import clean
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import MapSource, open_source
+from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
@@ -194,7 +194,7 @@ class RunBuilder:
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
         with preserve_rng(runtime.device):
-            sample = source.largest_input if isinstance(source, MapSource) else lambda: None
+            sample = getattr(source, "largest_input", lambda: None)
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
 
         data_line = _attach_source(source, driver, plan, config, runtime)
@@ -396,7 +396,7 @@ class RunBuilder:
         check_steps_left(plan.steps, step)
         self.started -= resumed.loop.seconds
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
-        stepper.context.metrics.known = set(self.recorder.names)
+        stepper.context.metric_names.known = set(self.recorder.names)
         # If all steps are done, no new log line will be written, but the summary needs the last one.
         if step == plan.steps:
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))

@@ -1,5 +1,7 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
+Ranks that are out of step are noticed only after the update, and end the run.
+
     control = self.begin(batches)                                        sums and counts start at 0
     reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
     factor  = clipping x N / (global weight x loss scale)                N: world size, or 1 if gradients are sums
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from lockstep.config import RunConfig
 from lockstep.engine.control import StepContext, StepControl
-from lockstep.engine.outcome import Outcome, Outcomes, rejected_on_device
+from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
@@ -31,7 +33,8 @@ from lockstep.optim.update import Update
 from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.context import EventLogger, Runtime, log_nothing
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import StepBatches, StepResult
 
 
@@ -66,7 +69,7 @@ class Stepper:
         config: RunConfig,
         runtime: Runtime,
         global_batch: int,
-        log_event: EventLogger | None = None,
+        log_event: EventLogger = log_nothing,
         before_all_reduce: Callable[[], None] | None = None,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
@@ -102,10 +105,7 @@ class Stepper:
         self._pending: Pending | None = None
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
-        """Run a whole step. Return the newest known result.
-
-        If the outcome is read late, that is the result of the previous step.
-        """
+        """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
         control = self.begin(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, control)
         return self.apply(control, reduced)
@@ -146,20 +146,16 @@ class Stepper:
 
     def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
-        word = reduced.codec.unpack(reduced.packed_word.tolist())
-        norm = torch.linalg.vector_norm(reduced.norms)
-        weight = float(word.weight) or math.nan
-        grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight)
-        self.update.multiply(reduced.parameters, self._to_mean(reduced, weight))
-        outcome = Outcome(control, reduced, math.inf, word, grad_norm)
-        return replace(self.outcomes.conclude(outcome), applied=False)
+        word, weight = self._wait_for_word(reduced)
+        to_mean = self._to_mean(reduced, weight)
+        grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        self.update.multiply(reduced.parameters, to_mean)
+        return self.outcomes.conclude_measured(Outcome(control, reduced, math.inf, word, grad_norm))
 
     def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
-        word = reduced.codec.unpack(reduced.packed_word.tolist())  # on a GPU the host waits here for the device
-
-        # Weight 0 means that no term counts: the norm becomes nan, so the step is not accepted.
-        grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
+        word, weight = self._wait_for_word(reduced)
+        grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
         outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
             self.update.step(reduced.parameters, factor, control.update_count, control.optimizer_indices)
@@ -168,12 +164,12 @@ class Stepper:
         return self._conclude(outcome)
 
     def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide: a fused optimizer skips a rejected step. Return the result of the previous step."""
+        """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed_word))
         loss_limit = self.outcomes.spikes.limit()
-        rejected = rejected_on_device(reduced, grad_norm, loss_limit)
-        self.update.step_on_device(factor, rejected, control.update_count, control.optimizer_indices)
+        skip = skip_on_device(reduced, grad_norm, loss_limit)
+        self.update.step_on_device(factor, skip, control.update_count, control.optimizer_indices)
         self._count_update(control)  # assumed; `wait_for_outcome` uncounts it if the device skipped
 
         # Read the previous outcome only now, while the device is busy with this step.
@@ -199,6 +195,14 @@ class Stepper:
             self._uncount_update(pending.control)
 
         return self._conclude(outcome)
+
+    def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
+        """Return the summed control word and its weight. On a GPU the host waits here for the device.
+
+        Weight 0 means that no term counts. It is returned as nan: so is the norm then, and the step is not accepted.
+        """
+        word = reduced.codec.unpack(reduced.packed_word.tolist())
+        return word, float(word.weight) or math.nan
 
     def _count_update(self, control: StepControl) -> None:
         self.counters.applied += control.ends_step

@@ -22,7 +22,14 @@ from lockstep.checkpoint.state_tree import is_extra, tied_names
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import TORCH_ENGINE, InnerGradient, asked_for, refuse_backward, watched_engine
+from lockstep.parallel.inner_gradients import (
+    TORCH_ENGINE,
+    InnerGradient,
+    asked_for,
+    refuse_backward,
+    use_engine,
+    watched_engine,
+)
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -80,7 +87,8 @@ class Reduced:
 class Control(Protocol):
     """The part of a step that a driver calls back: accounting, seeds and the control word.
 
-    `StepControl` (`engine/control.py`) implements it and documents each method.
+    `StepControl` (`engine/control.py`) implements it and documents each method. It is declared here too, because this
+    package must not import `engine`.
     """
 
     batches: StepBatches
@@ -175,17 +183,10 @@ class PlacedModel:
             if name in hooks:
                 hooks[name].register(parameter)
 
-    def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
-        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
-        torch.autograd._engine_run_backward = self._watched_engine  # pyrefly: ignore[missing-attribute]
-        try:
-            return loss_fn(module, data)
-        finally:
-            torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
-
     @cached_property
-    def _watched_engine(self) -> Callable[..., Any]:
-        return watched_engine(self.before_inner_gradient)
+    def watched(self) -> use_engine:
+        """The context for the user's loss: `before_inner_gradient` gets each gradient that it computes itself."""
+        return use_engine(watched_engine(self.before_inner_gradient))
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
@@ -212,10 +213,11 @@ class Driver(PlacedModel):
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
+        watched = self.watched
         for micro in batches.micro_batches:
             self.before_forward(micro, control)
-            with control.autocast():
-                loss = self.call_loss(loss_fn, self.module, micro.data)
+            with control.autocast(), watched:
+                loss = loss_fn(self.module, micro.data)
 
             self.backward(loss, control)  # outside autocast, as torch recommends
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient, sum_with_word
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
-from lockstep.parallel.inner_gradients import InnerGradient
+from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -138,7 +137,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        loss_fn = partial(self.call_loss, loss_fn)
+        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
