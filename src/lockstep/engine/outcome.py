@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
-from lockstep.engine.control import StepControl
+from lockstep.engine.progress import StepProgress
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
@@ -35,7 +35,7 @@ MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
 class Outcome:
     """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
 
-    control: StepControl
+    progress: StepProgress
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
     word: ControlWord  # summed over all ranks
@@ -140,7 +140,7 @@ class Outcomes:
     def _result_if_agreed(self, outcome: Outcome) -> StepResult:
         """Return the result of a step, or raise if the ranks do not agree."""
         word = outcome.word
-        step = outcome.control.step
+        step = outcome.progress.step
         ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these checks do not prevent it, they only end the run.
@@ -219,7 +219,7 @@ class Outcomes:
             )
 
         if policy == "rewind":
-            self.rewind_after = SkippedStep(result, outcome.control.batches.span)
+            self.rewind_after = SkippedStep(result, outcome.progress.batches.span)
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Log the skip with its reason and the samples to blame, and return both as text. Collective."""
@@ -299,8 +299,8 @@ class SpikeDetector:
 def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Return one line for each micro-batch of this rank that may have caused the skip."""
     # The host waits for the losses here. Skipped steps are rare, so this is acceptable.
-    control = outcome.control
-    pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
+    progress = outcome.progress
+    pairs = [(batch, float(total)) for batch, (total, _) in zip(progress.trained, progress.losses, strict=True)]
 
     # Every micro-batch contributes to a spike of the global mean: name the one with the largest loss.
     if outcome.finite:

@@ -142,7 +142,7 @@ class Run:
 
         if self.sample_log:
             # A step that is repeated after a restart has one line per attempt. The last attempt counts.
-            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
+            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.progress.trained]
             record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
 

@@ -27,7 +27,6 @@ from lockstep.parallel.inner_gradients import (
     InnerGradient,
     asked_for,
     refuse_backward,
-    use_engine,
     watched_engine,
 )
 from lockstep.runtime.collectives import Collectives
@@ -84,10 +83,10 @@ class Reduced:
         )
 
 
-class Control(Protocol):
+class Progress(Protocol):
     """The part of a step that a driver calls back: accounting, seeds and the control word.
 
-    `StepControl` (`engine/control.py`) implements it and documents each method. It is declared here too, because this
+    `StepProgress` (`engine/progress.py`) implements it and documents each method. It is declared here too, because this
     package must not import `engine`.
     """
 
@@ -183,10 +182,19 @@ class PlacedModel:
             if name in hooks:
                 hooks[name].register(parameter)
 
+    def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
+        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
+        # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
+        torch.autograd._engine_run_backward = self.watched_engine  # pyrefly: ignore[missing-attribute]
+        try:
+            return loss_fn(module, data)
+        finally:
+            torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+
     @cached_property
-    def watched(self) -> use_engine:
-        """The context for the user's loss: `before_inner_gradient` gets each gradient that it computes itself."""
-        return use_engine(watched_engine(self.before_inner_gradient))
+    def watched_engine(self) -> Callable[..., Any]:
+        """What takes the place of torch's engine while user code runs that computes a loss."""
+        return watched_engine(self.before_inner_gradient)
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
@@ -210,16 +218,15 @@ class Driver(PlacedModel):
     def codec(self) -> ControlWordCodec:
         return ControlWordCodec(self.runtime.device, torch.float64)
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
-        watched = self.watched
         for micro in batches.micro_batches:
-            self.before_forward(micro, control)
-            with control.autocast(), watched:
-                loss = loss_fn(self.module, micro.data)
+            self.before_forward(micro, progress)
+            with progress.autocast():
+                loss = self.call_loss(loss_fn, self.module, micro.data)
 
-            self.backward(loss, control)  # outside autocast, as torch recommends
+            self.backward(loss, progress)  # outside autocast, as torch recommends
 
         return self.reduced()
 
@@ -231,25 +238,25 @@ class Driver(PlacedModel):
         if self.broadcasts_buffers:
             self.sync_buffers()
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        control.before_forward(micro)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        progress.before_forward(micro)
         if self.statistics:
             self.statistics.begin(micro)
 
-    def backward(self, loss: Loss, control: Control) -> None:
+    def backward(self, loss: Loss, progress: Progress) -> None:
         """Backpropagate the loss sum. After the last backward of a step, gradients and control word are reduced."""
-        grad_output = control.record(loss)
+        grad_output = progress.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
-        word = control.control_word() if control.is_last_micro_batch else None
-        self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
+        word = progress.control_word() if progress.is_last_micro_batch else None
+        self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), word)
 
         if word is not None:
             self._word_and_norms = self._reduce(word)
             if self.statistics:
-                self.statistics.end_step(control.batches)
+                self.statistics.end_step(progress.batches)
 
-        control.backwards_done += 1
+        progress.backwards_done += 1
 
     def reduced(self) -> Reduced:
         """Return the reduced gradients, after the last backward."""

@@ -93,7 +93,7 @@ def stop_watching() -> None:
 class use_engine:
     """Let `engine` compute the gradients inside the `with` block, and afterwards the one before it again.
 
-    A class, because a generator takes several times as long, and every micro-batch enters this.
+    A class, because a generator takes several times as long, and a custom loop enters this for every micro-batch.
     """
 
     def __init__(self, engine: Callable[..., Any]):

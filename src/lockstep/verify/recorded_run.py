@@ -201,16 +201,16 @@ class RecordedRun(Run):
             )
             yield micro
 
-    def _begin_micro(self, micro: MicroBatch, control: Any) -> None:
+    def _begin_micro(self, micro: MicroBatch, progress: Any) -> None:
         """Note the state of the generators after the engine seeds them and before the loss draws from them."""
-        self._before_forward(micro, control)
+        self._before_forward(micro, progress)
         # The source may be ahead of the step, so the newest note need not belong to this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
-    def _record_loss(self, loss: Loss, control: Any) -> None:
+    def _record_loss(self, loss: Loss, progress: Any) -> None:
         states = _generators()
-        self._backward(loss, control)
+        self._backward(loss, progress)
         self._note |= {
             "total": float(loss.total.detach()),
             "weight": float(loss.weight),

@@ -24,8 +24,8 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: C
     ranks_that_report = lambda name, seconds: list(noticed or range(RANKS))
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), ranks_that_report=ranks_that_report)
     word = word or ControlWord(weight=4.0, step=summed)
-    control: Any = SimpleNamespace(step=step)
-    outcome = Outcome(control, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
+    progress: Any = SimpleNamespace(step=step)
+    outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
     return Outcomes(config, None, runtime, log_nothing).conclude(outcome)
 
 
@@ -50,8 +50,8 @@ def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
 def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
     names = ["weight"]
     reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
-    control: Any = SimpleNamespace(step=0, trained=[], losses=[], batches=SimpleNamespace(span=None))
-    return Outcome(control, reduced, loss_limit=math.inf, word=word, grad_norm=grad_norm)
+    progress: Any = SimpleNamespace(step=0, trained=[], losses=[], batches=SimpleNamespace(span=None))
+    return Outcome(progress, reduced, loss_limit=math.inf, word=word, grad_norm=grad_norm)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import Control, Driver, backward, broadcast_model, no_gradient, sum_with_word
+from lockstep.parallel.driver import Driver, Progress, backward, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -154,12 +154,12 @@ class DDPDriver(Driver):
         super().begin()
         self._word_parameter.grad = None
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
         replica = self._replica
         replica.calls.any = replica.calls.with_gradients = False
-        if replica.require_backward_grad_sync != control.is_last_micro_batch:
-            replica.require_backward_grad_sync = control.is_last_micro_batch
+        if replica.require_backward_grad_sync != progress.is_last_micro_batch:
+            replica.require_backward_grad_sync = progress.is_last_micro_batch
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient, sum_with_word
+from lockstep.parallel.driver import Autocast, LossFn, Progress, Reduced, ShardedDriver, no_gradient, sum_with_word
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
-from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
+from lockstep.parallel.inner_gradients import InnerGradient
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -135,27 +136,27 @@ class PipelineDriver(ShardedDriver):
         if self._collective_check:
             self._collective_check.begin_step()
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
         self.begin()
-        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
+        loss_fn = partial(self.call_loss, loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
-        if control.needs_reference_weight:
+        if progress.needs_reference_weight:
             loss = None
             try:
                 loss = self._pipeline.forward(loss_fn, micros[0].data, loss_gradients=True)
             except UserError as error:
                 self._pipeline.refusal = error  # all ranks raise it, at the end of the step
 
-            control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
+            progress.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
-        self._pipeline.run(micros, loss_fn, control)
+        self._pipeline.run(micros, loss_fn, progress)
         if self.statistics:
             self.statistics.end_step(batches)
 
-        control.backwards_done = batches.count
-        self._word_and_norms = self._reduce(control.control_word())
+        progress.backwards_done = batches.count
+        self._word_and_norms = self._reduce(progress.control_word())
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:

@@ -1,4 +1,4 @@
-"""The state of one step on this rank: the current micro-batch, the losses so far, and the control word.
+"""The progress of one step on this rank: the current micro-batch, the losses so far, and the control word.
 
 A driver executes the model on each micro-batch. Everything else about the step is here: seeding each micro-batch, the
 `grad_output` of its backward, and the control word, which is reduced together with the last gradients.
@@ -52,7 +52,7 @@ class StepContext:
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
 
-class StepControl:
+class StepProgress:
     """One step on this rank, from its first micro-batch to the control word.
 
     A custom loop may make several passes over the batches of a step, each with its own update.
