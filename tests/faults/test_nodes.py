@@ -38,7 +38,7 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     first, second = nodes(2)
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     second.signal(how)
-    assert first.wait() == 1
+    assert first.wait() == 75  # a cluster that starts it again may have another machine for it
     assert "(127.0.0.2) vanished: " in first.said
     assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in first.said
     assert not alive(ranks[0])

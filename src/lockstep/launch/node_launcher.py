@@ -7,6 +7,7 @@ an `Agent`, which owns the node's ranks and stays the same when another node tak
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack, closing, suppress
@@ -70,6 +71,10 @@ DELIVER_S = 20.0
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
 HOUR_S = 3600.0
+
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 
 @dataclass
@@ -335,7 +340,8 @@ class NodeLauncher:
                     case JobEnd():
                         return message
                     case Announce():
-                        say(message.text)
+                        if ONE_LOG not in os.environ:
+                            say(message.text)
                     case CoordinatorState():
                         self._last_state = message
                     case _:

@@ -205,7 +205,7 @@ class JobStateMachine:
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._say(failure.message)
         if self.cluster.too_few and self._attempt_ran_here:
-            self._planned_end = self._planned_end or JobEnd(1, failure)
+            self._planned_end = self._planned_end or JobEnd(self._code_after(failure), failure)
             if self.job_phase is JobPhase.GATHER:
                 self._say(f"not restarted: {self.cluster.too_few}. {self._how_to_continue}")
                 self._end(self._planned_end)
@@ -449,7 +449,8 @@ class JobStateMachine:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
                 self._say(f"{problem}; {self.cluster.bounds.least} are needed. {self._how_to_continue}")
-                self._end(JobEnd(1, Failure(-1, "", time.time(), Kind.NODE, problem)))
+                failure = Failure(-1, "", time.time(), Kind.NODE, problem)
+                self._end(JobEnd(self._code_after(failure), failure))
 
             case JobPhase.ASK:
                 self._judge_hang(now)
@@ -531,8 +532,14 @@ class JobStateMachine:
         """Announce that the job is not restarted. It ends when all ranks of this attempt are gone."""
         # With nothing saved, the same error would most likely recur, so no command is suggested.
         hint = "" if saved is None and failure.likely_to_repeat else f". {self._how_to_continue}"
-        self._planned_end = JobEnd(1, failure)
+        self._planned_end = JobEnd(self._code_after(failure), failure)
         self._report(failure, f"not restarted: {reason}{hint}")
+
+    def _code_after(self, failure: Failure) -> int:
+        """Return the exit code of a job that a failure ends."""
+        # A job that had its nodes, and has too few now, asks to be started again: the cluster replaces machines.
+        lost_nodes = failure.kind == Kind.NODE and self.attempt.number >= 0 and self.cluster.too_few
+        return Preempted.CODE if lost_nodes else 1
 
     def _plan_restart(self, failure: Failure, saved: int | None, now: float) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""

@@ -431,7 +431,7 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
     stage.ranks_gone()
     (ending,) = stage.tick()
-    assert (ending.code, ending.failure.kind) == (1, "node")
+    assert (ending.code, ending.failure.kind) == (75, "node")  # the cluster may have another machine
 
 
 def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
@@ -496,7 +496,7 @@ def test_a_node_lost_while_the_others_stop():
     stage.exit(1, -9)
     stage.machine.gone(2, "vanished", stage.now)
     stage.ranks_gone(0)
-    assert [stage.tick(), stage.of(JobEnd)][1][0].code == 1
+    assert [stage.tick(), stage.of(JobEnd)][1][0].code == 75
 
 
 def test_a_node_lost_while_the_job_waits_for_more():
@@ -506,7 +506,7 @@ def test_a_node_lost_while_the_job_waits_for_more():
     stage.ranks_gone(0, 1)
     stage.tick()
     stage.machine.gone(1, "vanished", stage.now)
-    assert stage.tick()[-1].code == 1
+    assert stage.tick()[-1].code == 75
 
 
 def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
@@ -656,7 +656,7 @@ def test_too_few_that_are_left_wait():
     new.join(1)
     new.machine.gone(1, "vanished", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
-    assert [new.tick(2), new.of(JobEnd)][1][0].code == 1
+    assert [new.tick(2), new.of(JobEnd)][1][0].code == 75
 
 
 # Hangs

@@ -1,0 +1,168 @@
+"""What the partitions of a Slurm cluster offer, as `sinfo` says, and whether a job fits there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep.clusters.slurm_job import Component, SlurmJob, seconds_of
+from lockstep.clusters.slurm_script import cpus_per_task, tasks_per_node
+from lockstep.errors import UserError, plural, unknown_name
+
+# How long a command of Slurm may take. A cluster that does not answer is not waited for.
+ANSWER_S = 20.0
+
+# Partition (the default one has a *), nodes, CPUs, memory in MB, generic resources, time limit, features.
+COLUMNS = "%P|%D|%c|%m|%G|%l|%f"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes of a partition."""
+
+    partition: str
+    default: bool
+    count: int
+    cpus: int
+    mem_mb: int
+    gpus: int
+    time: str
+    features: tuple[str, ...]
+
+    def __str__(self) -> str:
+        has = f"{plural(self.cpus, 'CPU')}, {plural(self.gpus, 'GPU')}, {self.mem_mb} MB"
+        return f"{plural(self.count, 'node')} with {has}"
+
+
+def ask_cluster() -> list[Nodes] | str:
+    """Return the nodes of all partitions, or why they are not known."""
+    try:
+        done = run(["sinfo", "--noheader", "--exact", f"--format={COLUMNS}"])
+    except UserError as error:
+        return error.problem
+
+    return parse_sinfo(done.stdout) if done.returncode == 0 else _last_line(done.stderr)
+
+
+def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm. Raises a UserError if there is no such command, or no answer."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        problem = f"{words[0]} is not on this machine"
+    except subprocess.TimeoutExpired:
+        problem = f"{words[0]} did not answer within {ANSWER_S:.0f} s"
+
+    raise UserError(problem, "", "run this on a login node of the cluster; or write the script with --out DIR")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]
+
+
+def parse_sinfo(text: str) -> list[Nodes]:
+    found = []
+    for line in text.splitlines():
+        name, count, cpus, mem, gres, time, features = line.split("|", 6)
+        found.append(
+            Nodes(
+                partition=name.rstrip("*"),
+                default=name.endswith("*"),
+                count=int(count),
+                cpus=_number(cpus),
+                mem_mb=_number(mem),
+                gpus=sum(int(number) for number in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)),
+                time=time,
+                features=tuple(features.split(",")),
+            )
+        )
+
+    return found
+
+
+def _number(text: str) -> int:
+    """Return the number in sinfo's `8` or `8+`, which means at least 8."""
+    return int(text.rstrip("+"))
+
+
+# ---- whether a job fits ----
+
+
+def check_fits(job: SlurmJob, cluster: Sequence[Nodes]) -> None:
+    """Raise a UserError if a partition cannot run the job, with what it has and what to type."""
+    for component in job.components:
+        nodes = _of_partition(component, cluster)
+        if nodes:
+            _check_nodes(job, component, nodes)
+            _check_limit(job, nodes[0])
+
+
+def _of_partition(component: Component, cluster: Sequence[Nodes]) -> list[Nodes]:
+    # A list of partitions means: whichever starts the job first. Slurm judges that.
+    wanted = component.partition
+    if wanted is not None and "," in wanted:
+        return []
+
+    if wanted is not None and cluster and wanted not in {nodes.partition for nodes in cluster}:
+        raise unknown_name("--partition", wanted, dict.fromkeys(nodes.partition for nodes in cluster))
+
+    return [nodes for nodes in cluster if (nodes.default if wanted is None else nodes.partition == wanted)]
+
+
+def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> None:
+    """Check one need after the other, so that the error names the one that no node, or too few nodes, can meet."""
+    cpus = tasks_per_node(job, component) * cpus_per_task(job, component)
+    mem_mb = megabytes(component.mem)
+    feature = component.constraint if re.fullmatch(r"[\w.-]+", component.constraint or "") else None
+
+    needs: list[tuple[str, Callable[[Nodes], bool], str]] = [
+        (f"the feature {feature}", lambda one: feature is None or feature in one.features, "use another --constraint"),
+        (
+            plural(component.gpus, "GPU"),
+            lambda one: one.gpus >= component.gpus,
+            f"use --gpus-per-node {{0.gpus}} --nproc {{0.gpus}}, and --nnodes {_nodes_for(job, component, nodes)}",
+        ),
+        (plural(cpus, "CPU"), lambda one: one.cpus >= cpus, "use --cpus-per-task {0.cpus} at most"),
+        (f"{mem_mb} MB", lambda one: one.mem_mb >= mem_mb, "use --mem {0.mem_mb}M at most"),
+    ]
+
+    left = list(nodes)
+    for need, has, fix in needs:
+        before, left = left, [one for one in left if has(one)]
+        if sum(one.count for one in left) < component.nnodes.least:
+            largest = max(before, key=lambda one: (one.gpus, one.cpus, one.mem_mb))
+            enough = sum(one.count for one in before) >= component.nnodes.least
+            raise UserError(
+                f"partition {nodes[0].partition} has no {plural(component.nnodes.least, 'node')} with {need} each",
+                "; ".join(map(str, nodes)),
+                (fix.format(largest) if enough and not left else f"use --nnodes {sum(one.count for one in left)}")
+                + ", or another --partition",
+            )
+
+
+def _nodes_for(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> int:
+    """Return how many nodes of the largest kind have as many GPUs as the job asks for."""
+    most = max((one.gpus for one in nodes), default=0) or 1
+    return -(-component.gpus * component.nnodes.most // most)
+
+
+def _check_limit(job: SlurmJob, nodes: Nodes) -> None:
+    asked = seconds_of(job.time) if job.time else None
+    limit = seconds_of(nodes.time)
+    if asked is not None and limit is not None and asked > limit:
+        raise UserError(
+            f"--time {job.time} is more than partition {nodes.partition} allows",
+            f"a limit of {nodes.time}",
+            f"use --time {nodes.time}: the job is requeued, and resumes, as often as it takes",
+        )
+
+
+def megabytes(text: str | None) -> int:
+    """Return a size as sbatch takes it: 4000, 4000M, 64G. `0` means all memory of a node."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", (text or "0").upper(), re.ASCII)
+    if not match:
+        raise UserError(f"--mem {text} is not a size", "", "use --mem 64G")
+
+    return int(match[1]) * {"K": 0, "": 1, "M": 1, "G": 1024, "T": 1024**2}[match[2]]
