@@ -19,14 +19,14 @@ SIGNAL_EARLY_S = 60
 
 # Options of sbatch that the script sets itself: the rest of the script depends on them.
 OWN_OPTIONS = {
-    **{name: "--nnodes" for name in ("-N", "--nodes")},
-    **{name: "--nproc" for name in ("-n", "--ntasks", "--ntasks-per-node")},
-    **{name: "run_dir=" for name in ("-o", "--output", "-J", "--job-name")},
-    **{name: "--signal-before" for name in ("--signal",)},
-    **{name: "--array" for name in ("-a", "--array")},
-    **{name: "--time" for name in ("-t", "--time")},
-    **{name: "--cpus-per-task" for name in ("-c", "--cpus-per-task")},
-    **{name: "--gpus-per-node" for name in ("-G", "--gpus", "--gpus-per-node", "--gpus-per-task")},
+    **dict.fromkeys(("-N", "--nodes"), "--nnodes"),
+    **dict.fromkeys(("-n", "--ntasks", "--ntasks-per-node"), "--nproc"),
+    **dict.fromkeys(("-o", "--output", "-J", "--job-name"), "run_dir="),
+    **dict.fromkeys(("--signal",), "--signal-before"),
+    **dict.fromkeys(("-a", "--array"), "--array"),
+    **dict.fromkeys(("-t", "--time"), "--time"),
+    **dict.fromkeys(("-c", "--cpus-per-task"), "--cpus-per-task"),
+    **dict.fromkeys(("-G", "--gpus", "--gpus-per-node", "--gpus-per-task"), "--gpus-per-node"),
 }
 
 
@@ -68,7 +68,7 @@ class SlurmJob:
     signal_before: int = 120
     max_requeues: int = 100
     setup: tuple[str, ...] = ()  # lines that the script runs first
-    sbatch: tuple[str, ...] = ()  # further options of sbatch, as typed
+    sbatch: tuple[str, ...] = ()  # further options of sbatch, each a line of the script
 
     @property
     def nnodes(self) -> Bounds:
@@ -103,7 +103,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="key=A,B",
         help="an array with one run for each value; for each combination, if given more than once",
     )
-    add("--component", action="append", default=[], metavar="'nproc=8 nnodes=1 ...'", help="further nodes, unlike these")
+    add(
+        "--component", action="append", default=[], metavar="'nproc=8 nnodes=1 ...'", help="further nodes, unlike these"
+    )
     add("--signal-before", type=int, default=120, metavar="S", help="seconds left to save in (default 120)")
     add("--max-requeues", type=int, default=100, metavar="N", help="how often the job may start again (default 100)")
     add(
@@ -113,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="agent: a launcher on each node, which restarts its ranks (default); srun: the tasks are the ranks",
     )
     add("--setup", action="append", default=[], metavar="LINE", help="a line to run first, such as 'module load cuda'")
-    add("--sbatch", action="append", default=[], metavar="'WORDS'", help="further options for sbatch")
+    add("--sbatch", action="append", default=[], metavar="'exclusive ...'", help="further options for sbatch")
 
 
 def read_job(request: Request, options: argparse.Namespace) -> SlurmJob:
@@ -140,7 +142,7 @@ def read_job(request: Request, options: argparse.Namespace) -> SlurmJob:
         signal_before=options.signal_before,
         max_requeues=options.max_requeues,
         setup=tuple(options.setup),
-        sbatch=tuple(options.sbatch),
+        sbatch=tuple(_parse_sbatch(text) for text in options.sbatch),
     )
     check(job)
     return job
@@ -166,8 +168,27 @@ def _parse_component(text: str) -> Component:
     )
 
 
+def _parse_sbatch(text: str) -> str:
+    """Return options of sbatch for a line of the script. The dashes may be left out, if all options are one word each.
+
+    (A shell and argparse take `--sbatch=--exclusive`, and not `--sbatch --exclusive`.)
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--sbatch {text} cannot be read", str(error), "close the quotes") from None
+
+    if words and not words[0].startswith("-"):
+        words = [f"--{word}" for word in words]
+    return shlex.join(words)
+
+
 def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the settings of each task of the array: every combination of the values."""
+    # `lockstep --help` must not wait for pydantic.
+    from lockstep.config import check as check_settings
+    from lockstep.config import read_layers
+
     choices: list[list[str]] = []
     for word in vary:
         key, equals, values = word.partition("=")
@@ -175,7 +196,11 @@ def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             raise UserError(f"--vary {word} is not a setting", "the form is key=A,B", "use --vary lr.peak=1e-3,3e-4")
         choices.append([f"{key}={value}" for value in values.split(",")])
 
-    return tuple(itertools.product(*choices)) if choices else ()
+    combinations = tuple(itertools.product(*choices)) if choices else ()
+    for words in combinations:
+        check_settings(read_layers([], words))
+
+    return combinations
 
 
 # ---- what cannot work ----
@@ -230,7 +255,7 @@ def _check_time(job: SlurmJob) -> None:
     if limit is not None and limit <= least:
         raise UserError(
             f"--time {job.time} leaves no time to train before the signal to save",
-            f"a limit of {limit:.0f} s; the signal comes {job.signal_before} s before, or up to {SIGNAL_EARLY_S} s earlier",
+            f"a limit of {limit:.0f} s; the signal comes {job.signal_before} to {least} s before it",
             f"use a --time of more than {least} s, or a smaller --signal-before",
         )
 

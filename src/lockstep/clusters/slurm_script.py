@@ -103,15 +103,17 @@ def cpus_per_task(job: SlurmJob, component: Component) -> int:
 
 
 def _comment(job: SlurmJob) -> list[str]:
-    saved = f"# {job.signal_before} s before the time limit Slurm sends SIGUSR1 to the tasks. All ranks save after the same"
     return [
-        "# Written by `lockstep launch slurm`. To submit it by hand, from the folder in which it was written:",
+        "# Written by `lockstep launch slurm`. To submit it by hand, from the folder in which that was typed:",
         "#",
-        f"#   mkdir -p {shlex.quote(str(job.request.run_dir))} && sbatch {NAME}      (Slurm does not make the log's folder)",
+        f"#   mkdir -p {shlex.quote(str(job.request.run_dir))}",
+        f"#   sbatch {NAME}",
         "#",
-        saved,
-        f"# step, the tasks exit with {Preempted.CODE}, and the job is requeued: it resumes in the same run folder. `scancel JOB`",
-        "# ends the job; `scancel --signal=USR1 JOB` has it save and requeue now.",
+        "# (Slurm does not make the folder of the log.)",
+        "#",
+        f"# {job.signal_before} s before the time limit Slurm sends SIGUSR1 to the tasks. All ranks save after the",
+        f"# same step, the tasks exit with {Preempted.CODE}, and the job is requeued: it resumes in the same folder.",
+        "# `scancel JOB` ends the job; `scancel --signal=USR1 JOB` makes it save and requeue now.",
     ]
 
 
@@ -164,9 +166,9 @@ def _is_installed() -> bool:
 def _step(job: SlurmJob) -> list[str]:
     """Return the command that starts the tasks: `srun`, its options, and `lockstep train`."""
     if job.mode == "srun":
-        why = ["# The tasks are the ranks. If one ends, the others get two minutes to save, or to say why they cannot go on."]
+        why = "# The tasks are the ranks. If one ends, the others have two minutes to save, or to report an error."
     else:
-        why = ["# One launcher on each node: it starts the ranks there, watches them, and restarts them after a failure."]
+        why = "# One launcher on each node: it starts the ranks there, watches them, and restarts them after a failure."
 
     several = len(job.components) > 1
     steps = []
@@ -192,7 +194,7 @@ def _step(job: SlurmJob) -> list[str]:
         lines[-1] += " \\"
         lines += [f"  : {options} \\", *_continued(train)]
 
-    return [*why, *lines]
+    return [why, *lines]
 
 
 def _train_lines(job: SlurmJob, component: Component) -> list[str]:
@@ -223,7 +225,7 @@ def _verdict(job: SlurmJob) -> list[str]:
     lines = []
     if _may_lose_nodes(job):
         lines += [
-            "# A run that has finished without a lost node has finished: for srun the lost node has failed.",
+            "# If a node was lost, srun has failed, even if the run has finished on the other nodes.",
             '[ "$run/summary.json" -nt "$run/.job-started" ] && code=0',
             "",
         ]
