@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.clusters.slurm_job import Component, SlurmJob, seconds_of
@@ -111,46 +111,54 @@ def _of_partition(component: Component, cluster: Sequence[Nodes]) -> list[Nodes]
     return [nodes for nodes in cluster if (nodes.default if wanted is None else nodes.partition == wanted)]
 
 
+# Something that a job needs of a node: what it is called, whether a node has it, and what to type if none has; {0} is
+# the largest node.
+Need = tuple[str, Callable[[Nodes], bool], str]
+
+
+def _needs(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> Iterator[Need]:
+    # An expression of several features is Slurm's to judge.
+    feature = component.constraint
+    if feature and re.fullmatch(r"[\w.-]+", feature):
+        yield f" with the feature {feature}", lambda one: feature in one.features, "use another --constraint"
+
+    if gpus := component.gpus:
+        most = max(one.gpus for one in nodes) or 1
+        as_many = -(-gpus * component.nnodes.most // most)
+        fix = f"use --gpus-per-node {{0.gpus}} --nproc {{0.gpus}}, and --nnodes {as_many}"
+        yield f" with {plural(gpus, 'GPU')}", lambda one: one.gpus >= gpus, fix
+
+    cpus = tasks_per_node(job, component) * cpus_per_task(job, component)
+    yield f" with {plural(cpus, 'CPU')}", lambda one: one.cpus >= cpus, "use --cpus-per-task {0.cpus} at most"
+
+    if mem_mb := megabytes(component.mem):
+        yield f" with {mem_mb} MB", lambda one: one.mem_mb >= mem_mb, "use --mem {0.mem_mb}M at most"
+
+
 def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> None:
     """Check one need after the other, so that the error names the one that no node, or too few nodes, can meet."""
-    cpus = tasks_per_node(job, component) * cpus_per_task(job, component)
-    mem_mb = megabytes(component.mem)
-    feature = component.constraint if re.fullmatch(r"[\w.-]+", component.constraint or "") else None
-
-    needs: list[tuple[str, Callable[[Nodes], bool], str]] = [
-        (f"the feature {feature}", lambda one: feature is None or feature in one.features, "use another --constraint"),
-        (
-            plural(component.gpus, "GPU"),
-            lambda one: one.gpus >= component.gpus,
-            f"use --gpus-per-node {{0.gpus}} --nproc {{0.gpus}}, and --nnodes {_nodes_for(job, component, nodes)}",
-        ),
-        (plural(cpus, "CPU"), lambda one: one.cpus >= cpus, "use --cpus-per-task {0.cpus} at most"),
-        (f"{mem_mb} MB", lambda one: one.mem_mb >= mem_mb, "use --mem {0.mem_mb}M at most"),
-    ]
-
+    least = component.nnodes.least
+    enough = sum(one.count for one in nodes) >= least
+    needs = list(_needs(job, component, nodes)) if enough else []
     left = list(nodes)
-    for need, has, fix in needs:
+    for need, has, fix in [("", lambda one: True, ""), *needs]:
         before, left = left, [one for one in left if has(one)]
-        if sum(one.count for one in left) < component.nnodes.least:
-            largest = max(before, key=lambda one: (one.gpus, one.cpus, one.mem_mb))
-            enough = sum(one.count for one in before) >= component.nnodes.least
-            raise UserError(
-                f"partition {nodes[0].partition} has no {plural(component.nnodes.least, 'node')} with {need} each",
-                "; ".join(map(str, nodes)),
-                (fix.format(largest) if enough and not left else f"use --nnodes {sum(one.count for one in left)}")
-                + ", or another --partition",
-            )
+        count = sum(one.count for one in left)
+        if count >= least:
+            continue
 
-
-def _nodes_for(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> int:
-    """Return how many nodes of the largest kind have as many GPUs as the job asks for."""
-    most = max((one.gpus for one in nodes), default=0) or 1
-    return -(-component.gpus * component.nnodes.most // most)
+        largest = max(before, key=lambda one: (one.gpus, one.cpus, one.mem_mb))
+        what = f"use --nnodes {count}" if left else fix.format(largest)
+        raise UserError(
+            f"partition {nodes[0].partition} does not have {plural(least, 'node')}{need}",
+            "; ".join(map(str, nodes)),
+            f"{what}, or another --partition",
+        )
 
 
 def _check_limit(job: SlurmJob, nodes: Nodes) -> None:
     asked = seconds_of(job.time) if job.time else None
-    limit = seconds_of(nodes.time)
+    limit = seconds_of(nodes.time) if nodes.time[:1].isdigit() else None  # or "infinite"
     if asked is not None and limit is not None and asked > limit:
         raise UserError(
             f"--time {job.time} is more than partition {nodes.partition} allows",

@@ -261,12 +261,14 @@ def test_what_sinfo_prints_is_understood():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--nnodes", "4"], "partition main does not have 4 nodes\n"),
         (["--nnodes", "4"], "use --nnodes 3, or another --partition"),
+        (["--nnodes", "2", "--mem", "8G"], "partition main does not have 2 nodes with 8192 MB\n"),
         (["--nproc", "8", "--gpus-per-node", "8"], "use --gpus-per-node 5 --nproc 5, and --nnodes 2"),
         (["--nnodes", "2", "--cpus-per-task", "64"], "use --nnodes 1, or another --partition"),
         (["--cpus-per-task", "65"], "use --cpus-per-task 64 at most"),
         (["--partition", "fast", "--mem", "9G"], "use --mem 8000M at most"),
-        (["--constraint", "h100"], "has no 1 node with the feature h100 each"),
+        (["--constraint", "h100"], "partition main does not have 1 node with the feature h100"),
         (["--partition", "fsat"], "--partition=fast"),
         (["--time", "2-00:00:00"], "use --time 1-00:00:00: the job is requeued"),
     ],
