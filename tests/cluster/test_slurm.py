@@ -106,9 +106,17 @@ class Job:
         run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def finish(self) -> dict[str, str]:
-        ended = self.wait("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-        assert ended["JobState"] == "COMPLETED", self.said
-        return ended
+        """Wait for the end, without the pauses before restarts."""
+
+        def ended() -> dict[str, str]:
+            now = self.fields()
+            if now["JobState"] == "PENDING" and now["Restarts"] != "0":
+                self.restart_now(int(now["Restarts"]))
+            return now if now["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT") else {}
+
+        last = until(ended)
+        assert last["JobState"] == "COMPLETED", self.said
+        return last
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +179,10 @@ def test_a_job_that_is_told_to_save_is_requeued_and_loses_no_step(tmp_path: Path
 def test_a_job_at_its_time_limit_is_requeued(tmp_path: Path, expected: bytes) -> None:
     """Slurm itself sends the signal, within the minute before it is due."""
     words = ["--nproc", "1", "--nnodes", "2", "--time", "2", "--signal-before", "45"]
-    job = Job.launched(tmp_path / "run", *words, LOCKSTEP_FAULTS=SLOW.replace("0.25", "1.0"))
+    job = Job.launched(tmp_path / "run", *words, LOCKSTEP_FAULTS=SLOW.replace("0.25", "0.75"))
     job.restart_now()
     assert "SIGUSR1: asking 2 ranks to save and stop" in job.said
-    assert job.finish()["Restarts"] == "1"
+    assert int(job.finish()["Restarts"]) >= 1  # on a busy machine it may reach its limit again
     assert "resumed        at step" in job.said
     assert_same(tmp_path / "run", expected)
 

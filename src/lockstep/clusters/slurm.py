@@ -30,11 +30,17 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+    # `lockstep --help` must not wait for yaml and pydantic.
+    from lockstep.launch.run_dir import not_writable
+
     job = read_job(request, options)
     path = str(files[NAME])
 
     # Slurm does not make the folder of the log: without it the job would fail without a word.
-    request.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        request.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_writable(request.run_dir, error) from error
 
     # sbatch prints what is wrong with the job, or when it would start.
     trial = run(["sbatch", "--test-only", path])

@@ -315,6 +315,12 @@ def test_a_job_is_tried_and_submitted_and_its_number_printed(capsys, monkeypatch
         assert text in said
 
 
+def test_a_run_folder_that_cannot_be_made_is_refused(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    words = ["run_dir=file/x", "--out", str(tmp_path / "out"), "--nproc", "2", "--submit"]
+    assert "run_dir=file/x cannot be written to" in refused(capsys, *words)
+
+
 def test_a_job_that_slurm_does_not_accept_is_not_submitted(capsys, monkeypatch):
     said = "sbatch: error: Batch job submission failed: Invalid account\n"
     monkeypatch.setattr(slurm, "run", lambda words: subprocess.CompletedProcess(words, 1, "", said))
