@@ -69,6 +69,7 @@ class Job:
     def __init__(self, number: str, log: Path):
         self.number = number
         self.log = log
+        self.restarts = 0  # those that this test knows of
 
     @classmethod
     def launched(cls, folder: Path, *words: str, training: list[str] = TRAINING, **env: str) -> Job:
@@ -97,9 +98,10 @@ class Job:
     def until_step(self, step: int) -> None:
         until(lambda: re.search(rf"^step +{step}/", self.said, re.M))
 
-    def restart_now(self, restarts: int = 1) -> None:
+    def restart_now(self) -> None:
         """A requeued job waits two minutes, unless its start is moved."""
-        until(lambda: (now := self.fields())["JobState"] == "PENDING" and now["Restarts"] == str(restarts))
+        self.restarts += 1
+        until(lambda: (now := self.fields())["JobState"] == "PENDING" and now["Restarts"] == str(self.restarts))
 
         # Slurm's wait is for what is left of the last start. Without it, the end of that is taken for the new one's.
         time.sleep(4.0)
@@ -110,8 +112,8 @@ class Job:
 
         def ended() -> dict[str, str]:
             now = self.fields()
-            if now["JobState"] == "PENDING" and now["Restarts"] != "0":
-                self.restart_now(int(now["Restarts"]))
+            if now["JobState"] == "PENDING" and int(now["Restarts"]) > self.restarts:
+                self.restart_now()
             return now if now["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT") else {}
 
         last = until(ended)
@@ -174,6 +176,21 @@ def test_a_job_that_is_told_to_save_is_requeued_and_loses_no_step(tmp_path: Path
     saved = re.search(r"lockstep: saved at step (\d+)", job.said)
     assert saved, job.said
     assert f"resumed        at step {saved[1]} " in job.said
+
+
+def test_a_job_that_may_not_be_requeued_is_submitted_again(tmp_path: Path, expected: bytes) -> None:
+    words = ["--nproc", "1", "--nnodes", "2", "--sbatch", "no-requeue"]
+    job = Job.launched(tmp_path / "run", *words, LOCKSTEP_FAULTS=SLOW)
+    job.until_step(6)
+    run("scancel", "--signal=USR1", job.number)
+    again = re.compile(r"^Submitted batch job (\d+)$", re.M)
+    until(lambda: again.search(job.said))
+    (number,) = again.findall(job.said)
+    assert number != job.number
+    second = Job(number, tmp_path / "run" / f"slurm-{number}.log")
+    second.finish()
+    assert "resumed        at step" in second.said
+    assert_same(tmp_path / "run", expected)
 
 
 def test_a_job_at_its_time_limit_is_requeued(tmp_path: Path, expected: bytes) -> None:
