@@ -15,8 +15,8 @@ from api_schemas import problems
 from lockstep import cli
 from lockstep.clusters.kubernetes import dns_name
 from lockstep.errors import UserError
-from lockstep.launch.job import Bounds, Job
-from lockstep.launch.node_launcher import NodeLauncher
+from lockstep.launch.job import Bounds, Job, parse_nnodes
+from lockstep.launch.supervisor import NodeLauncher
 
 KINDS = ["job", "jobset", "trainjob"]
 BASE = ["launch", "kubernetes", "char_lm", "--image", "me/train:1"]
@@ -145,7 +145,7 @@ def test_every_pod_runs_one_launcher_that_finds_the_others(kind, hosts, capsys):
     options = cli._parser().parse_args(command[1:])
     assert (options.verb, options.target, options.nproc, options.resume) == ("train", "char_lm", "8", "auto")
     assert options.overrides == ["steps=10", "run_dir=/data/runs/first"]
-    assert options.nnodes == "2:2"
+    assert parse_nnodes(options.nnodes) == Bounds(2, 2)
     assert options.join == ",".join(f"{host}:29400" for host in hosts)
     assert find(manifests, "limits") == {"nvidia.com/gpu": "8"}
     pod = find(manifests, "containers")[0]
@@ -171,12 +171,26 @@ def test_a_pod_has_the_time_that_a_save_may_take(capsys):
     assert find(rendered(capsys, *TWO, "restart.grace=1000.5"), "terminationGracePeriodSeconds") == 1031
 
 
-def test_a_launcher_waits_for_a_name_that_the_dns_does_not_know_yet(tmp_path):
-    """The service publishes a pod's name a moment after the pod has started."""
+class ThirdTime(list[str]):
+    """The signals that a launcher has received: one, when it asks for the third time."""
+
+    def __init__(self) -> None:
+        super().__init__(["SIGTERM"])
+        self.asked = 0
+
+    def __bool__(self) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+
+def test_a_launcher_waits_for_a_name_that_the_dns_does_not_know_yet(tmp_path, capsys):
+    """The service publishes a pod's name a moment after the pod has started: the launcher tries again."""
     join = "first-0.first.invalid:29400,first-1.first.invalid:29400"
-    launcher = NodeLauncher(Job({}, tmp_path, Bounds(1, 1), Bounds(2, 2), join), "first-1", [])
-    assert launcher._claim_first() is None
-    assert launcher._reach(*launcher._addresses) is None
+    signals = ThirdTime()
+    job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 2), join)
+    assert NodeLauncher(job, "first-1", signals).run().code == 75
+    assert signals.asked == 3
+    assert "stopped while no node coordinates" in capsys.readouterr().err
 
 
 def test_the_run_folder_outlives_its_pod(capsys):
