@@ -30,6 +30,9 @@ from lockstep.launch.wire.door import SECRET, SECRET_FILE, find_secret
 
 HELP = "Kubernetes: a Kubeflow TrainJob, a JobSet, or a plain indexed Job"
 
+# The run folder is a path in the pods.
+SEES_RUN_DIR = False
+
 MANIFEST = "manifest.yaml"
 
 # Kubeflow Trainer looks for the job and the container by this name, and for the label.

@@ -288,6 +288,15 @@ def test_submitting_makes_the_secret_and_applies_the_file(kubectl, tmp_path, cap
     assert made_secret(kubectl) == secret
 
 
+def test_nothing_is_written_to_a_folder_of_the_pods(kubectl, tmp_path):
+    """`run_dir=/data/x` is a path in the pods: here it may not exist, or be something else."""
+    elsewhere = tmp_path / "data"
+    words = [*BASE, "--nproc", "8", "--pvc", f"claim:{elsewhere}", f"run_dir={elsewhere}/first"]
+    assert cli.main([*words, "--submit"]) == 0
+    assert kubectl.read_text().strip() == "apply -f runs/first/launch/manifest.yaml"
+    assert not elsewhere.exists()
+
+
 def test_a_secret_of_the_environment_is_used(kubectl, tmp_path, monkeypatch):
     path = tmp_path / "mine"
     path.write_text("0123456789abcdef\n")
