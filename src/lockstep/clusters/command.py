@@ -35,7 +35,7 @@ class Platform(Protocol):
 
 
 # In the order in which `lockstep launch --help` lists them. A new platform is a module and a name here.
-PLATFORMS: tuple[str, ...] = ("nodes",)
+PLATFORMS: tuple[str, ...] = ("ray", "nodes")
 
 
 def platform(name: str) -> Platform:

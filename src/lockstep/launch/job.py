@@ -28,6 +28,9 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
+# Environment variable: what to type to resume the job, if it is not the command of this process.
+RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
+
 # How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
 SETTLE_S = 3.0
 

@@ -1,0 +1,543 @@
+"""The driver of a job on a Ray cluster: where its agents are, and what follows when nodes come and go.
+
+Ray places the agents, one per node, and replaces lost bundles of the placement group. The agents' launchers run the
+job: they find the first failure, take over from a lost coordinating node, and restart ranks. What neither does is done
+here: a node that appears later gets a placement group of its own, and an agent; a node that Ray drains is left after a
+save. A *round* lasts from the start of the launchers until all of them have ended. Another round follows if the job has
+ended for want of a node, or to leave one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lockstep.clusters.ray.agent import Report
+from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe
+from lockstep.clusters.request import Request
+from lockstep.errors import Preempted, UserError, plural, printable
+from lockstep.launch.coordinator import say
+from lockstep.launch.job import RESUME_COMMAND
+from lockstep.launch.wire.door import SECRET, SECRET_FILE
+
+# Exit codes with which a launcher says that the job is over, for all nodes.
+FINISHED = 0
+STOPPED = (Preempted.CODE, Preempted.INTERRUPTED)
+
+# The pause between two looks at the agents, and between two looks at the cluster.
+TURN_S = 0.2
+LOOK_S = 1.0
+
+# How long a job waits for nodes that others use, unless --wait says otherwise; and before it says what it waits for.
+WAIT_S = 300.0
+SAY_S = 2.0
+
+# How long Ray may take to start the first actor, on a node where its resources are reserved.
+ACTOR_S = 120.0
+
+# A launcher that ends leaves this long for the others to end as well. If they do not, it has ended for itself alone.
+ALONE_S = 15.0
+
+# A launcher that has failed for itself alone is started again after this, then after twice as long, up to a minute.
+RETRY_S = 2.0
+LONGEST_RETRY_S = 60.0
+
+# A node that was asked for by name but never given is given up.
+UNPLACED_S = 10.0
+
+# Rounds that begin because nodes were lost, in an hour.
+MOST_ROUNDS = 10
+HOUR_S = 3600.0
+
+# The variables of the driver that the agents get, besides those that begin with one of these.
+PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
+PASSED_ON_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
+
+# Lines of output that are remembered, to print what several nodes say only once.
+REMEMBERED = 2000
+
+
+class Agent(Protocol):
+    """See `RemoteAgent`."""
+
+    def address(self, host: str) -> str | None: ...
+    def start(self, words: Sequence[str]) -> None: ...
+    def poll(self) -> Report | None: ...
+    def signal(self, name: str) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Cluster(Protocol):
+    """See `RayCluster`."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def uploaded_folder(self) -> bool: ...
+    def now(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+    def nodes(self) -> list[RayNode]: ...
+    def reserve(self, count: int, need: Need, node: str | None = None) -> Any: ...
+    def placed(self, group: Any) -> list[str]: ...
+    def release(self, group: Any) -> None: ...
+    def make_agent(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> Agent: ...
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one agent: a bundle of a placement group."""
+
+    group: Any
+    bundle: int
+    since: float
+    own_group: bool = False  # the group has this bundle only, on one node
+
+    placed: str = ""  # the node where Ray has put the bundle
+    agent: Agent | None = None
+    node: RayNode | None = None  # where the agent is
+    tries: int = 0  # launchers that have failed here, one after the other
+    not_before: float = 0.0
+
+
+@dataclass
+class Round:
+    """The launchers from their start until all have ended."""
+
+    join: str
+    codes: list[int] = field(default_factory=list)
+    ended_at: float | None = None  # when the first launcher ended
+    asked_others: bool = False  # the job is over, and the launchers that do not end were told so
+    lost: bool = False  # an agent was lost
+    leaving: bool = False  # the job saves, to go on without a node that is drained
+
+
+class MergedOutput:
+    """Prints the output of all agents. A line that each of them says, because the job says it to all, appears once."""
+
+    def __init__(self) -> None:
+        self._printed: OrderedDict[str, int] = OrderedDict()
+        self._said: dict[Any, Counter[str]] = {}
+
+    def add(self, agent: Any, lines: list[str]) -> None:
+        said = self._said.setdefault(agent, Counter())
+        for line in lines:
+            # The n-th time that an agent says something is new if no agent has said it n times.
+            said[line] += 1
+            if said[line] > self._printed.get(line, 0):
+                self._printed[line] = said[line]
+                self._printed.move_to_end(line)
+                print(printable(line), flush=True)
+
+        while len(self._printed) > REMEMBERED:
+            forgotten, _ = self._printed.popitem(last=False)
+            for counts in self._said.values():
+                counts.pop(forgotten, None)
+
+    def forget(self, agent: Any) -> None:
+        self._said.pop(agent, None)
+
+
+class Driver:
+    """Runs one job on a cluster until it ends.
+
+    `need` is what each node must have. `signals` gets the names of the signals that this process receives. `wait` is
+    --wait, None if it was not given; `resume_command` is what to type to resume the job.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: Request,
+        need: Need,
+        signals: list[str],
+        wait: float | None = None,
+        resume_command: str = "",
+    ):
+        self._cluster = cluster
+        self._request = request
+        self._need = need
+        self._signals = signals
+        self._wait = wait
+        self._resume_command = resume_command
+        self._output = MergedOutput()
+
+        # The live nodes, by id, and when they were looked at.
+        self._nodes: dict[str, RayNode] = {}
+        self._looked = float("-inf")
+
+        # Places for agents, and when rounds began because nodes were lost.
+        self._slots: list[Slot] = []
+        self._lost_rounds: list[float] = []
+
+        # The first signal that this process received.
+        self._stop: str | None = None
+        self._arguments: Sequence[Any] = ()
+
+    def run(self) -> int:
+        """Return the exit code of the job: 0 finished, 75 or 130 saved and to be resumed, 1 or 2 failed."""
+        try:
+            self._reserve()
+            self._prepare()
+            while True:
+                if not self._gather():
+                    return Preempted.code_of(self._stop)
+
+                code = self._run_round()
+                if code is not None:
+                    return code
+        finally:
+            self._give_back()
+
+    # ---- before the first round ----
+
+    def _prepare(self) -> None:
+        """Choose the job's secret, and make the file by which a node recognises the run folder."""
+        run_dir = self._request.run_dir
+        marker = run_dir / "launch" / f".shared-{secrets.token_hex(4)}"
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            for old in marker.parent.glob(".shared-*"):
+                old.unlink()
+            marker.touch()
+        except OSError as error:
+            raise UserError(
+                f"the run folder {run_dir} cannot be written to", error.strerror or str(error), "set another run_dir"
+            ) from None
+
+        folder = None if self._cluster.uploaded_folder else os.getcwd()
+        variables = environment(os.environ) | {RESUME_COMMAND: self._resume_command}
+        self._arguments = (secrets.token_hex(32), variables, folder, str(marker))
+
+    def _reserve(self) -> None:
+        """Ask Ray for as many nodes as are free now, within --nnodes. Raises a UserError if the cluster has too few."""
+        self._look()
+        bounds = self._request.nnodes
+        nodes = [node for node in self._nodes.values() if node.drained_at is None]
+        large_enough = [node for node in nodes if not node.lacks(self._need)]
+
+        # With --wait, nodes may still be added, by an autoscaler for example, which sees what is asked for.
+        if len(large_enough) < bounds.least and self._wait is None:
+            raise too_small(self._cluster.address, bounds.least, self._need, list(self._nodes.values()))
+
+        if "GPU" not in self._need and any(node.total.get("GPU") for node in nodes):
+            say("lockstep: the cluster has GPUs, and this job asks for none: it trains on CPUs (see --gpus-per-node)")
+
+        free = [node for node in large_enough if node.has_free(self._need)]
+        count = max(bounds.least, min(bounds.most, len(free)))
+        group = self._cluster.reserve(count, self._need)
+        now = self._cluster.now()
+        self._slots = [Slot(group, bundle, now) for bundle in range(count)]
+
+    def _gather(self) -> bool:
+        """Wait until enough nodes can be used. Returns False if that takes too long, or on a signal."""
+        began = self._cluster.now()
+        patience = WAIT_S if self._wait is None else self._wait
+        said = False
+        while True:
+            self._look()
+            if self._take_signals():
+                say(f"lockstep: {self._stop}: stopped while no agent runs; to resume: {self._resume_command}")
+                return False
+
+            if len(self._usable()) >= self._request.nnodes.least:
+                return True
+
+            waited = self._cluster.now() - began
+            if waited >= patience:
+                say(f"lockstep: given up after {waited:.0f} s: {self._what_is_missing()}")
+                say(f"lockstep: to resume: {self._resume_command}")
+                return False
+
+            if not said and waited >= SAY_S:
+                said = True
+                say(f"lockstep: {self._what_is_missing()}; waiting for {patience:.0f} s at most")
+
+            self._grow()
+            self._cluster.sleep(TURN_S)
+
+    def _what_is_missing(self) -> str:
+        usable, least = len(self._usable()), self._request.nnodes.least
+        rest = "; ".join(state_of(node, self._need) for node in self._nodes.values())
+        return (
+            f"{plural(usable, 'node is', 'nodes are')} ready of {least} that are needed, with {describe(self._need)} "
+            f"each. The cluster: {rest or 'no nodes'}"
+        )
+
+    # ---- the cluster ----
+
+    def _look(self) -> None:
+        """Look at the cluster, at most once a second."""
+        now = self._cluster.now()
+        if now - self._looked < LOOK_S:
+            return
+
+        self._looked = now
+        self._nodes = {node.id: node for node in self._cluster.nodes()}
+        placed = {id(slot.group): self._cluster.placed(slot.group) for slot in self._slots}
+        for slot in self._slots:
+            slot.placed = placed[id(slot.group)][slot.bundle]
+
+        # A group for one node goes with the node.
+        for slot in [slot for slot in self._slots if slot.own_group and slot.agent is None]:
+            node = self._nodes.get(slot.placed)
+            unplaced = not slot.placed and now - slot.since >= UNPLACED_S
+            if unplaced or (slot.placed and (node is None or node.drained_at is not None)):
+                self._cluster.release(slot.group)
+                self._slots.remove(slot)
+
+    @property
+    def _active(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.agent is not None]
+
+    def _usable(self) -> list[Slot]:
+        """Return the slots where an agent may start now: one on each node, and none on a node that has an agent."""
+        taken = {slot.node.id for slot in self._active if slot.node}
+        usable = []
+        for slot in self._slots:
+            node = self._nodes.get(slot.placed)
+            if slot.agent is None and node and node.drained_at is None and node.id not in taken:
+                taken.add(node.id)
+                usable.append(slot)
+
+        return usable
+
+    def _grow(self) -> None:
+        """Ask for a node that has room and no agent, if the job may have more nodes."""
+        # Ray puts lost bundles of the group there first. One on a node that is drained stays where it is.
+        waiting = [slot for slot in self._slots if slot.placed not in self._nodes]
+        staying = [slot for slot in self._slots if slot not in waiting and self._nodes[slot.placed].drained_at is None]
+        if waiting or len(staying) >= self._request.nnodes.most:
+            return
+
+        taken = {slot.placed for slot in self._slots}
+        for node in self._nodes.values():
+            if node.id not in taken and node.drained_at is None and node.has_free(self._need):
+                group = self._cluster.reserve(1, self._need, node.id)
+                self._slots.append(Slot(group, 0, self._cluster.now(), own_group=True))
+                self._looked = float("-inf")
+                return
+
+    # ---- a round ----
+
+    def _run_round(self) -> int | None:
+        """Start the agents, and run until all have ended. Returns an exit code, or None if another round follows."""
+        join = self._begin()
+        if join is None:
+            return None
+
+        current = Round(join)
+        while True:
+            self._look()
+            for name in self._take_signals():
+                self._signal_all(name)
+
+            for slot in self._active:
+                self._poll(slot, current)
+
+            if not self._active:
+                return self._verdict(current)
+
+            self._end_what_is_left(current)
+            self._leave_drained(current)
+            if current.ended_at is None and not current.leaving and self._stop is None:
+                self._start_agents(join)
+                self._grow()
+
+            self._cluster.sleep(TURN_S)
+
+    def _begin(self) -> str | None:
+        """Make the first agent, and ask it where the others can join. Returns None if it is lost."""
+        slot = self._usable()[0]
+        self._make(slot)
+        assert slot.agent is not None
+        assert slot.node is not None
+        deadline = self._cluster.now() + ACTOR_S
+        try:
+            while (join := slot.agent.address(slot.node.host)) is None:
+                if self._cluster.now() > deadline:
+                    raise AgentLost(f"Ray has not started its actor within {ACTOR_S:.0f} s")
+                self._cluster.sleep(TURN_S / 4)
+        except AgentLost as lost:
+            self._drop(slot, f"lost: {lost}", retry=True)
+            return None
+
+        self._start(slot, join)
+        return join
+
+    def _start_agents(self, join: str) -> None:
+        room = self._request.nnodes.most - len(self._active)
+        now = self._cluster.now()
+        for slot in [slot for slot in self._usable() if now >= slot.not_before][: max(0, room)]:
+            self._make(slot)
+            self._start(slot, join)
+
+    def _make(self, slot: Slot) -> None:
+        slot.node = self._nodes[slot.placed]
+        slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
+
+    def _start(self, slot: Slot, join: str) -> None:
+        assert slot.agent is not None
+        slot.agent.start(self._request.train_command("--join", join, program=()))
+
+    def _poll(self, slot: Slot, current: Round) -> None:
+        """Print what the agent's launcher has said, and note its end."""
+        assert slot.agent is not None
+        try:
+            report = slot.agent.poll()
+        except AgentLost as lost:
+            current.lost = True
+            self._drop(slot, f"is lost: {lost}", retry=True)
+            return
+
+        if report is None:
+            return
+
+        self._output.add(slot, report.lines)
+        if report.code is not None:
+            current.codes.append(report.code)
+            current.ended_at = current.ended_at or self._cluster.now()
+            self._drop(slot, "", retry=report.code not in (FINISHED, *STOPPED))
+
+    def _drop(self, slot: Slot, why: str, retry: bool) -> None:
+        assert slot.agent is not None
+        if why and slot.node:
+            say(f"lockstep: the agent on {slot.node.host} {why}")
+
+        slot.agent.kill()
+        slot.agent = None
+        self._output.forget(slot)
+        slot.tries = slot.tries + 1 if retry else 0
+        slot.not_before = self._cluster.now() + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
+
+        # Where its bundle is now is not known.
+        self._looked = float("-inf")
+
+    def _end_what_is_left(self, current: Round) -> None:
+        """Act on launchers that go on although one has ended."""
+        if current.ended_at is None:
+            return
+
+        waited = self._cluster.now() - current.ended_at
+        if waited < ALONE_S:
+            return
+
+        # One that failed has done so for itself, as a node does whose disk is full. It is started again.
+        if not any(code in (FINISHED, *STOPPED) for code in current.codes):
+            current.codes.clear()
+            current.ended_at = None
+        elif not current.asked_others:
+            current.asked_others = True
+            self._signal_all("SIGTERM")
+        elif waited >= 2 * ALONE_S:
+            for slot in self._active:
+                self._drop(slot, "did not end with the job: killed", retry=False)
+
+    def _leave_drained(self, current: Round) -> None:
+        """If Ray drains a node of this job, have the job save: the next round goes on without that node."""
+        if current.leaving or self._stop or current.ended_at is not None:
+            return
+
+        leaving = [node for slot in self._active if (node := self._drained(slot))]
+        if leaving:
+            current.leaving = True
+            for node in leaving:
+                assert node.drained_at is not None
+                left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
+                say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
+            self._signal_all("SIGTERM")
+
+    def _drained(self, slot: Slot) -> RayNode | None:
+        node = self._nodes.get(slot.node.id) if slot.node else None
+        return node if node and node.drained_at is not None else None
+
+    def _verdict(self, current: Round) -> int | None:
+        """Return the job's exit code, or None if another round must follow."""
+        codes = current.codes
+        stopped = [code for code in codes if code in STOPPED]
+        if FINISHED in codes:
+            return FINISHED
+        if self._stop is not None:
+            return stopped[0] if stopped else max(codes, default=Preempted.code_of(self._stop))
+        if current.leaving and stopped:
+            return None
+        if stopped:
+            return stopped[0]
+        if not current.lost:
+            return max(codes)
+
+        # The job has ended because a node was lost.
+        now = self._cluster.now()
+        self._lost_rounds = [when for when in self._lost_rounds if now - when < HOUR_S] + [now]
+        if len(self._lost_rounds) > MOST_ROUNDS:
+            say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
+            return Preempted.CODE
+
+        say("lockstep: too few nodes were left: starting again as soon as Ray has enough of them")
+        return None
+
+    # ---- signals, and the end ----
+
+    def _take_signals(self) -> list[str]:
+        taken = []
+        while self._signals:
+            taken.append(self._signals.pop(0))
+            self._stop = self._stop or taken[-1]
+
+        return taken
+
+    def _signal_all(self, name: str) -> None:
+        """Send a signal to all launchers. Each passes it on to the whole job, which takes the first."""
+        for slot in self._active:
+            assert slot.agent is not None
+            slot.agent.signal(name)
+
+    def _give_back(self) -> None:
+        for slot in self._active:
+            assert slot.agent is not None
+            slot.agent.kill()
+        for group in {id(slot.group): slot.group for slot in self._slots}.values():
+            self._cluster.release(group)
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the driver's variables that agents get. The secret is not one of them: each job has its own."""
+    return {
+        name: value
+        for name, value in env.items()
+        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and name not in (SECRET, SECRET_FILE)
+    }
+
+
+def too_small(address: str, least: int, need: Need, nodes: list[RayNode]) -> UserError:
+    """Return the error for a job that the cluster could not run even if nothing else ran there."""
+    large_enough = sum(node.drained_at is None and not node.lacks(need) for node in nodes)
+    states = "; ".join(state_of(node, need) for node in nodes)
+    return UserError(
+        f"the Ray cluster at {address} is too small for this job: {plural(least, 'node')} with {describe(need)} each",
+        f"{large_enough} of its {plural(len(nodes), 'node')} would do. {states}",
+        "ask for less (--nnodes, --nproc, --cpus-per-node, --gpus-per-node), or add nodes; if they are on their way, "
+        "from an autoscaler, say, --wait SECONDS waits for them",
+    )
+
+
+def state_of(node: RayNode, need: Need) -> str:
+    """Return how much a node has of each resource that is needed, and what is missing."""
+    if node.drained_at is not None:
+        return f"{node.host}: being taken away"
+
+    parts = []
+    for name, amount in need.items():
+        total, free = node.total.get(name, 0.0), node.free.get(name, 0.0)
+        if total < amount:
+            parts.append(f"{total:g} {name} ({amount - total:g} missing)")
+        elif free < amount:
+            parts.append(f"{total:g} {name} ({total - free:g} in use)")
+        else:
+            parts.append(f"{total:g} {name}")
+
+    return f"{node.host}: {', '.join(parts)}"
