@@ -284,9 +284,10 @@ class Driver:
 
         # A group for one node goes with the node.
         for slot in [slot for slot in self._slots if slot.own_group and slot.agent is None]:
-            node = self._nodes.get(slot.placed)
-            unplaced = not slot.placed and now - slot.since >= UNPLACED_S
-            if unplaced or (slot.placed and (node is None or node.drained_at is not None)):
+            where = slot.placed or (slot.node.id if slot.node else "")
+            node = self._nodes.get(where)
+            unplaced = not where and now - slot.since >= UNPLACED_S
+            if unplaced or (where and (node is None or node.drained_at is not None)):
                 self._cluster.release(slot.group)
                 self._slots.remove(slot)
 
