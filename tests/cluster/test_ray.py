@@ -19,7 +19,6 @@ import pytest
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-from faults.launchers import until  # noqa: E402
 from faults.torture import digests  # noqa: E402
 from lockstep.launch import election  # noqa: E402
 from lockstep.launch.run_dir import latest_step  # noqa: E402
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.long
 
 # Long enough to be disturbed several times.
 STEPS = 400
-JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "checkpoint.every=10", "eval.every=0")
+JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "checkpoint.every=10", "evaluate.every=1000")
 AGENT = "lockstep.clusters.ray.agent"
 
 
@@ -58,7 +57,9 @@ class Cluster:
 
     def node_of(self, agent: psutil.Process):
         """Return the node on which an agent runs: its actor is a child of the node's raylet."""
-        raylet = agent.parent().parent().pid
+        return self.node_with(agent.parent().ppid())
+
+    def node_with(self, raylet: int):
         for node in self._ray.worker_nodes:
             if raylet in [info.process.pid for info in node.all_processes["raylet"]]:
                 return node
@@ -262,9 +263,9 @@ from ray.train.torch import TorchTrainer
 import lockstep
 from lockstep.recipes.char_lm import TASK
 
-address, run, storage = sys.argv[1:]
+address, run, storage, every = sys.argv[1:]
 ray.init(address=address)
-settings = dict(preset="tiny", exact=True, steps=400, checkpoint={"every": 10}, eval={"every": 0})
+settings = dict(preset="tiny", exact=True, steps=400, checkpoint={"every": int(every)}, evaluate={"every": 1000})
 TorchTrainer(
     lambda: lockstep.fit(TASK, settings, run_dir=run, resume="auto") and None,
     scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD", resources_per_worker={"CPU": 2}),
@@ -273,19 +274,48 @@ TorchTrainer(
 """
 
 
+class Trainer(Job):
+    """A program that trains with Ray Train."""
+
+    def __init__(self, cluster: Cluster, folder: Path, every: int):
+        self.run = folder / "run"
+        self.output = folder / "trainer.out"
+        script = folder / "trainer.py"
+        script.write_text(TRAINER)
+        words = [str(script), cluster.address, str(self.run), str(folder / "storage"), str(every)]
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
+
+    def workers(self) -> list[psutil.Process]:
+        processes = psutil.process_iter(["cmdline"])
+        return [process for process in processes if "RayTrainWorker" in " ".join(process.info["cmdline"] or [])]
+
+    def trains(self) -> bool:
+        """Whether it has written the metrics of a step."""
+        metrics = self.run / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
+
 def test_ray_train_calls_fit_as_it_is_and_a_restarted_worker_group_resumes(cluster, undisturbed, tmp_path):
+    cluster.nodes(2)
+    trainer = Trainer(cluster, tmp_path, every=10)
+    trainer.reaches(20)
+    trainer.workers()[0].kill()
+    assert trainer.wait() == 0, trainer.said
+    assert '"resumed"' in (trainer.run / "events.jsonl").read_text()
+    assert digests(trainer.run) == undisturbed
+
+
+def test_a_notice_of_ray_train_saves_before_the_node_is_gone(cluster, undisturbed, tmp_path):
+    """There is no other checkpoint from which the restarted workers could resume."""
     cluster.nodes(3)
-    script, run, out = tmp_path / "trainer.py", tmp_path / "run", tmp_path / "trainer.out"
-    script.write_text(TRAINER)
-    with out.open("wb") as file:
-        command = [sys.executable, str(script), cluster.address, str(run), str(tmp_path / "storage")]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    until(lambda: (latest_step(run / "checkpoints") or 0) >= 20 or process.poll() is not None)
-    assert process.poll() is None, out.read_text()
-    workers = [
-        p for p in psutil.process_iter(["cmdline"]) if "ray::RayTrainWorker" in " ".join(p.info["cmdline"] or [])
-    ]
-    workers[0].kill()
-    assert process.wait(180) == 0, out.read_text()
-    assert "resumed" in (run / "events.jsonl").read_text()
-    assert digests(run) == undisturbed
+    trainer = Trainer(cluster, tmp_path, every=100_000)
+    _until(trainer.trains, trainer)
+    raylet = trainer.workers()[0].ppid()
+    node = cluster.node_with(raylet)
+    cluster.drain(node, 20)
+    trainer.reaches(1)
+    cluster.remove(node)
+    assert trainer.wait() == 0, trainer.said
+    assert '"resumed"' in (trainer.run / "events.jsonl").read_text()
+    assert digests(trainer.run) == undisturbed
