@@ -22,7 +22,7 @@ from lockstep.launch import failure, records
 from lockstep.launch.election import TERM_FILE
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import view_of
-from lockstep.launch.job import Job
+from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
 from lockstep.launch.wire.messages import (
@@ -396,7 +396,7 @@ def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     # Ranks must not get the job's secret: programs may record their environment. Nor must they get the variables of
     # another job, one of whose ranks may have started this launcher.
-    others = {SECRET, TERM_FILE, *OF_ONE_JOB}
+    others = {SECRET, TERM_FILE, RESUME_COMMAND, *OF_ONE_JOB}
     inherited = {name: value for name, value in os.environ.items() if name not in others}
     share_cores(inherited, count)
     return inherited

@@ -327,6 +327,30 @@ def test_a_launcher_that_does_not_end_with_the_job_is_asked_then_killed(run):
     assert "did not end with the job: killed" in said
 
 
+def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):
+    """With a pause before each try on the same node, and an end."""
+
+    class Broken(FakeAgent):
+        def address(self, host: str) -> str | None:
+            raise AgentLost("no module named lockstep")
+
+    original = FakeCluster.make_agent
+
+    def make_agent(cluster, *arguments):
+        original(cluster, *arguments)
+        cluster.agents[-1] = Broken(cluster.agents[-1].host)
+        return cluster.agents[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeCluster, "make_agent", make_agent)
+        code, cluster, said = run(lambda cluster, second: None)
+    assert code == 75
+    assert len(cluster.agents) == driver.MOST_ROUNDS + 1
+    assert {agent.host for agent in cluster.agents} == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+    assert cluster.now() > 10
+    assert "could not be started: no module named lockstep" in said
+
+
 def test_a_job_that_is_too_large_says_what_is_missing_at_once(run):
     with pytest.raises(UserError) as raised:
         run(lambda cluster, second: None, count=2, nnodes=(3, 4))

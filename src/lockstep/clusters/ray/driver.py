@@ -329,7 +329,7 @@ class Driver:
         """Start the agents, and run until all have ended. Returns an exit code, or None if another round follows."""
         join = self._begin()
         if join is None:
-            return None
+            return self._again("no agent could be started: trying again")
 
         current = Round(join)
         while True:
@@ -352,19 +352,22 @@ class Driver:
             self._cluster.sleep(TURN_S)
 
     def _begin(self) -> str | None:
-        """Make the first agent, and ask it where the others can join. Returns None if it is lost."""
-        slot = self._usable()[0]
+        """Make the first agent, and ask it where the others can join. Returns None if it is lost, or on a signal."""
+        slot = min(self._usable(), key=lambda slot: slot.not_before)
+        while self._cluster.now() < slot.not_before and not self._signals:
+            self._cluster.sleep(TURN_S)
+
         self._make(slot)
         assert slot.agent is not None
         assert slot.node is not None
         deadline = self._cluster.now() + ACTOR_S
         try:
             while (join := slot.agent.address(slot.node.host)) is None:
-                if self._cluster.now() > deadline:
-                    raise AgentLost(f"Ray has not started its actor within {ACTOR_S:.0f} s")
+                if self._signals or self._cluster.now() > deadline:
+                    raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
                 self._cluster.sleep(TURN_S / 4)
         except AgentLost as lost:
-            self._drop(slot, f"lost: {lost}", retry=True)
+            self._drop(slot, f"could not be started: {lost}", retry=True)
             return None
 
         self._start(slot, join)
@@ -389,6 +392,9 @@ class Driver:
         """Print what the agent's launcher has said, and note its end."""
         assert slot.agent is not None
         try:
+            # Ray may start an actor that it has not started yet on another node instead.
+            if slot.node and slot.node.id not in self._nodes:
+                raise AgentLost("its node is gone")
             report = slot.agent.poll()
         except AgentLost as lost:
             current.lost = True
@@ -471,14 +477,17 @@ class Driver:
         if not current.lost:
             return max(codes)
 
-        # The job has ended because a node was lost.
+        return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
+
+    def _again(self, what: str) -> int | None:
+        """Return None, for another round after a loss, or an exit code if there were too many of them."""
         now = self._cluster.now()
         self._lost_rounds = [when for when in self._lost_rounds if now - when < HOUR_S] + [now]
         if len(self._lost_rounds) > MOST_ROUNDS:
             say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
             return Preempted.CODE
 
-        say("lockstep: too few nodes were left: starting again as soon as Ray has enough of them")
+        say(f"lockstep: {what}")
         return None
 
     # ---- signals, and the end ----
