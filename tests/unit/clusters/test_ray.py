@@ -370,17 +370,18 @@ def test_what_a_node_lacks_is_named_resource_by_resource():
 
 def test_what_all_nodes_say_is_printed_once(capsys):
     output = MergedOutput()
-    output.add("a", ["step 1", "lockstep: node 1 joined", "same", "same"])
-    output.add("b", ["lockstep: node 1 joined", "same"])
-    output.add("b", ["the coordinating node is lost", "same", "same"])
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1",
-        "lockstep: node 1 joined",
-        "same",
-        "same",
-        "the coordinating node is lost",
-        "same",
-    ]
+    output.add("a", ["step 1", "lockstep: node 1 joined", "same", "same"], now=0.0)
+    output.add("b", ["lockstep: node 1 joined", "same"], now=1.0)
+    output.add("b", ["the coordinating node is lost", "same", "same"], now=2.0)
+    said = ["step 1", "lockstep: node 1 joined", "same", "same", "the coordinating node is lost", "same"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_a_node_that_takes_over_says_the_same_again(capsys):
+    output = MergedOutput()
+    output.add("a", ["char_lm  2 ranks"], now=0.0)
+    output.add("b", ["char_lm  2 ranks"], now=10.0)
+    assert capsys.readouterr().out.splitlines() == ["char_lm  2 ranks"] * 2
 
 
 def test_agents_get_variables_of_the_driver_but_no_secret():

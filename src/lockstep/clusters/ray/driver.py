@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -58,8 +57,8 @@ HOUR_S = 3600.0
 PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
 PASSED_ON_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 
-# Lines of output that are remembered, to print what several nodes say only once.
-REMEMBERED = 2000
+# How much later a node may say what the job says to all of them. Later it says the same for itself, after a takeover.
+SAME_S = 5.0
 
 
 class Agent(Protocol):
@@ -120,26 +119,22 @@ class MergedOutput:
     """Prints the output of all agents. A line that each of them says, because the job says it to all, appears once."""
 
     def __init__(self) -> None:
-        self._printed: OrderedDict[str, int] = OrderedDict()
-        self._said: dict[Any, Counter[str]] = {}
+        # Line -> when it was printed, and which agents have said it then.
+        self._printed: dict[str, list[tuple[float, set[Any]]]] = {}
 
-    def add(self, agent: Any, lines: list[str]) -> None:
-        said = self._said.setdefault(agent, Counter())
+    def add(self, agent: Any, lines: list[str], now: float) -> None:
+        self._printed = {
+            line: recent
+            for line, times in self._printed.items()
+            if (recent := [(when, agents) for when, agents in times if now - when < SAME_S])
+        }
         for line in lines:
-            # The n-th time that an agent says something is new if no agent has said it n times.
-            said[line] += 1
-            if said[line] > self._printed.get(line, 0):
-                self._printed[line] = said[line]
-                self._printed.move_to_end(line)
+            others = next((agents for _, agents in self._printed.get(line, []) if agent not in agents), None)
+            if others is not None:
+                others.add(agent)
+            else:
+                self._printed.setdefault(line, []).append((now, {agent}))
                 print(printable(line), flush=True)
-
-        while len(self._printed) > REMEMBERED:
-            forgotten, _ = self._printed.popitem(last=False)
-            for counts in self._said.values():
-                counts.pop(forgotten, None)
-
-    def forget(self, agent: Any) -> None:
-        self._said.pop(agent, None)
 
 
 class Driver:
@@ -404,7 +399,7 @@ class Driver:
         if report is None:
             return
 
-        self._output.add(slot, report.lines)
+        self._output.add(slot, report.lines, self._cluster.now())
         if report.code is not None:
             current.codes.append(report.code)
             current.ended_at = current.ended_at or self._cluster.now()
@@ -417,7 +412,6 @@ class Driver:
 
         slot.agent.kill()
         slot.agent = None
-        self._output.forget(slot)
         slot.tries = slot.tries + 1 if retry else 0
         slot.not_before = self._cluster.now() + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
 
