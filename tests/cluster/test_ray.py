@@ -207,10 +207,13 @@ def test_a_job_with_a_fixed_number_of_nodes_waits_for_another_one(cluster, undis
     assert digests(job.run) == undisturbed
 
 
-def test_a_node_that_ray_takes_away_is_left_after_a_save(cluster, undisturbed, tmp_path):
-    cluster.nodes(3)
+def test_a_job_grows_to_a_new_node_and_leaves_one_that_ray_takes_away_after_a_save(cluster, undisturbed, tmp_path):
+    cluster.nodes(2)
     job = Job(cluster, tmp_path / "run", "--nnodes", "1:3")
     job.reaches(20)
+    cluster.add()
+    _until(lambda: len(job.agents()) == 3 and "continue with the new node" in job.said, job)
+    job.reaches((latest_step(job.run / "checkpoints") or 0) + 10)
     coordinating = job.coordinating()
     assert coordinating is not None
     node = cluster.node_of(coordinating)

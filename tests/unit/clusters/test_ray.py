@@ -351,6 +351,26 @@ def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_eve
     assert "could not be started: no module named lockstep" in said
 
 
+def test_a_job_begins_with_fewer_nodes_if_another_job_was_faster(run):
+    def script(cluster, second):
+        # The third node only seemed to be free.
+        if second == 1:
+            cluster.all["n3"] = cluster.node(3, cpus=0.0)
+        if second == 20:
+            assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.2"]
+            cluster.end(0)
+
+    class Slow(FakeCluster):
+        def placed(self, group):
+            return super().placed(group) if self.now() > 1 else list(group.placed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "FakeCluster", Slow)
+        code, cluster, _ = run(script)
+    assert code == 0
+    assert [len(group.placed) for group in cluster.groups] == [3, 2]
+
+
 def test_a_job_that_is_too_large_says_what_is_missing_at_once(run):
     with pytest.raises(UserError) as raised:
         run(lambda cluster, second: None, count=2, nnodes=(3, 4))

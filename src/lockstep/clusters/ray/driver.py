@@ -46,7 +46,7 @@ ALONE_S = 15.0
 RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
 
-# A node that was asked for by name but never given is given up.
+# What Ray has not given for so long, although it seemed to be free, is not waited for.
 UNPLACED_S = 10.0
 
 # Rounds that begin because nodes were lost, in an hour.
@@ -176,8 +176,9 @@ class Driver:
     def run(self) -> int:
         """Return the exit code of the job: 0 finished, 75 or 130 saved and to be resumed, 1 or 2 failed."""
         try:
-            self._reserve()
+            self._check_size()
             self._prepare()
+            self._reserve()
             while True:
                 if not self._gather():
                     return Preempted.code_of(self._stop)
@@ -208,21 +209,24 @@ class Driver:
         variables = environment(os.environ) | {RESUME_COMMAND: self._resume_command}
         self._arguments = (secrets.token_hex(32), variables, folder, str(marker))
 
-    def _reserve(self) -> None:
-        """Ask Ray for as many nodes as are free now, within --nnodes. Raises a UserError if the cluster has too few."""
+    def _check_size(self) -> None:
+        """Raise a UserError if the cluster has too few nodes for this job, even when nothing else runs there."""
         self._look()
-        bounds = self._request.nnodes
-        nodes = [node for node in self._nodes.values() if node.drained_at is None]
-        large_enough = [node for node in nodes if not node.lacks(self._need)]
+        least = self._request.nnodes.least
+        nodes = list(self._nodes.values())
+        large_enough = [node for node in nodes if node.drained_at is None and not node.lacks(self._need)]
 
         # With --wait, nodes may still be added, by an autoscaler for example, which sees what is asked for.
-        if len(large_enough) < bounds.least and self._wait is None:
-            raise too_small(self._cluster.address, bounds.least, self._need, list(self._nodes.values()))
+        if len(large_enough) < least and self._wait is None:
+            raise too_small(self._cluster.address, least, self._need, nodes)
 
         if "GPU" not in self._need and any(node.total.get("GPU") for node in nodes):
             say("lockstep: the cluster has GPUs, and this job asks for none: it trains on CPUs (see --gpus-per-node)")
 
-        free = [node for node in large_enough if node.has_free(self._need)]
+    def _reserve(self) -> None:
+        """Ask Ray for as many nodes as are free now, within --nnodes."""
+        bounds = self._request.nnodes
+        free = [node for node in self._nodes.values() if node.drained_at is None and node.has_free(self._need)]
         count = max(bounds.least, min(bounds.most, len(free)))
         group = self._cluster.reserve(count, self._need)
         now = self._cluster.now()
@@ -252,8 +256,20 @@ class Driver:
                 said = True
                 say(f"lockstep: {self._what_is_missing()}; waiting for {patience:.0f} s at most")
 
+            self._ask_for_less()
             self._grow()
             self._cluster.sleep(TURN_S)
+
+    def _ask_for_less(self) -> None:
+        """Ask anew if Ray has not placed the first group for a while: another job may have been faster."""
+        now = self._cluster.now()
+        asked_for = len(self._slots)
+        if any(slot.placed or slot.own_group for slot in self._slots) or asked_for <= self._request.nnodes.least:
+            return
+
+        if now - self._slots[0].since >= UNPLACED_S:
+            self._cluster.release(self._slots[0].group)
+            self._reserve()
 
     def _what_is_missing(self) -> str:
         usable, least = len(self._usable()), self._request.nnodes.least
@@ -324,7 +340,7 @@ class Driver:
         """Start the agents, and run until all have ended. Returns an exit code, or None if another round follows."""
         join = self._begin()
         if join is None:
-            return self._again("no agent could be started: trying again")
+            return None if self._signals else self._again("no agent could be started: trying again")
 
         current = Round(join)
         while True:
