@@ -135,6 +135,49 @@ def test_the_tour_names_enough():
     assert len(names_in_the_tour()) > 40
 
 
+# ---- CONTRIBUTING.md --------------------------------------------------------------------------------------
+
+
+CONTRIBUTING = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+
+
+def where(path: str) -> Path:
+    """Return a path of CONTRIBUTING, which is relative to the package unless it begins with `tests` or `docs`."""
+    return (ROOT if path.startswith(("tests", "docs")) else PACKAGE) / path
+
+
+def members(path: Path) -> set[str]:
+    """Return CLASS.MEMBER for each method and attribute of the classes of a file."""
+    found = set()
+    for owner in ast.walk(ast.parse(path.read_text())):
+        if isinstance(owner, ast.ClassDef):
+            for node in ast.walk(owner):
+                if isinstance(node, ast.FunctionDef):
+                    found.add(f"{owner.name}.{node.name}")
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.add(f"{owner.name}.{node.target.id}")
+    return found
+
+
+def test_the_files_in_contributing_are_there():
+    paths = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md))`", CONTRIBUTING))
+    assert len(paths) > 60
+    assert sorted(path for path in paths if not where(path).exists()) == []
+
+
+def test_the_names_with_a_file_in_contributing_are_there():
+    """`NAME` (`FILE`), `NAME` in `FILE`, `NAME` of `FILE`."""
+    pairs = set(re.findall(r"`([A-Z_a-z]\w*)(?:\([^`]*\))?` (?:\(|in |of )`([\w/]+\.py)`", CONTRIBUTING))
+    assert len(pairs) > 25
+    assert sorted(pair for pair in pairs if not re.search(rf"\b{pair[0]}\b", where(pair[1]).read_text())) == []
+
+
+def test_the_members_of_classes_in_contributing_are_there():
+    named = set(re.findall(r"`([A-Z]\w*\.[a-z_]\w*)(?:\([^`]*\))?`", CONTRIBUTING))
+    assert len(named) > 30
+    assert sorted(named - set().union(*(members(path) for path in MODULES))) == []
+
+
 @pytest.mark.parametrize("test", SAMPLED)
 def test_what_is_sampled_exists(test: str) -> None:
     path, name = test.split("::")

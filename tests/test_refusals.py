@@ -30,7 +30,8 @@ from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
-from lockstep.runtime.heartbeat import FOLDER, Heartbeat
+from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World

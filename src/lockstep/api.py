@@ -24,6 +24,7 @@ from lockstep.config.schema import typed as typed_value
 from lockstep.errors import Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
@@ -35,7 +36,6 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
-from lockstep.observe.sinks import JsonlSink
 from lockstep.registries import check_names
 from lockstep.runtime.threads import wait_asleep
 from lockstep.runtime.world import World
@@ -420,8 +420,7 @@ def _launch(
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first. For a machine that
     # fails before it has ranks, this is -1.
     message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
-    with suppress(OSError), JsonlSink(run_dir / "events.jsonl") as events:  # it mends a line that a full disk tore
-        events.write({"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+    append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from faults.torture import digests  # noqa: E402
-from lockstep.launch import election  # noqa: E402
+from lockstep.launch.nodes import election  # noqa: E402
 from lockstep.launch.run_dir import latest_step  # noqa: E402
 
 pytestmark = pytest.mark.long

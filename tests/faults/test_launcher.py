@@ -125,7 +125,8 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     """The complaint is on record before the other one dies."""
-    monkeypatch.setattr("lockstep.launch.state_machine.CAUSE_WAIT_S", 60.0)  # a busy machine needs longer than a second
+    # A busy machine needs longer than a second.
+    monkeypatch.setattr("lockstep.launch.decisions.state_machine.PEER_WAIT_S", 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():
@@ -308,7 +309,7 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
+    monkeypatch.setattr("lockstep.launch.local_attempt.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
 
@@ -318,7 +319,9 @@ def in_the_meantime(act) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_STACKS_S", 0.3)  # the dead rank would not answer in any time
+    monkeypatch.setattr(
+        "lockstep.launch.local_attempt.RANKS_STACKS_S", 0.3
+    )  # the dead rank would not answer in any time
 
     def hurt() -> None:
         rank = pid_of(tmp_path, 0, 1)

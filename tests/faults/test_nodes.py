@@ -88,7 +88,7 @@ def test_noise_at_the_meeting_point_does_no_harm(nodes, tmp_path):
     for noise in (
         b"GET / HTTP/1.0\r\n\r\n",
         b"[]\n",
-        b'{"kind": "Exited"}\n',
+        b'{"kind": "RankExited"}\n',
         b"\xff" * 9000 + b"\n",
         b'{"kind": "RanksGone", "attempt": 0}\n',
     ):

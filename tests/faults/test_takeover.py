@@ -14,7 +14,7 @@ from faults import intruder
 from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
-from lockstep.launch import election
+from lockstep.launch.nodes import election
 from lockstep.launch.run_dir import latest_step
 from ports import free_port
 

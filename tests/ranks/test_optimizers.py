@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
-from lockstep.engine.checks import check_equal_work
+from lockstep.engine.checks.model import check_equal_work
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import Regression, WatchedRun, assert_user_errors, backward_by_hand, fit, open_watched

@@ -13,17 +13,10 @@ from typing import Any
 
 from rich.filesize import decimal as size_text
 
+from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_size, read_manifest
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    FileStore,
-    Retention,
-    Store,
-    committed,
-    remove,
-    to_delete,
-)
+from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.storage import Checkpoint, Retention, Store, committed, open_store, remove, to_delete
 from lockstep.errors import UserError, plural, printable
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -50,8 +43,8 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-    except Damaged as damaged:
-        return f"damaged: {damaged}", 1
+    except InvalidCheckpoint as problem:
+        return f"{problem.label}: {problem}", 1
 
     facts = [
         ("checkpoint", str(checkpoint.path)),
@@ -77,29 +70,34 @@ def show(path: Path) -> tuple[str, int]:
 
 
 def verify(path: Path) -> tuple[str, int]:
-    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is damaged."""
-    # One row for each checkpoint, followed by one row for each of its damaged files.
+    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is invalid."""
+    # One row for each checkpoint, followed by one row for each of its files with a problem.
     rows = []
+    exit_code = 0
     for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_store(path)):
         _, problems = verify_checkpoint(checkpoint)
-        rows.append((checkpoint.name, "damaged" if problems else "ok"))
+        rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
+        exit_code |= bool(problems)
 
-    return _table(rows) if rows else "no checkpoints", int(any(state == "damaged" for _, state in rows))
+    return _table(rows) if rows else "no checkpoints", exit_code
 
 
 def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints. Damaged checkpoints do not count and are not deleted."""
+    """Delete all but the newest `keep` valid checkpoints. Invalid ones do not count and are not deleted."""
     # Raises an error for a bad count before anything is read.
     retention = Retention(last=keep)
 
     # Read every byte, since only valid checkpoints count.
     store = _store(path)
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
-    damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
-    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {path}" for step in sorted(damaged)]
+    problems = {step: verify_checkpoint(Checkpoint(store, name))[1] for step, name in names.items()}
+    invalid = {step: found[0] for step, found in problems.items() if found}
+    lines = [
+        f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}" for step in sorted(invalid)
+    ]
 
-    for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
+    for step in to_delete([(step, {}) for step in names if step not in invalid], retention):
         if not dry_run:
             remove(store, names[step], secrets.token_hex(8))
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
@@ -166,10 +164,10 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
                 tensors[name] = reader.read(full_name)
-    except Damaged as damaged:
+    except InvalidCheckpoint as problem:
         raise UserError(
-            f"the checkpoint {checkpoint.path} is damaged and cannot be exported",
-            str(damaged),
+            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            str(problem),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None
 
@@ -197,7 +195,7 @@ def _store(path: Path) -> Store:
     # `path` is the run's folder, or the folder of its checkpoints.
     for root in (path / "checkpoints", path):
         if root.name == "checkpoints" and root.is_dir():
-            return FileStore(root)
+            return open_store(root)
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
@@ -213,8 +211,8 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         manifest = read_manifest(checkpoint)
         for file in manifest.files:
             check_size(checkpoint, file)
-    except Damaged as damaged:
-        return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
+    except InvalidCheckpoint as problem:
+        return step, "", "", "", "", f"{problem.label}: {problem.file}: {problem.why}"
 
     return (
         step,

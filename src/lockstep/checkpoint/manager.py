@@ -25,16 +25,16 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.reshard import merge_plain_state, plain_sizes, slices_to_write
-from lockstep.checkpoint.run_state import Change, RunState
+from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import (
     Checkpoint,
-    FileStore,
     Retention,
     Store,
     committed,
+    open_store,
     set_aside,
     set_aside_after,
 )
@@ -46,6 +46,7 @@ from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.layout import LocalShard
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
@@ -59,7 +60,7 @@ MIB = 2**20
 class LoopState:
     """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
 
-    evaluation_due: bool = False  # whether the run was preempted before it could evaluate
+    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
 
@@ -91,16 +92,15 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        store: Store | None = None,
     ):
-        """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
+        """`log_event(event, **fields)` logs an event."""
         self.folder = folder
         self.state = state
         self.config = config
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.store = store or FileStore(folder.path / "checkpoints")
+        self.store = open_store(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
@@ -135,7 +135,7 @@ class CheckpointManager:
                 checkpoint = Checkpoint.at(origin)
                 reader = self._find(checkpoint.store, checkpoint.name)
             else:
-                reader = self._find(FileStore(run_of(origin) / "checkpoints"))
+                reader = self._find(open_store(run_of(origin) / "checkpoints"))
 
             if reader is None:
                 raise UserError(
@@ -191,18 +191,20 @@ class CheckpointManager:
         return resumed
 
     def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer damaged checkpoints are set aside if they belong to this run."""
+        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
         reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is None:
             return None
 
-        # Only rank 0 renames, and only its event is logged.
-        for damage in reader.damaged:
-            name = damage.checkpoint.name
-            text = f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from {reader.checkpoint.name}"
-            if self.runtime.is_main and store == self.store:
+        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `_load`
+        # sets it aside with all others that are newer.
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
+            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            if isinstance(skipped, Damaged) and self.runtime.is_main and store == self.store:
                 text += f". The damaged checkpoint is kept as {set_aside(store, name, 'damaged')}"
             self.log_event("warning", reason=text)
 
@@ -306,7 +308,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self.saver.prepare(self._slices(self.state.capture_tensors().tensors))
+        self.saver.prepare(self._shards(self.state.capture_tensors().tensors))
 
     # ---- saving ----
 
@@ -331,11 +333,17 @@ class CheckpointManager:
         generators, as a resume does.
         """
         self.settle()
-        heartbeat = self.runtime.heartbeat
-        phase_before = heartbeat.phase
         step = self.state.stepper.counters.step
-        heartbeat.beat("snapshot", step)
+        with self.runtime.heartbeat.visit("snapshot", step):
+            self._take_snapshot(step, loop, metrics)
 
+        self._unsettled = True
+        self._saved_step = step
+        self._saved_at = time.monotonic()
+        self._rewinds = 0
+        seed_host(derive(self.config.seed, "checkpoint", step))
+
+    def _take_snapshot(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         tensors, aliases, plain_state = self.state.capture()
         if not self.state.same_on_all_ranks:
@@ -356,18 +364,10 @@ class CheckpointManager:
             "loop": asdict(loop),
             "metrics": metrics,
         }
-        self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
+        self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
 
         # The next update must wait until the optimizers' state has been copied.
         self.state.stepper.update.before_update = self.saver.wait_for_copy
-
-        self._unsettled = True
-        self._saved_step = step
-        self._saved_at = time.monotonic()
-        self._rewinds = 0
-
-        seed_host(derive(self.config.seed, "checkpoint", step))
-        heartbeat.beat(phase_before)
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
@@ -382,21 +382,17 @@ class CheckpointManager:
         if not self._unsettled:
             return True
 
-        heartbeat = self.runtime.heartbeat
-        phase_before = heartbeat.phase
-        heartbeat.beat("commit")
-
-        # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
-        self.saver.wait_for_own_file()
-        abandoned = self.abandon_if_failed()
-
-        # If all files are written, wait for the commit, which may still fail on rank 0.
-        if not abandoned:
-            self._log(self.saver.take_ended())
+        with self.runtime.heartbeat.visit("commit"):
+            # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
+            self.saver.wait_for_own_file()
             abandoned = self.abandon_if_failed()
 
+            # If all files are written, wait for the commit, which may still fail on rank 0.
+            if not abandoned:
+                self._log(self.saver.take_ended())
+                abandoned = self.abandon_if_failed()
+
         self._unsettled = False
-        heartbeat.beat(phase_before)
         return not abandoned
 
     def abandon_if_failed(self) -> bool:
@@ -437,14 +433,14 @@ class CheckpointManager:
     def newest_path(self) -> Path | None:
         return next((checkpoint.path for checkpoint in committed(self.store)), None)
 
-    def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
+    def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self.runtime.world
-        sizes = plain_sizes(tensors)
+        sizes = replicated_sizes(tensors)
 
         # If all ranks hold the same tensors, no exchange is needed.
         same = self.state.same_on_all_ranks
         all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
-        return slices_to_write(tensors, world.rank, all_sizes, self.state.duplicates)
+        return shards_to_write(tensors, world.rank, all_sizes, self.state.duplicates)
 
     def _warn_of_differences(self) -> None:
         """Warn if the state of a part differs between ranks, because only rank 0's is saved."""

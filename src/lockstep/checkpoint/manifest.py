@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the position of each tensor, all plain values, and the size and digest of each file.
 
-A manifest is not trusted: every field is checked before it is used, and any error in it raises `Damaged` and no other
-exception. This module does not import torch.
+A manifest is not trusted: every field is checked before it is used, and any error in it raises `InvalidCheckpoint` and
+no other exception. This module does not import torch.
 
 Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
 that could be mistaken for this never gets here: `state_tree.pack` encodes it.
@@ -9,15 +9,14 @@ that could be mistaken for this never gets here: `state_tree.pack` encodes it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
@@ -29,12 +28,29 @@ from lockstep.launch.run_dir import MANIFEST
 # The version of the manifest's format. Other versions are not read.
 FORMAT = 2
 
-# Bytes of one element, by the dtype's name in safetensors.
-SIZES = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-    **{"I16": 2, "U16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "U32": 4, "F32": 4},
-    **{"I64": 8, "U64": 8, "F64": 8},
+
+class Dtype(NamedTuple):
+    in_torch: str  # its name in torch
+    bytes: int  # of one element
+
+
+# The dtypes that a checkpoint can hold, by their names in safetensors.
+DTYPES = {
+    "BOOL": Dtype("bool", 1),
+    "U8": Dtype("uint8", 1),
+    "I8": Dtype("int8", 1),
+    "F8_E4M3": Dtype("float8_e4m3fn", 1),
+    "F8_E5M2": Dtype("float8_e5m2", 1),
+    "I16": Dtype("int16", 2),
+    "U16": Dtype("uint16", 2),
+    "F16": Dtype("float16", 2),
+    "BF16": Dtype("bfloat16", 2),
+    "I32": Dtype("int32", 4),
+    "U32": Dtype("uint32", 4),
+    "F32": Dtype("float32", 4),
+    "I64": Dtype("int64", 8),
+    "U64": Dtype("uint64", 8),
+    "F64": Dtype("float64", 8),
 }
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
@@ -53,15 +69,29 @@ _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 
 @dataclass(eq=False)
-class Damaged(Exception):
-    """A checkpoint is damaged and must not be loaded. `why` describes the problem with its file `file`."""
+class InvalidCheckpoint(Exception):
+    """A checkpoint must not be loaded. `why` describes the problem with its file `file`."""
 
     checkpoint: Checkpoint
     file: str
     why: str
 
+    # The problem in a table, and in a sentence that begins with the name of the checkpoint.
+    label: ClassVar[str]
+    verdict: ClassVar[str]
+
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
+
+
+class Damaged(InvalidCheckpoint):
+    label = "damaged"
+    verdict = "is damaged"
+
+
+class WrongFormat(InvalidCheckpoint):
+    label = "wrong format"
+    verdict = "was written by another version of Lockstep"
 
 
 @dataclass(frozen=True)
@@ -74,7 +104,7 @@ class File:
 
 
 class Piece(NamedTuple):
-    """A slice of a tensor as one file stores it: it begins at `offset` in the full tensor."""
+    """A shard of a tensor as one file stores it: it begins at `offset` in the full tensor."""
 
     file: str
     key: str  # its name in the file
@@ -84,13 +114,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    dtype: str
+    dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # of all ranks; in one rank's `FileLayout` only the piece of this rank
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
+        return byte_count(self.shape, self.dtype)
+
+
+def byte_count(shape: Iterable[int], dtype: str) -> int:
+    return math.prod(shape) * DTYPES[dtype].bytes
 
 
 @dataclass(frozen=True)
@@ -121,13 +155,12 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the contents of `manifest.json`, which include a digest of the rest."""
-    # Not `dataclasses.asdict`, which copies every number and takes longer than everything else here.
-    tensors = {
-        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
-        for name, entry in manifest.tensors.items()
+    content = {
+        **vars(manifest),
+        "files": [vars(file) for file in manifest.files],
+        "tensors": tensors_to_json(manifest.tensors),
+        "values": to_json(manifest.values),
     }
-    files = [vars(file) for file in manifest.files]
-    content = {**vars(manifest), "files": files, "tensors": tensors, "values": to_json(manifest.values)}
 
     # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
     text = _canonical(content)
@@ -135,33 +168,42 @@ def encode(manifest: Manifest) -> bytes:
     return b'{"content":%b,"digest":"%b","format":%d}' % (text, digest.encode(), FORMAT)
 
 
+def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode`.
+    return {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
+        for name, entry in tensors.items()
+    }
+
+
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Parse `data`, the contents of `manifest.json`. Raise Damaged if they are invalid in any way."""
+    """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
     try:
         # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
         # again and again, which takes as long as the rest.
         with garbage.paused():
-            return _decode(data)
+            return _decode(data, checkpoint)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
 
-def _decode(data: bytes) -> Manifest:
-    outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
+def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
+    outer = parse_json(data)
 
-    # True equals 1, but is not a version.
-    version = outer["format"]
-    require(
-        version == FORMAT and not isinstance(version, bool),
-        f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
-    )
+    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is no version.
+    version = outer.get("format") if isinstance(outer, dict) else None
+    if type(version) is int and version != FORMAT:
+        age = "an older" if version < FORMAT else "a newer"
+        why = f"format {str(version)[:40]}, of {age} version of Lockstep; this version reads format {FORMAT}"
+        raise WrongFormat(checkpoint, MANIFEST, why)
 
+    check_fields(outer, "the manifest", format=int, digest=object, content=object)
     digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
     require(outer["digest"] == digest, "the digest does not match the contents")
     return _manifest(outer["content"])
 
 
-# ---- files ----
+# ---- reading ----
 
 
 @contextmanager
@@ -191,25 +233,6 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     if named_step is not None and named_step != manifest.step:
         raise Damaged(checkpoint, MANIFEST, f"belongs to step {manifest.step:,}: the folder was renamed, or is a copy")
     return manifest
-
-
-def check_size(checkpoint: Checkpoint, file: File) -> None:
-    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
-    with open_file(checkpoint, file.name) as stream:
-        size = stream.seek(0, 2)
-    if size != file.size:
-        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
-
-
-def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a whole file and raise Damaged if its size or digest is wrong."""
-    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
-    check_size(checkpoint, file)
-
-    with open_file(checkpoint, file.name) as stream:
-        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
-    if digest.hexdigest() != file.digest:
-        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
 
 # ---- plain values as JSON ----
@@ -367,11 +390,11 @@ def _file(item: Any) -> File:
 def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
     dtype = fields["dtype"]
-    require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
+    require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
     # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
     shape = check_counts(fields["shape"], what, "shape")
-    require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _MAX_BYTES, f"{what} would be too large")
+    require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
 
     what_piece = f"a piece of {what}"
     pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
+from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.manifest import from_json, to_json
-from lockstep.checkpoint.snapshot import BackgroundCopy, Slice, Snapshot
+from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.runtime.layout import LocalShard
 
 
 class Saver:
@@ -32,7 +34,7 @@ class Saver:
     def __init__(self, context: SaveContext, asynchronous: bool = True):
         self._context = context
         self._asynchronous = asynchronous
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(file_name(context.rank))
 
         # The last save, and its thread while it runs.
         self._last: Save | None = None
@@ -44,23 +46,23 @@ class Saver:
         self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
         self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
-    def prepare(self, slices: Sequence[Slice]) -> None:
-        """Allocate the buffer early, so that the first save of `slices` is as fast as later ones."""
+    def prepare(self, shards: Mapping[str, LocalShard]) -> None:
+        """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._join()
-        self._snapshot.fit(slices)
+        self._snapshot.fit(shards)
 
     def save(
         self,
         step: int,
-        slices: Sequence[Slice],
+        shards: Mapping[str, LocalShard],
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
         changed_only_by_update: Collection[str] = (),
     ) -> None:
         """Copy the state and start writing it.
 
-        `slices`: the slices that this rank writes. Only rank 0's `aliases` and `values` are used.
-        `changed_only_by_update`: the names of slices that may be copied while training continues; they must not change
+        `shards`: the shards that this rank writes, by tensor name. Only rank 0's `aliases` and `values` are used.
+        `changed_only_by_update`: the names of tensors that may be copied while training continues; they must not change
         before `wait_for_copy`.
         """
         began = time.perf_counter()
@@ -68,7 +70,7 @@ class Saver:
 
         # A copy, since training will change the values. Values that JSON cannot hold raise an error now.
         plain = from_json(to_json(dict(values)))
-        layout = self._snapshot.fit(slices)
+        layout = self._snapshot.fit(shards)
 
         # From here on, `failed_save` refers to this save.
         self._saves += 1
@@ -80,7 +82,7 @@ class Saver:
         if free < needed:
             save.refuse(needed - free)
         else:
-            self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
+            self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
             run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
@@ -136,7 +138,7 @@ class Saver:
         """Abandon a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(file_name(self._context.rank))
 
     def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None and self._last is not None:

@@ -1,8 +1,8 @@
-"""The storage of checkpoints: the `Store` protocol, the rules that all stores share, and two implementations.
+"""The storage of checkpoints: the `Store` protocol, the rules that all stores share, and `FileStore`.
 
-`FileStore` keeps checkpoints in a folder of a file system, `MemoryStore` in this process. The rest of the package uses
-both through `Store` only. A store holds folders of files, whatever their contents. This module does not import torch,
-so that `lockstep ckpt ls` starts fast.
+A store holds folders of files, whatever their contents. The rest of the package gets one from `open_store`, and reads,
+writes, lists, renames and deletes checkpoints only through it. CONTRIBUTING says what another store needs, and which
+code looks at the folder itself. This module does not import torch, so that `lockstep ckpt ls` starts fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +43,8 @@ class Store(Protocol):
 
     A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. Methods raise
     FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means "full".
-    All ranks of a run use the same store at the same time. Two stores of the same files are equal.
+    All ranks of a run use the same store at the same time, and each rank from two threads. Two stores of the same files
+    are equal (`==`).
     """
 
     @property
@@ -58,7 +58,11 @@ class Store(Protocol):
         """Open a file as a readable binary stream that can seek."""
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file. It is durable when this returns; until then readers may see an incomplete file."""
+        """Write a file. It is durable when this returns; until then readers may see an incomplete file.
+
+        The memory of the chunks is reused after this returns. The iterator may raise an exception instead of yielding
+        the next chunk, if the save is abandoned; let it pass.
+        """
 
     def replace(self, key: str, data: bytes) -> None:
         """Replace the contents of a small file. Readers see the old contents or the new, never a mixture."""
@@ -85,7 +89,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One folder of a store: a committed checkpoint, or one that was set aside."""
+    """One folder of a store: a checkpoint that is committed, staged or set aside."""
 
     store: Store
     name: str
@@ -95,7 +99,7 @@ class Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
         # "." and ".." are not the name that the folder has in its parent.
         path = path.resolve() if path.name in ("", "..") else path
-        return cls(FileStore(path.parent), path.name)
+        return cls(open_store(path.parent), path.name)
 
     @property
     def path(self) -> Path:
@@ -109,6 +113,11 @@ class Checkpoint:
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.store.open(f"{self.name}/{file}")
+
+
+def open_store(folder: Path) -> Store:
+    """Return the store of the checkpoints in `folder`. This is the only place that chooses a kind of store."""
+    return FileStore(folder)
 
 
 # ---- the rules that all stores share ----
@@ -389,64 +398,3 @@ def _write_directly(handle: int, data: memoryview, position: int) -> bool:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags)
 
     return True
-
-
-# ---- in memory ----
-
-
-class MemoryStore:
-    """Keeps checkpoints in a dict, for tests and as a short example. Ranks must be threads of one process."""
-
-    def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
-        self.address = f"memory:{name}"
-        self.capacity = capacity  # in bytes; tests fill it up
-
-        # The contents of each file by its key. A folder is only a prefix of keys.
-        self._files: dict[str, bytes] = {}
-        self._owner: str | None = None
-        self._lock = threading.Lock()
-
-    def folders(self) -> list[str]:
-        with self._lock:
-            return list({key.split("/")[0] for key in self._files if "/" in key})
-
-    def open(self, key: str) -> io.BufferedIOBase:
-        try:
-            return io.BytesIO(self._files[key])
-        except KeyError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from None
-
-    def write(self, key: str, chunks: Iterable[memoryview]) -> None:
-        # `join` copies the chunks, whose memory the saver will reuse.
-        self.replace(key, b"".join(chunks))
-
-    def replace(self, key: str, data: bytes) -> None:
-        if len(data) > self.free_bytes():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), key)
-        with self._lock:
-            self._files[key] = bytes(data)
-
-    def rename(self, folder: str, to: str) -> None:
-        # With the lock, a reader sees all files either under the old name or under the new one.
-        with self._lock:
-            moved = [key for key in self._files if key.startswith(f"{folder}/")]
-            if not moved:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
-            for key in moved:
-                self._files[to + key.removeprefix(folder)] = self._files.pop(key)
-
-    def delete(self, key: str) -> None:
-        # `key` may be a file or a folder.
-        with self._lock:
-            for file in [file for file in self._files if file == key or file.startswith(f"{key}/")]:
-                del self._files[file]
-
-    def claim(self, token: str) -> None:
-        self._owner = token
-
-    def owner(self) -> str | None:
-        return self._owner
-
-    def free_bytes(self) -> int:
-        with self._lock:
-            return self.capacity - sum(map(len, self._files.values()))

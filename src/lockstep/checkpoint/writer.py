@@ -1,7 +1,7 @@
 """One save, from the snapshot to the commit. Each rank writes and confirms its file; then rank 0 commits.
 
     every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.safetensors   its file, durable
-    every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation: size, digest, slices; or an error
+    every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation: size, digest, pieces; or an error
     rank 0       waits for all confirmations, checks them, and deletes them
     rank 0       step-N.tmp-TOKEN-NUMBER/manifest.json           durable
     rank 0       checks that it still owns the store
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -35,14 +35,15 @@ from lockstep import faults
 from lockstep.checkpoint.format import FileLayout, file_name
 from lockstep.checkpoint.manifest import (
     MANIFEST,
-    Damaged,
     File,
+    InvalidCheckpoint,
     Manifest,
     Piece,
     TensorEntry,
     decode,
     encode,
     read_manifest,
+    tensors_to_json,
 )
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -158,7 +159,7 @@ class Save:
             self.file_ended.set()
 
     def refuse(self, missing: int) -> None:
-        """Fail before anything is written, because `missing` bytes of room are missing."""
+        """Fail before anything is written, because the disk has `missing` bytes too few."""
         self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
 
     def abandon(self, why: str) -> None:
@@ -178,12 +179,13 @@ class Save:
     # ---- every rank ----
 
     def _write_file(self, layout: FileLayout, data: memoryview) -> None:
+        name = file_name(self.context.rank)
         digest = xxhash.xxh3_128()
-        self.context.store.write(self._key(file_name(self.context.rank)), self._chunks(layout, data, digest))
+        self.context.store.write(self._key(name), self._chunks(layout, data, digest))
 
-        # Rank 0 builds the manifest from this confirmation, which is written after the file is durable.
-        slices = [asdict(spec) for spec in layout.slices]
-        self._confirm({"size": self.bytes, "digest": digest.hexdigest(), "slices": slices})
+        # What the manifest will say of this file: rank 0 builds it from the confirmations of all ranks.
+        file = File(name, self.bytes, digest.hexdigest())
+        self._confirm({"file": vars(file), "tensors": tensors_to_json(layout.tensors)})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An abandoned save ends between two chunks."""
@@ -237,7 +239,7 @@ class Save:
         # The commit.
         store.rename(self.folder, name)
         self.checkpoint = Checkpoint(store, name)
-        self.total_bytes = len(manifest) + sum(confirmation["size"] for confirmation in confirmations)
+        self.total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
 
         # From here on, the checkpoint is safe whatever fails. `write_s` does not include deleting old checkpoints.
         faults.fire("latest", self.step)
@@ -286,35 +288,31 @@ class Save:
 
         # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
         # save fails.
+        written = confirmation["file"]["size"]
         with self.context.store.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
-        if size != confirmation["size"]:
-            raise SaveFailed(f"rank {rank} wrote {confirmation['size']:,} bytes, but its file has {size:,}")
+        if size != written:
+            raise SaveFailed(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
     def _manifest(
         self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
     ) -> Manifest:
-        # For each tensor: its (dtype, shape), and the pieces of all ranks.
-        tensors: dict[str, tuple[tuple[str, tuple[int, ...]], list[Piece]]] = {}
-        files = []
-        for rank, confirmation in enumerate(confirmations):
-            file = file_name(rank)
-            files.append(File(file, confirmation["size"], confirmation["digest"]))
-
-            for spec in confirmation["slices"]:
-                name = spec["name"]
-                kind = (spec["dtype"], tuple(spec["full_shape"]))
-                known_kind, pieces = tensors.setdefault(name, (kind, []))
-                if known_kind != kind:
+        # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
+        tensors: dict[str, TensorEntry] = {}
+        pieces: dict[str, list[Piece]] = {}
+        for confirmation in confirmations:
+            for name, item in confirmation["tensors"].items():
+                entry = TensorEntry(item["dtype"], item["shape"], ())
+                if tensors.setdefault(name, entry) != entry:
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
-                pieces.append(Piece(file, name, tuple(spec["offset"]), tuple(spec["shape"])))
+                pieces.setdefault(name, []).extend(Piece(**piece) for piece in item["pieces"])
 
         return Manifest(
             step=self.step,
             time=time.time(),
             lockstep=lockstep.__version__,
-            files=tuple(files),
-            tensors={name: TensorEntry(*kind, tuple(pieces)) for name, (kind, pieces) in tensors.items()},
+            files=tuple(File(**confirmation["file"]) for confirmation in confirmations),
+            tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
             aliases=aliases,
             values=values,
         )
@@ -326,7 +324,7 @@ class Save:
             return self._why_abandoned
 
         match error:
-            case SaveFailed() | Damaged():
+            case SaveFailed() | InvalidCheckpoint():
                 return str(error)
             case FileNotFoundError() | FileExistsError() if self.caused_elsewhere:
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
@@ -351,8 +349,8 @@ def apply_retention(store: Store, retention: Retention, token: str) -> None:
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    # A damaged checkpoint has no metrics, so only its age decides whether it is deleted.
-    with suppress(Damaged):
+    # An invalid checkpoint has no metrics, so only its age decides whether it is deleted.
+    with suppress(InvalidCheckpoint):
         return read_manifest(checkpoint).metrics
     return {}
 

@@ -150,14 +150,12 @@ def is_empty(batch: Any) -> bool:
     return batch is None or (bool(lengths) and not any(lengths))
 
 
-def _lengths(batch: Any) -> Any:
+def _lengths(batch: Any) -> Iterator[int]:
+    """Yield the length of every tensor in a batch."""
     if isinstance(batch, Tensor) and batch.dim():
         yield len(batch)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _lengths(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
+    elif isinstance(batch, Mapping | list | tuple):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _lengths(value)
 
 

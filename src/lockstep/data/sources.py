@@ -153,6 +153,7 @@ class MapSource:
             tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
         except Exception:  # the first step will report it
             return None
+
         return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
@@ -334,10 +335,12 @@ class MapSource:
                 "the order of additions follows the micro-batches",
                 "leave such samples out of the dataset, or leave exact out",
             )
+
         if self._padding_batch is None:
             with self.reading_here():
                 batch = self.reader.nonempty_batch(self.options.micro_batch)
             self._padding_batch = to_device(batch, self.options.device)
+
         micro.data, micro.padding = self._padding_batch, True
 
     def _prefetch(self, window: Window) -> Iterator[Any]:

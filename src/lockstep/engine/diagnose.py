@@ -7,7 +7,6 @@ ends. The launcher then kills the other ranks, which wait in a collective, and r
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -198,6 +197,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))
+
         if optimizers.masters:
             state += optimizers.masters.persistent_tensors()
 
@@ -221,7 +221,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
 
 def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
     """Return the largest micro-batch that fits, if an earlier attempt of this run recorded it. Collective."""
-    if FOLDER not in os.environ:
+    if from_launcher(FOLDER) is None:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
             "these ranks were started by another launcher",
@@ -236,7 +236,7 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
 
 def _record_smaller_micro_batch(run: Run) -> int | None:
     """With micro_batch=auto, record a smaller size for the next attempt, and return it. Otherwise return None."""
-    if run.config.micro_batch != "auto" or FOLDER not in os.environ or run.plan.micro_batch == 1:
+    if run.config.micro_batch != "auto" or from_launcher(FOLDER) is None or run.plan.micro_batch == 1:
         return None
 
     # The next attempt resumes from the last checkpoint with this size.

@@ -1,6 +1,6 @@
 """The coordinator of a job: the state machine decides, and the coordinator carries out its commands.
 
-It runs in the launcher of one node. On several machines `node_launcher.py` decides in which.
+It runs in the launcher of one node. On several machines `nodes/search.py` finds out in which.
 """
 
 from __future__ import annotations
@@ -8,35 +8,35 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-import threading
 import time
-from collections import deque
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import assert_never
 
 from lockstep.errors import printable
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
-from lockstep.launch.election import Term
+from lockstep.launch.decisions.cluster import Node
+from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
-from lockstep.launch.job import Job, Node, append_event
-from lockstep.launch.run_dir import folder_identity, latest_step
-from lockstep.launch.state_machine import JobStateMachine
-from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
+from lockstep.launch.folder_watch import FolderWatch
+from lockstep.launch.job import COORDINATOR, Job
+from lockstep.launch.jsonl import append_event
+from lockstep.launch.nodes.election import HeldTerm
+from lockstep.launch.run_dir import latest_step
+from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
 from lockstep.launch.wire.door import Sighting
 from lockstep.launch.wire.messages import (
     Announce,
     Command,
     CoordinatorState,
-    Drop,
-    Exited,
+    DropNode,
     Hello,
     JobEnd,
     LogEvent,
     Message,
     NodeBeat,
+    RankExited,
     RanksGone,
     Refused,
     Send,
@@ -57,12 +57,6 @@ TURN_S = 0.05
 # LOST_AFTER_S.
 SUSPENDED_S = 2.0
 
-# How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
-FOLDER_WATCH_END_S = 2.0
-
-# The coordinating node's number.
-COORDINATOR = 0
-
 # Upper bound on the rank count that a remote node may announce.
 MAX_RANKS = 4096
 
@@ -76,73 +70,10 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-class FolderWatch:
-    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat there.
-
-    All of this is in a thread because a disk may answer slowly: the coordinator's loop must go on meanwhile, or the
-    other nodes would lose it.
-    """
-
-    def __init__(self, run_dir: Path, term: Term | None):
-        self._run_dir = run_dir
-        self._term = term
-
-        # The run folder, until it is found missing or replaced.
-        self._identity: tuple[int, int] | None = folder_identity(run_dir)
-
-        # What the coordinator's loop reads: whether another node has taken over, the contents of the files that
-        # `lockstep resize` left, whether the run folder is gone, and an error that ended this thread.
-        self.superseded = False
-        self.resize_requests: deque[str] = deque()
-        self.removed = False
-        self.error: Exception | None = None
-
-        # When the coordinator's loop made its last turn. If the loop is stuck, in a write to a held terminal, this
-        # thread must not write the heartbeat: another node is to take over.
-        self.last_turn = time.monotonic()
-
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self.superseded:
-                self.look()
-                if self._closed.wait(BEAT_S):
-                    return
-        except Exception as error:
-            self.error = error
-
-    def look(self) -> None:
-        if self._term is not None:
-            if time.monotonic() - self.last_turn <= LOST_AFTER_S:
-                self._term.beat()
-            self.superseded = self._term.superseded()
-
-        # Nothing that is trained from now on can be saved: the coordinator says so, once.
-        if self._identity is not None and folder_identity(self._run_dir) != self._identity:
-            self._identity = None
-            self.removed = True
-
-        # Usually there is no such file. After an error of the disk, the next look may read it.
-        request = self._run_dir / "resize"
-        with suppress(OSError):
-            self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
-            request.unlink()
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(FOLDER_WATCH_END_S)
-
-
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several machines it has a `term`, and after a takeover the state that it `inherited` from its predecessor.
+    On several machines it has a `held_term`, and after a takeover the state that it `inherited` from its predecessor.
     """
 
     def __init__(
@@ -152,7 +83,7 @@ class Coordinator:
         signals: list[str],
         hub: Hub | None = None,
         address: str = "127.0.0.1",
-        term: Term | None = None,
+        held_term: HeldTerm | None = None,
         inherited: CoordinatorState | None = None,
     ):
         self._job = job
@@ -161,17 +92,17 @@ class Coordinator:
         self._hub = hub or Hub()
         self._address = address  # where the ranks' store is bound
         self._store: StoreServer | None = None  # the store of the current attempt, on several nodes
-        self._term = term
+        self._held_term = held_term
 
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
-        self._machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
-        self._machine.joined(Node(COORDINATOR, agent.name, agent.nproc), now)
+        self._state_machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
+        self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
-        self._watch = FolderWatch(job.run_dir, term)
+        self._watch = FolderWatch(job.run_dir, held_term)
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
         self.received_signals: list[str] = []
@@ -189,8 +120,8 @@ class Coordinator:
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
-            if self._term and not self._superseded:
-                self._term.end()
+            if self._held_term and not self._superseded:
+                self._held_term.end()
 
         if counts := self._hub.turned_away():
             append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
@@ -198,11 +129,11 @@ class Coordinator:
         return self._ending
 
     def took_over(self, failure: Failure) -> None:
-        self._machine.took_over(failure, time.monotonic())
+        self._state_machine.took_over(failure, time.monotonic())
 
     @property
     def state(self) -> CoordinatorState:
-        return self._machine.coordinator_state(time.monotonic())
+        return self._state_machine.coordinator_state(time.monotonic())
 
     def _turn(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
@@ -212,7 +143,10 @@ class Coordinator:
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
-        if self._is_superseded(check=now - self._watch.last_turn > SUSPENDED_S):
+        self._superseded = self._watch.superseded
+        if now - self._watch.last_turn > SUSPENDED_S:
+            self._look_for_successor()
+        if self._superseded:
             return
 
         self._watch.last_turn = now
@@ -220,7 +154,7 @@ class Coordinator:
         # Events of this node and of the others.
         while self._signals:
             self.received_signals.append(self._signals.pop(0))
-            self._machine.preempt_requested(self.received_signals[-1], now)
+            self._state_machine.preempt_requested(self.received_signals[-1], now)
 
         for message in self._agent.poll():
             self._handle(COORDINATOR, message, now)
@@ -242,16 +176,14 @@ class Coordinator:
             self._every_second(now)
 
         # Time passing is an event as well. Then carry out all commands issued in this turn.
-        self._machine.tick(now)
-        for command in self._machine.take():
+        self._state_machine.tick(now)
+        for command in self._state_machine.take():
             self._carry_out(command)
 
-    def _is_superseded(self, check: bool) -> bool:
-        """Return whether another node has taken over. `check`: look at the disk now, which may take a while."""
-        if self._term is not None:
-            self._superseded |= self._watch.superseded or (check and self._term.superseded())
-
-        return self._superseded
+    def _look_for_successor(self) -> None:
+        """Look at the disk now, which may take a while, and not only once a second, as the thread does."""
+        if self._held_term is not None:
+            self._superseded = self._superseded or self._held_term.superseded()
 
     def _report_stranger(self, sighting: Sighting, where: str) -> None:
         """Print the first stranger of each kind. Nothing the stranger sent is printed."""
@@ -263,7 +195,7 @@ class Coordinator:
         """Exchange heartbeats and check for hangs."""
         self._handle(COORDINATOR, self._agent.node_beat(), now)
         self._send_to_nodes(self.state)
-        self._machine.check_for_hangs(now)
+        self._state_machine.check_for_hangs(now)
 
     def _poll_folder(self, now: float) -> None:
         """Act on what the thread has found in the run folder."""
@@ -280,7 +212,7 @@ class Coordinator:
         while watch.resize_requests:
             text = watch.resize_requests.popleft()
             if text.isascii() and text.isdigit():
-                self._machine.resize(int(text), now)
+                self._state_machine.resize_requested(int(text), now)
             else:
                 say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
 
@@ -288,23 +220,23 @@ class Coordinator:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
         match message:
             case ConnectionLost():
-                self._machine.gone(node, f"vanished: {message}", now)
+                self._state_machine.node_lost(node, f"vanished: {message}", now)
             case Hello():
                 self._admit(node, message, now)
-            case _ if node in self._machine.cluster.nodes:
-                try:
-                    self._handle(node, message, now)
-                except (ValueError, TypeError, KeyError) as error:
-                    self._hub.drop(node)
-                    self._machine.gone(node, f"was dropped: it sent an invalid message ({error!r})", now)
-            case _:
+            case _ if node not in self._state_machine.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
+            case _ if problem := self._state_machine.attempt.problem_with(message, node):
+                self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
+            case _:
+                self._handle(node, message, now)
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
         # The node reconnected, under a new number, before we noticed that its old connection was dead.
-        if self._term and hello.term == self._term.info.term and hello.number in self._machine.cluster.nodes:
-            self._machine.gone(hello.number, "has lost its connection and made a new one", now)
+        held_term = self._held_term
+        assert held_term is not None, "on one machine no node can join"
+        if hello.term == held_term.term.number and hello.number in self._state_machine.cluster.nodes:
+            self._state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
 
         join = f"--join {self._job.join}"
         same = "run the same command on every node"
@@ -312,7 +244,7 @@ class Coordinator:
 
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
-        elif self._machine.cluster.full:
+        elif self._state_machine.cluster.full:
             answer = Refused(
                 f"{join}: no more nodes can join",
                 f"the job has its {self._job.nnodes.most} nodes already",
@@ -321,31 +253,31 @@ class Coordinator:
         elif not 1 <= nproc.least <= nproc.initial <= nproc.most <= MAX_RANKS:
             answer = Refused(f"{join}: impossible number of ranks", f"{nproc}, beginning with {nproc.initial}", same)
         else:
-            term = self._term.info.term if self._term else 0
-            answer = Welcome(str(self._job.run_dir), self._job.decided, self._job.resume_command, node, term)
+            run_dir, decided = str(self._job.run_dir), self._job.decided
+            answer = Welcome(run_dir, decided, self._job.resume_command, node, held_term.term)
 
         # A refused node prints the reason and ends, which closes the connection.
         self._hub.send(node, answer)
         if isinstance(answer, Welcome):
-            self._machine.joined(Node(node, hello.host, nproc), now)
+            self._state_machine.node_joined(Node(node, hello.host, nproc), now)
             self._hub.send(node, self.state)
 
     def _handle(self, node: int, message: Message, now: float) -> None:
         match message:
-            case Exited():
-                self._machine.exited(message, now)
+            case RankExited():
+                self._state_machine.rank_exited(message, now)
             case RanksGone():
-                self._machine.ranks_gone(node, message.attempt, now)
+                self._state_machine.ranks_gone(node, message.attempt, now)
             case ZygoteLost():
-                self._machine.zygote_lost(node, message, now)
+                self._state_machine.zygote_lost(node, message, now)
             case Stacks():
-                self._machine.stacks(node, message, now)
+                self._state_machine.stacks_received(node, message, now)
             case NodeBeat():
-                self._machine.beat_received(node, message, now)
+                self._state_machine.beat_received(node, message, now)
             case SignalReceived():
-                self._machine.preempt_requested(message.signal, now)
+                self._state_machine.preempt_requested(message.signal, now)
             case _:
-                raise ValueError(f"{type(message).__name__} is not for the coordinator")
+                raise AssertionError(f"{type(message).__name__} is not for the coordinator")
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -353,7 +285,7 @@ class Coordinator:
                 self._start_attempt(command)
             case Send():
                 self._send(command.node, command.message)
-            case Drop():
+            case DropNode():
                 self._hub.drop(command.node)
             case LogEvent():
                 append_event(self._job.run_dir, command.event)
@@ -372,7 +304,8 @@ class Coordinator:
         Each attempt has a store of its own, so that no rank finds addresses of an earlier attempt: on one node a file,
         on several nodes a server in this process, which listens before any rank starts.
         """
-        if self._is_superseded(check=True):
+        self._look_for_successor()
+        if self._superseded:
             return
 
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
@@ -425,5 +358,5 @@ class Coordinator:
 
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all nodes but this one, to which the hub has no connection."""
-        for node in self._machine.cluster.nodes:
+        for node in self._state_machine.cluster.nodes:
             self._hub.send(node, message)

@@ -1,7 +1,7 @@
 """Failures of ranks: the failure record that a failing rank writes, and what is known of a rank that wrote none.
 
 Failure records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the
-root cause among the failures, so that the user sees the error that came first and not its consequences.
+root failure, so that the user sees the error that came first and not its consequences.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class RankExit:
         return self.code in CLEAN and self.failure is None
 
     @property
-    def is_cause(self) -> bool:
+    def is_root(self) -> bool:
         """Whether this exit cannot be the consequence of another rank's exit.
 
         That holds for ranks killed by a signal, and for ranks that exited without an exception, because a rank that
@@ -230,10 +230,10 @@ class RankExit:
     @property
     def is_complaint(self) -> bool:
         """Whether this rank failed only because another rank is gone."""
-        return not self.is_cause and self.failure is not None and self.failure.is_complaint
+        return not self.is_root and self.failure is not None and self.failure.is_complaint
 
 
-def pick_cause(exits: dict[int, RankExit]) -> Failure | None:
+def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
     A rank that was killed, or exited without a record, comes first, then a rank that failed by itself, then a complaint
@@ -241,7 +241,7 @@ def pick_cause(exits: dict[int, RankExit]) -> Failure | None:
     complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
-        (not rank_exit.is_cause, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
+        (not rank_exit.is_root, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
         for rank, rank_exit in exits.items()
         if rank_exit.failure is not None
     ]
@@ -282,7 +282,7 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     except ValueError:
         failure = _without_record(rank, code, noticed, log)
 
-    # A failure of another rank, which this rank noticed: `Attempt.root_cause` fills in where that rank was.
+    # A failure of another rank, which this rank noticed: `Attempt.root_failure` fills in where that rank was.
     if failure.rank != rank.number:
         return RankExit(code, replace(failure, host=""))
 
@@ -315,7 +315,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
         case "SIGKILL":
             message = "killed; cannot tell whether by the kernel's OOM killer"
         case "SIGBUS":
-            # The usual cause is a full /dev/shm, through which loader processes share batches.
+            # The usual cause is a full /dev/shm, through which worker processes share batches.
             free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
             message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
         case "SIGSEGV":
@@ -328,7 +328,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
             message = "killed by this signal"
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
-    # crash was most likely in the main thread, so threads of loaders and of torch are left out.
+    # crash was most likely in the main thread, so threads of torch are left out.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import re
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError
 from lockstep.runtime.machine import available_cores, visible_gpus
 
 # Modules that every rank needs. They are imported once, in the process that all ranks are forked from.
@@ -31,8 +29,8 @@ PRELOAD = (
 # Environment variable: what to type to resume the job, if it is not the command of this process.
 RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
 
-# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
-SETTLE_S = 3.0
+# The coordinating node's number. The others get theirs, from 1 on, in the order in which they join.
+COORDINATOR = 0
 
 # The source of a setting that one node chooses for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
@@ -114,82 +112,6 @@ def _plain(values: Any) -> Any:
     return json.loads(json.dumps(values, default=str))
 
 
-# ---- nodes ----
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the job. The coordinating node has number 0; `nproc` bounds the ranks that it can run."""
-
-    number: int
-    host: str
-    nproc: Bounds
-
-
-class Cluster:
-    """The nodes of the job now, and how many ranks each should run in the next attempt."""
-
-    def __init__(self, bounds: Bounds, now: float):
-        self.bounds = bounds  # --nnodes
-        self.nodes: dict[int, Node] = {}
-
-        # Node -> ranks of the next attempt.
-        self.wanted: dict[int, int] = {}
-
-        # When a node last joined or left.
-        self._changed = now
-
-    def add(self, node: Node, now: float) -> None:
-        self.nodes[node.number] = node
-        self.wanted[node.number] = node.nproc.initial
-        self._changed = now
-
-    def remove(self, number: int, now: float) -> None:
-        del self.nodes[number]
-        del self.wanted[number]
-        self._changed = now
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.wanted.values())
-
-    @property
-    def full(self) -> bool:
-        return len(self.nodes) >= self.bounds.most
-
-    @property
-    def too_few(self) -> str | None:
-        """Why the nodes are too few; None if they are enough."""
-        needed = self.bounds.least
-        return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
-
-    def ready(self, now: float) -> bool:
-        """Return whether an attempt can start: the cluster is full, or large enough and unchanged for a while."""
-        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
-
-    @property
-    def rank_bounds(self) -> Bounds:
-        nodes = self.nodes.values()
-        return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
-
-    def resize(self, ranks: int) -> None:
-        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
-
-    def shrink(self, number: int) -> None:
-        if number in self.nodes and self.wanted[number] > self.nodes[number].nproc.least:
-            self.wanted[number] -= 1
-
-
-def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
-    """Divide this many ranks over the nodes, as evenly as their bounds allow."""
-    shares = {number: allowed.least for number, allowed in bounds.items()}
-    for _ in range(ranks - sum(shares.values())):
-        room = [number for number, allowed in bounds.items() if shares[number] < allowed.most]
-        shares[min(room, key=lambda number: shares[number])] += 1
-
-    return shares
-
-
 # ---- the command line ----
 
 
@@ -260,14 +182,3 @@ def parse_address(asked: str) -> tuple[str, int]:
             )
 
     return host, int(port)
-
-
-def append_event(run_dir: Path, event: dict[str, Any]) -> None:
-    # A full disk must not end the launcher in the middle of a restart: better to lose the event.
-    with suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-
-        # A line is written in one call, because ranks append to the same file. They create it with the same mode.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        with os.fdopen(os.open(run_dir / "events.jsonl", flags, 0o644), "ab", buffering=0) as file:
-            file.write(json.dumps({"time": time.time(), **event}, allow_nan=False).encode() + b"\n")

@@ -22,6 +22,7 @@ import yaml
 from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
+from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
@@ -67,10 +68,10 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
         )
 
     # Under torchrun a restart must choose the same name again.
-    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return Path("runs") / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    if (torchrun_id := os.environ.get(TORCHRUN_ID, "none")) != "none":
+        return Path("runs") / f"{name}-{torchrun_id}"
 
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    if int(os.environ.get(TORCHRUN_RESTARTS, "0")):
         raise UserError(
             "a run that torchrun has restarted cannot be resumed without run_dir",
             "the default folder has a new name every time",

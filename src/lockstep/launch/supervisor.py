@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import Job
-from lockstep.launch.node_launcher import NodeLauncher
+from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.run_dir import hold, remove_old_requests
 from lockstep.launch.wire.messages import JobEnd
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler

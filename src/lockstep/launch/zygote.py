@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import records, worker
+from lockstep.launch import rank_process
 from lockstep.launch.failure import PREEMPTED
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.launch.wire.lines import LineReader
+from lockstep.runtime.environments.launcher import FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 
 # How long the zygote's imports may take, from a slow shared disk, and how long a fork may take.
@@ -59,12 +60,10 @@ class Zygote:
         self._unanswered = 0
         self._since = time.monotonic()
 
-        # The beginning of a line whose rest has not arrived.
-        self._unread = b""
-
         # The timeout is for writing a request, because a suspended zygote reads nothing.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
+        self._reports = LineReader(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 # -P: a file in the working folder must not replace a standard module of the same name.
@@ -105,17 +104,9 @@ class Zygote:
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
-        # Read everything that has arrived; no data means that the process ended.
-        while self.alive and records.wait_readable([self._socket], 0.0):
-            data = b""
-            with contextlib.suppress(OSError):
-                data = self._socket.recv(65536)
-
-            self.alive = bool(data)
-            self._unread += data
-
-        *lines, self._unread = self._unread.split(b"\n")
-        reports = [json.loads(line) for line in lines]
+        # If nothing more will arrive, the process has ended.
+        reports = [json.loads(line) for line in self._reports.read()] if self.alive else []
+        self.alive = self.alive and not self._reports.ended
 
         # Its first line only says that the imports are done; requests can be sent from now on.
         if not self.ready and reports:
@@ -259,7 +250,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """Report the ranks that ended and kill their loader processes."""
+    """Report the ranks that ended and kill their worker processes."""
     while children:
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -278,7 +269,7 @@ def _close(fds: list[int]) -> None:
 
 
 def kill_rank(pid: int) -> None:
-    """Kill a rank and its loader processes, which are in its process group."""
+    """Kill a rank and its worker processes, which are in its process group."""
     # A rank that was just forked does not lead a process group yet, so the process itself is killed as well.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
@@ -290,7 +281,7 @@ def kill_rank(pid: int) -> None:
 
 def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
     try:
-        # A separate process group: a signal to it reaches the rank's loader processes and no other rank.
+        # A separate process group: a signal to it reaches the rank's worker processes and no other rank.
         os.setsid()
 
         # Until the engine handles preemption there is nothing to save, so these signals end the process.
@@ -312,7 +303,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
 
         # Signals that were sent in the meantime are delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
-        worker.main(request["spec"], work, lifeline=fds[0])
+        rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
         traceback.print_exc()
 

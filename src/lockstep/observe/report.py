@@ -35,7 +35,7 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
-from lockstep.observe.sinks.jsonl import read_jsonl
+from lockstep.observe.sinks import read_jsonl
 
 Record = dict[str, Any]
 

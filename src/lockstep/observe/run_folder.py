@@ -28,13 +28,10 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.heartbeat import ATTEMPT
+from lockstep.runtime.environments.launcher import ATTEMPT, TORCHRUN_RESTARTS, from_launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Variables in which our launcher and torchrun count the restarts of this run.
-ATTEMPTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass
@@ -89,7 +86,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
 
 
 def _open(config: RunConfig, name: str) -> RunFolder:
-    attempt = max(int(os.environ.get(key, 0)) for key in ATTEMPTS)
+    attempt = int(from_launcher(ATTEMPT) or os.environ.get(TORCHRUN_RESTARTS, 0))
     shown = choose_run_dir(config.run_dir, config.resume, name)
 
     # The user's code may change the working folder.

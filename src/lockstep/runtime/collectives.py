@@ -39,14 +39,11 @@ class Collectives:
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
         """Show the launcher where this rank waits for the others."""
-        # The phase is restored afterwards, so that the time of a collective is not counted as time of its caller. There
-        # is no `finally`: after an error the heartbeat still shows the launcher in which collective this rank failed.
-        before = self.heartbeat.phase
-        self.heartbeat.beat("collective")
-        self.heartbeat.set_detail(collective)
-        yield
-        self.heartbeat.set_detail("")
-        self.heartbeat.beat(before)
+        # The phase is restored afterwards, so that the time of a collective is not counted as time of its caller.
+        with self.heartbeat.visit("collective"):
+            self.heartbeat.set_detail(collective)
+            yield
+            self.heartbeat.set_detail("")
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code."""

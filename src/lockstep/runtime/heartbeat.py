@@ -10,16 +10,12 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Environment variable: the folder that a rank shares with its launcher, for heartbeats, failure records, stacks and
-# settings.
-FOLDER = "LOCKSTEP_FOLDER"
-
-# Environment variable: the number of the rank's attempt, counted from 0.
-ATTEMPT = "LOCKSTEP_ATTEMPT"
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Heartbeat:
     @classmethod
     def from_env(cls, rank: int) -> Heartbeat:
         """Return a heartbeat that the launcher reads, if there is a launcher."""
-        folder = os.environ.get(FOLDER)
+        folder = from_launcher(FOLDER)
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -120,6 +116,15 @@ class Heartbeat:
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
+
+    @contextmanager
+    def visit(self, phase: str, step: int | None = None) -> Iterator[None]:
+        """Enter `phase` for the duration of a block, and then return to the phase before it."""
+        # There is no `finally`: after an error the heartbeat still shows the launcher in which phase this rank failed.
+        before = self.phase
+        self.beat(phase, step)
+        yield
+        self.beat(before)
 
     def set_detail(self, text: str) -> None:
         """Set the detail of the phase: the name of a collective, for example."""
@@ -148,7 +153,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
     A rank that will not take part in this exchange calls it. Without a launcher there are no heartbeat files, and the
     answer is False.
     """
-    folder = os.environ.get(FOLDER)
+    folder = from_launcher(FOLDER)
     views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
     return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import Preempted
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 
 # Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -130,7 +130,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     Under our launcher a rank does not handle Ctrl-C: the launcher receives it and sends SIGTERM to the ranks. The
     launcher also kills ranks that do not react.
     """
-    launched = FOLDER in os.environ
+    launched = from_launcher(FOLDER) is not None
     notice = PreemptionNotice(waits=launched)
     with (
         signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else PREEMPT_SIGNALS),

@@ -176,9 +176,9 @@ class RecordedRun(Run):
         self._steps.append({"micros": self._micros, "settings": settings})
         super().end_step(batches, result)
 
-    def maintain(self, repeat_evaluation: bool = False) -> None:
+    def maintain(self, evaluation_due: bool = False) -> None:
         self.model_setup.guard.check_structure()  # after every step, before a checkpoint fails for that reason
-        super().maintain(repeat_evaluation)
+        super().maintain(evaluation_due)
 
     def end_training(self) -> None:
         """Do nothing: a trial needs no weights."""

@@ -19,8 +19,7 @@ from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.records import wait_readable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.environments.torchrun import OF_ONE_JOB, STORE_FILE
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
 from lockstep.verify.trials import Trial

@@ -14,9 +14,9 @@ import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
 from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
 
@@ -35,17 +35,17 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> list[Slice]:
+def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, LocalShard]:
     """Return the rank's rows of each tensor; a tensor without rows belongs to rank 0."""
-    mine = []
+    mine = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 0:
             if rank == 0:
-                mine.append(Slice.full(name, tensor))
+                mine[name] = shard_of(tensor)
             continue
         bounds = [tensor.shape[0] * r // size for r in range(size + 1)]
         offset = (bounds[rank], *(0,) * (tensor.dim() - 1))
-        mine.append(Slice(name, tensor[bounds[rank] : bounds[rank + 1]], tuple(tensor.shape), offset))
+        mine[name] = LocalShard(tensor[bounds[rank] : bounds[rank + 1]], tuple(tensor.shape), offset)
     return mine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ class StoreContract:
             buffer = bytearray(2)
             assert file.readinto(buffer) == 2
             assert buffer == b"de"
+
+    def test_the_memory_of_a_chunk_may_change_after_the_write(self, store: Store) -> None:
+        data = bytearray(b"abc")
+        store.write("folder/file", [memoryview(data)])
+        data[:] = b"xyz"
+        assert store.open("folder/file").read() == b"abc"
+
+    def test_an_exception_instead_of_a_chunk_reaches_the_caller(self, store: Store) -> None:
+        def chunks() -> Iterator[memoryview]:
+            yield memoryview(b"abc")
+            raise RuntimeError("abandoned")
+
+        with pytest.raises(RuntimeError, match="abandoned"):
+            store.write("folder/file", chunks())
 
     def test_missing_files_are_file_not_found(self, store: Store) -> None:
         for key in ("file", "folder/file"):

@@ -21,7 +21,17 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.format import file_name, find_problems
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged, File, Manifest, Piece, TensorEntry, decode, encode, read_manifest
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    File,
+    Manifest,
+    Piece,
+    TensorEntry,
+    WrongFormat,
+    decode,
+    encode,
+    read_manifest,
+)
 from lockstep.checkpoint.storage import Checkpoint, FileStore
 from lockstep.errors import UserError
 
@@ -82,8 +92,8 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
     found, loaded = load(root)
     assert found.manifest.step == 10
     assert same(loaded, state(10))
-    assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [("step-00000020", file)]
-    assert found.damaged[0].why
+    assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [("step-00000020", file)]
+    assert found.skipped[0].why
     assert not marker.exists()
 
 
@@ -96,22 +106,22 @@ def test_a_manifest_of_another_step_is_damaged(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert (found.damaged[0].file, found.damaged[0].why[:21]) == ("manifest.json", "belongs to step 10: t")
+    assert (found.skipped[0].file, found.skipped[0].why[:21]) == ("manifest.json", "belongs to step 10: t")
 
 
 def test_every_bad_file_is_named(root):
     for file in (file_name(0), file_name(1)):
         (root / "step-00000020" / file).write_bytes(b"")
     found, _ = load(root)
-    assert found.damaged[0].file == file_name(0)
-    assert file_name(1) in found.damaged[0].why
+    assert found.skipped[0].file == file_name(0)
+    assert file_name(1) in found.skipped[0].why
 
 
 def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
     shutil.copytree(root / "step-00000010", root / "step-99999999")
     found, _ = load(root)
     assert found.checkpoint.name == "step-00000020"
-    assert [str(damaged) for damaged in found.damaged] == [
+    assert [str(damaged) for damaged in found.skipped] == [
         "step-99999999/manifest.json: belongs to step 10: the folder was renamed, or is a copy"
     ]
 
@@ -134,7 +144,7 @@ def test_a_manifest_that_cannot_be_read_to_its_end_is_damaged(root, how):
             os.truncate(path, 2**40)  # it has no blocks on the disk
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert re.match("cannot be read: not a regular file|more than", found.damaged[0].why)
+    assert re.match("cannot be read: not a regular file|more than", found.skipped[0].why)
 
 
 def test_nobody_looks_at_thousands_of_damaged_checkpoints(root):
@@ -165,6 +175,50 @@ def test_exactly_one_checkpoint_can_be_asked_for(root):
         find(FileStore(root), 0, 1, alone, "step-00000011")
 
 
+def other_format(root: Path, step: int, version: int) -> None:
+    """Replace a manifest by one of another version of Lockstep, whose other fields may have any names."""
+    (root / f"step-{step:08}" / "manifest.json").write_text(json.dumps({"format": version, "contents": {}}))
+
+
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, age):
+    other_format(root, 20, version)
+    found, loaded = load(root)
+    assert same(loaded, state(10))
+    [skipped] = found.skipped
+    assert isinstance(skipped, WrongFormat)
+    assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
+
+    with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
+        find(FileStore(root), 0, 1, alone, "step-00000020")
+    other_format(root, 10, version)
+    with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
+        load(root)
+    (root / "step-00000010" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged or was written by another version"):
+        load(root)
+
+
+def test_damage_on_one_rank_is_damage_whatever_the_format(root):
+    def seen_by(rank, gather):
+        if rank == 1:  # its disk fails
+            gather_all = gather
+
+            def gather(value):
+                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], list):
+                    value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
+                return gather_all(value)
+
+        return find(FileStore(root), rank, 2, gather)
+
+    other_format(root, 20, 1)
+    for found in together(2, seen_by):
+        [skipped] = found.skipped
+        assert isinstance(skipped, Damaged)
+        assert "cannot be read" in skipped.why
+        assert "an older version" in skipped.why
+
+
 def test_no_checkpoint_at_all_is_none(tmp_path):
     assert find(FileStore(tmp_path / "checkpoints"), 0, 1, alone) is None
 
@@ -179,7 +233,7 @@ def test_all_ranks_come_to_the_same_answer(root, size):
     answers = together(size, lambda rank, gather: find(FileStore(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
-        assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [
+        assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
             ("step-00000020", file_name(1))
         ]
 
@@ -241,7 +295,7 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
         assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
     else:
-        assert found.damaged[0].file == file
+        assert found.skipped[0].file == file
         assert same(loaded, state(10))
     shutil.rmtree(root)
 
@@ -374,7 +428,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     [
         (b'{"format": NaN, "digest": "", "content": {}}', "NaN is not JSON"),
         (b'{"format": 1, "format": 1, "digest": "", "content": {}}', "a key occurs twice"),
-        (b'{"format": 3, "digest": "", "content": {}}', "format 3; this version"),
+        (b'{"format": true, "digest": "", "content": {}}', "format is not a count"),
         (b"[" * 100_000, "recursion|nested"),
         (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
         (b"\xff", "decode"),

@@ -70,7 +70,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
             if not known:
                 continue
             found, loaded = load(root)
-            assert found.damaged == []  # a kill damages nothing that was committed
+            assert found.skipped == []  # a kill damages nothing that was committed
             assert found.manifest.step >= newest
             assert found.manifest.values == {"step": found.manifest.step}
             assert same(loaded, state(found.manifest.step))
@@ -103,7 +103,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
     subprocess.run([sys.executable, "-c", script, str(HERE), str(tmp_path)], check=True)
     for phase, step in [("write", 1), ("rename", 1), ("latest", 2), ("committed", 2)]:
         found, loaded = load(tmp_path / phase)
-        assert (found.manifest.step, found.damaged) == (step, [])
+        assert (found.manifest.step, found.skipped) == (step, [])
         assert same(loaded, state(step))
     assert latest_step(tmp_path / "latest") == 1  # no reader trusts it, so this does no harm
     assert latest_step(tmp_path / "committed") == 2

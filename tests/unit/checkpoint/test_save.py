@@ -16,6 +16,7 @@ import torch
 from checkpoints import TOKEN, commit, end, load, same, savers, shard, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from rich.filesize import decimal
 from safetensors import safe_open
 
@@ -24,10 +25,10 @@ from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import MANIFEST, from_json, read_manifest, to_json
-from lockstep.checkpoint.snapshot import Slice
 from lockstep.checkpoint.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, FileStore, MemoryStore, Retention, Store, clean
+from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
 from lockstep.errors import UserError
+from lockstep.runtime.layout import LocalShard, shard_of
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -96,7 +97,7 @@ def test_names_are_free(store):
 def test_a_tensor_that_cannot_be_saved_is_named(store, bad):
     [saver] = savers(store)
     with pytest.raises(UserError, match=r"'model\.spectrum'"):
-        saver.save(1, [Slice.full("model.spectrum", bad)], {}, {})
+        saver.save(1, {"model.spectrum": shard_of(bad)}, {}, {})
 
 
 def test_values_come_back_with_what_json_cannot_hold(store):
@@ -203,7 +204,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
-        saver.save(1, [Slice("x", whole.narrow(axis, low, high - low), shape, offset)], {}, {})
+        saver.save(1, {"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}, {}, {})
     assert team[0].take_ended()[0].checkpoint
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
@@ -227,7 +228,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
     [saver] = savers(store)
     tensors = {"on gpu": torch.randn(3_000_001, device="cuda"), "on cpu": torch.randn(5)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    saver.save(1, [Slice.full(name, tensor) for name, tensor in tensors.items()], {}, {})
+    saver.save(1, {name: shard_of(tensor) for name, tensor in tensors.items()}, {}, {})
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
@@ -241,7 +242,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
 def test_ranks_that_write_the_same_rows_do_not_commit(store):
     team = savers(store, 2)
     for saver in team:
-        saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
+        saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
     reports = end(team)
     assert not reports[0].checkpoint
     assert "do not add up to the full tensor" in reports[0].error
@@ -309,7 +310,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(FileStore, "write", write)
-    saver.save(1, [Slice.full("x", torch.ones(3))], {}, {})
+    saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
     [report] = saver.take_ended()
     assert report.caused_elsewhere
     assert "the staged folder is gone" in report.error
@@ -322,21 +323,21 @@ def test_a_real_disk_that_is_full(tmp_path):
         pytest.skip("mounting a small disk needs root")
     try:
         [saver] = savers(disk / "checkpoints")
-        saver.save(1, [Slice.full("x", torch.ones(300_000))], {}, {})
+        saver.save(1, {"x": shard_of(torch.ones(300_000))}, {}, {})
         assert saver.take_ended()[0].checkpoint
         (disk / "ballast").write_bytes(bytes(1 << 20))
-        saver.save(2, [Slice.full("x", torch.ones(300_000))], {}, {})
+        saver.save(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
             patch.setattr(FileStore, "free_bytes", lambda self: 1 << 40)
-            saver.save(3, [Slice.full("x", torch.ones(300_000))], {}, {})
+            saver.save(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
             [late] = saver.take_ended()
         for report in (early, late):
             assert not report.checkpoint
             assert "no space left" in report.error
         assert folders(FileStore(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
-        saver.save(4, [Slice.full("x", torch.full((300_000,), 4.0))], {}, {})
+        saver.save(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
         assert saver.take_ended()[0].checkpoint
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -454,7 +455,7 @@ def test_what_a_bad_disk_does_can_be_injected(store, monkeypatch, how):
     monkeypatch.undo()
     found, loaded = load(store)
     assert same(loaded, state(1))
-    assert [damaged.file for damaged in found.damaged] == [file_name(0)]
+    assert [problem.file for problem in found.skipped] == [file_name(0)]
 
 
 def test_old_ones_are_deleted_only_after_the_new_one_is_committed(store, monkeypatch):
@@ -474,8 +475,8 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(store, monkeyp
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
-    team[0].save(1, [Slice.full("x", torch.ones(2))], {}, {})
-    team[1].save(1, [], {}, {})
+    team[0].save(1, {"x": shard_of(torch.ones(2))}, {}, {})
+    team[1].save(1, {}, {}, {})
     assert end(team)[0].checkpoint
     with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []

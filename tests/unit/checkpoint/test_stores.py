@@ -12,6 +12,7 @@ import torch
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from store_contract import StoreContract, put
 
 from lockstep.checkpoint import storage
@@ -20,7 +21,6 @@ from lockstep.checkpoint.storage import (
     PAGE,
     Checkpoint,
     FileStore,
-    MemoryStore,
     Retention,
     Store,
     committed,

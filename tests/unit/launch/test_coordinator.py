@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch import coordinator as module
-from lockstep.launch import election
-from lockstep.launch.coordinator import Coordinator, FolderWatch
+from lockstep.launch import folder_watch
+from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.nodes import election
 from lockstep.launch.wire.messages import NodeBeat
 
 ADDRESS = "127.0.0.1:29400"
@@ -41,10 +43,10 @@ class IdleAgent(SimpleNamespace):
 def started(tmp_path):
     """Return a function that makes a coordinator; the job needs two nodes, so that nothing starts."""
 
-    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.Term]:
+    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.HeldTerm]:
         term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
         job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS)
-        return Coordinator(job, IdleAgent(orders=[]), signals, term=term), term
+        return Coordinator(job, IdleAgent(orders=[]), signals, held_term=term), term
 
     return make
 
@@ -66,7 +68,7 @@ def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
 
     monkeypatch.setattr(term, "beat", slow)
     monkeypatch.setattr(coordinator, "_turn", turn)
-    monkeypatch.setattr(module, "FOLDER_WATCH_END_S", 0.0)
+    monkeypatch.setattr(folder_watch, "END_S", 0.0)
     try:
         assert coordinator.run() == module.JobEnd(0)
     finally:
@@ -128,7 +130,7 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.last_turn -= module.LOST_AFTER_S + 1
+    coordinator._watch.last_turn -= folder_watch.LOST_AFTER_S + 1
     coordinator._watch.look()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._turn()

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import OutOfStep
 from lockstep.launch import failure, records
-from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, pick_cause, record
+from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, pick_root, record
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -35,7 +35,7 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     silent = RankExit(3, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
-    assert pick_cause({0: RankExit(1, complaint), 1: silent}).rank == 1
+    assert pick_root({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
 def test_records_survive_the_round_trip(tmp_path):
@@ -71,7 +71,7 @@ def test_half_a_record_is_none(local_rank):
 
 def test_the_earlier_of_two_errors_is_the_cause(tmp_path):
     ended = {rank: RankExit(1, recorded(tmp_path, rank, ValueError(str(rank)))) for rank in (1, 0)}
-    assert pick_cause(ended).rank == 1
+    assert pick_root(ended).rank == 1
 
 
 def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
@@ -81,19 +81,19 @@ def test_a_rank_that_records_late_is_still_the_cause(tmp_path):
     ended = {0: RankExit(1, recorded(tmp_path, 0, RuntimeError("connection closed by peer")))}
     failure.stamp(cause)  # seen again on its way out: the first time counts
     ended[1] = RankExit(1, recorded(tmp_path, 1, cause))
-    assert pick_cause(ended).rank == 1
+    assert pick_root(ended).rank == 1
 
 
 def test_a_killed_rank_beats_the_complaints_of_others(tmp_path, local_rank):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
     killed = examine(local_rank, -signal.SIGKILL, time.time() + 1)
-    assert pick_cause({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
+    assert pick_root({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
 
 
 def test_an_abort_after_a_record_is_a_consequence(tmp_path, local_rank):
     cause = RankExit(1, recorded(tmp_path, 0, ValueError("the real cause")))
-    assert pick_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
-    assert pick_cause({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
+    assert pick_root({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
+    assert pick_root({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
 # What gloo says, word for word, in a rank whose peer aborted.
@@ -106,20 +106,20 @@ def test_a_rank_that_aborts_beats_the_complaints_of_others(tmp_path, local_rank)
     """The complaint comes first: the kernel closes the connections of a process before its parent can reap it."""
     complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
     local_rank.log.write_text("free(): invalid pointer\n")
-    found = pick_cause({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
+    found = pick_root({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
     assert (found.rank, found.message) == (1, "native code aborted: free(): invalid pointer")
 
 
 def test_an_exception_of_its_own_beats_an_earlier_complaint(tmp_path):
     complaint = RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET)))
     own = RankExit(1, recorded(tmp_path, 1, ConnectionResetError("Connection reset by peer")))  # its own server's
-    assert pick_cause({0: complaint, 1: own}).rank == 1
+    assert pick_root({0: complaint, 1: own}).rank == 1
 
 
 def test_an_abort_over_a_lost_peer_is_a_complaint(tmp_path, local_rank):
     local_rank.log.write_text(f"terminate called after throwing an instance of 'X'\n  what():  {RESET}\n")
     aborted = examine(local_rank, -signal.SIGABRT, time.time() - 60)
-    assert pick_cause({0: RankExit(1, recorded(tmp_path, 0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
+    assert pick_root({0: RankExit(1, recorded(tmp_path, 0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
 
 
 def test_a_crash_comes_with_its_last_lines_too(local_rank):
@@ -138,7 +138,7 @@ def test_warnings_of_torch_are_no_last_words(local_rank):
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(tmp_path, local_rank):
     left = examine(local_rank, 0, time.time() + 1)
     assert not left.clean
-    found = pick_cause({0: RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET))), 1: left})
+    found = pick_root({0: RankExit(1, recorded(tmp_path, 0, RuntimeError(RESET))), 1: left})
     assert (found.rank, found.kind) == (1, "exit")
     assert "ended with code 0 before its work was done" in found.message
 
@@ -147,7 +147,7 @@ def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(tmp_path, local_ran
 def test_finished_and_preempted_are_no_failures(local_rank, code):
     failure.note_end(local_rank.folder, 1)
     assert examine(local_rank, code, WHEN) == RankExit(code)
-    assert pick_cause({1: RankExit(code)}) is None
+    assert pick_root({1: RankExit(code)}) is None
 
 
 def test_the_text_names_rank_step_phase_and_cause(local_rank):
@@ -180,7 +180,7 @@ def test_a_traceback_is_better_than_a_log(tmp_path):
 
 
 TRACEBACK = """Traceback (most recent call last):
-  File "{package}/launch/worker.py", line 49, in main
+  File "{package}/launch/rank_process.py", line 49, in main
     work(spec)
   File "{package}/engine/loop.py", line 55, in fit
     result = run.stepper.step(batches, task.loss)

@@ -1,14 +1,12 @@
 """Counts, addresses, and what nodes must agree on."""
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.job import Bounds, Job, append_event, parse_address, parse_nnodes, parse_nproc
+from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.run_dir import latest_step
 from lockstep.runtime.machine import visible_gpus
 
@@ -82,27 +80,3 @@ def test_the_newest_checkpoint_is_read_from_a_text_file(tmp_path, text, step):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text(text)
     assert latest_step(tmp_path / "checkpoints") == step
-
-
-def test_events_are_appended_line_by_line(tmp_path):
-    append_event(tmp_path / "run", {"event": "failure", "rank": 1})
-    append_event(tmp_path / "run", {"event": "restart"})
-    first, second = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    assert json.loads(first)["rank"] == 1
-    assert json.loads(second).keys() == {"time", "event"}
-    assert os.listdir(tmp_path / "run") == ["events.jsonl"]
-
-
-def test_an_event_that_cannot_be_written_is_dropped(tmp_path):
-    (tmp_path / "run").touch()
-    append_event(tmp_path / "run", {"event": "restart"})
-    assert (tmp_path / "run").read_text() == ""
-
-
-def test_nobody_else_may_write_events(tmp_path):
-    before = os.umask(0)
-    try:
-        append_event(tmp_path / "run", {"event": "restart"})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "run" / "events.jsonl").stat().st_mode & 0o777 == 0o644

@@ -16,15 +16,15 @@ from lockstep.config import RunConfig
 from lockstep.config.schema import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
+from lockstep.launch.decisions.restarts import Restarts, Settings
 from lockstep.launch.failure import SMALLER, Failure, record
-from lockstep.launch.state_machine import Restarts, Settings
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
 from lockstep.parallel.driver import RankRole
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER
 
 GIB = 2**30
 TORCH_SAYS = (
@@ -233,11 +233,13 @@ def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dro
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
         for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
             assert restarts.refusal(failure, progress=False, settings=settings, now=0.0) is None
-        assert not restarts.note(failure, (0, 1), None, 0.0)
+        restarts.count(failure, ("here", 1), None, 0.0)
+        assert not restarts.keeps_failing(failure)
     killed = Failure(1, "here", 0.0, "SIGKILL", "from outside")
     assert restarts.refusal(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
-    assert restarts.note(killed, (0, 1), None, 0.0) is False
-    assert len(restarts.recent) == 1  # the others did not count
+    restarts.count(killed, ("here", 1), None, 0.0)
+    assert not restarts.keeps_failing(killed)
+    assert restarts.budget(killed, Settings(), 0.0) == "restart 1 of 10 in an hour"  # the others did not count
     usual = Failure(1, "here", 0.0, "ValueError", "again")
     assert restarts.refusal(usual, progress=False, settings=Settings(), now=0.0) is not None
 

@@ -10,7 +10,9 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.runtime.environments import READERS, detect
+from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, TERM_FILE, from_launcher
 from lockstep.runtime.environments.slurm import FIRST_PORT, PORTS, first_host, tasks_per_node
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 from ports import free_port
 
@@ -95,6 +97,22 @@ def test_ranks_of_torchrun_do_not_use_the_store_of_the_rank_that_started_it():
     outer = {"LOCKSTEP_STORE_FILE": "/a/store", "LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"}
     inner = World.from_env(TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"})
     assert (inner.store_file, inner.key_file, inner.store_port) == (None, None, 0)
+
+
+@pytest.mark.parametrize("name", [FOLDER, ATTEMPT, TERM_FILE])
+def test_ranks_of_torchrun_are_no_ranks_of_the_launcher_whose_rank_started_it(name):
+    """They would write their heartbeats over those of that rank, and resume because it was restarted."""
+    assert from_launcher(name, {name: "1"}) == "1"
+    assert from_launcher(name, {name: "1", "TORCHELASTIC_RUN_ID": "none"}) is None
+
+
+@pytest.mark.parametrize("inside_torchrun", [True, False])
+def test_only_a_rank_of_our_launcher_leaves_its_heartbeat_there(inside_torchrun, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    if inside_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    Heartbeat.from_env(0).beat("data")
+    assert [path.name for path in tmp_path.iterdir()] == ([] if inside_torchrun else ["heartbeat-0"])
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"MASTER_PORT": "x"}])

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import Preempted
 from lockstep.runtime import preemption
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.runtime.environments.launcher import FOLDER
 from lockstep.runtime.preemption import WORKER_NAME, handle_signals
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import listed_ranks, plural
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.hangs import flight_recorder
-from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, loaders, main_thread
+from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, main_thread, workers
 from lockstep.launch.hangs.suspicion import RankView, Suspicion
 
 # How many ranks are described in a message.
@@ -139,7 +139,7 @@ def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str])
     for rank in awaited[:MAX_RANKS_NAMED]:
         if frames := main_thread(stacks.get(rank, "")):
             lines += describe(frames, f"rank {rank} is ")
-            lines += _loaders_of(rank, suspicion, stacks)
+            lines += _workers_of(rank, suspicion, stacks)
         elif suspicion.views[rank].state == "T":
             lines.append(f"rank {rank} is suspended and cannot show its stack; SIGCONT would let it continue")
         else:
@@ -148,14 +148,14 @@ def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str])
     return lines
 
 
-def _loaders_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
-    """Return where the loader processes of a rank are, if it waits for its data."""
+def _workers_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+    """Return where the worker processes of a rank are, if it waits for its data."""
     # The first batches are read in the phase "build".
     reads = any("/lockstep/data/" in frame.file for frame in main_thread(stacks[rank]))
     if suspicion.views[rank].phase != "data" and not reads:
         return []
 
-    return [line for pid, frames in loaders(stacks[rank]).items() for line in describe(frames, f"loader {pid} is ")]
+    return [line for pid, frames in workers(stacks[rank]).items() for line in describe(frames, f"worker {pid} is ")]
 
 
 def _groups_of(

@@ -23,7 +23,7 @@ from lockstep.launch import records
 
 SIGNAL = signal.SIGUSR2
 
-# How many loader processes of a rank are asked.
+# How many worker processes of a rank are asked.
 MAX_LOADERS = 4
 
 # Lines of faulthandler's output.
@@ -31,15 +31,15 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent cal
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
 
-# Around the stacks of a loader process, in an answer of `collect`.
-_LOADER_END = "End of loader"
-_LOADER = re.compile(rf"^Loader (\d+):$(.*?)^{_LOADER_END}$", re.MULTILINE | re.DOTALL)
+# Around the stacks of a worker process, in an answer of `collect`.
+_WORKER_END = "End of worker"
+_WORKER = re.compile(rf"^Worker (\d+):$(.*?)^{_WORKER_END}$", re.MULTILINE | re.DOTALL)
 _PACKAGE = str(Path(__file__).parents[2]) + "/"
 
 # Frames that every stack has and that never explain a hang.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
-    r"|/lockstep/launch/(?:zygote|worker)\.py$"
+    r"|/lockstep/launch/(?:zygote|rank_process)\.py$"
 )
 
 
@@ -87,24 +87,24 @@ class Frame:
 def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended.
 
-    The stacks of a rank's loader processes precede the rank's own, each after a line that names the process. Loader
+    The stacks of a rank's worker processes precede the rank's own, each after a line that names the process. Worker
     processes are forked from the rank, so they answer the same signal and write to the same file.
     """
     deadline = time.monotonic() + timeout
     answers = _collect(folder, pids, deadline)
 
-    # One loader of each rank is asked at a time: two loaders that write at once would mix their lines.
-    loader_of = {rank: loader_pids(pid) for rank, pid in pids.items() if answers[rank]}
+    # One worker of each rank is asked at a time: two workers that write at once would mix their lines.
+    worker_of = {rank: worker_pids(pid) for rank, pid in pids.items() if answers[rank]}
     for number in range(MAX_LOADERS):
-        asked = {rank: found[number] for rank, found in loader_of.items() if len(found) > number}
+        asked = {rank: found[number] for rank, found in worker_of.items() if len(found) > number}
         for rank, text in _collect(folder, asked, deadline).items():
             if text:
-                answers[rank] = f"Loader {asked[rank]}:\n{text}{_LOADER_END}\n{answers[rank]}"
+                answers[rank] = f"Worker {asked[rank]}:\n{text}{_WORKER_END}\n{answers[rank]}"
 
     return answers
 
 
-def loader_pids(pid: int) -> list[int]:
+def worker_pids(pid: int) -> list[int]:
     """Return the processes that the process `pid` forked, from any of its threads."""
     children = (records.read(path) for path in sorted(Path(f"/proc/{pid}/task").glob("*/children")))
     return [int(child) for text in children for child in text.split()]
@@ -142,9 +142,9 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
 
 
-def loaders(text: str) -> dict[int, tuple[Frame, ...]]:
-    """Return the main thread's frames of each loader process in an answer of `collect`."""
-    return {int(section[1]): main_thread(section[2]) for section in _LOADER.finditer(text)}
+def workers(text: str) -> dict[int, tuple[Frame, ...]]:
+    """Return the main thread's frames of each worker process in an answer of `collect`."""
+    return {int(section[1]): main_thread(section[2]) for section in _WORKER.finditer(text)}
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:

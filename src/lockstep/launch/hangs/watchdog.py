@@ -129,7 +129,7 @@ class Watchdog:
 
         return Suspicion(reason, awaited_ranks(working), {view.rank: view for view in working}, within_limit=True)
 
-    def remark(self) -> str | None:
+    def take_remark(self) -> str | None:
         """Return, once per attempt, what to show of an inquiry that proved nothing: where the ranks are."""
         suspicion = self._suspicion
         if suspicion is None or not suspicion.within_limit or self._warned or self._moved(suspicion):
@@ -161,7 +161,11 @@ class Watchdog:
         assert suspicion is not None
 
         # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
-        if (self._moved(suspicion) and not suspicion.halted) or self.excuse(suspicion, self.stacks):
+        if self._moved(suspicion) and not suspicion.halted:
+            return None
+
+        if self.is_compiling(suspicion, self.stacks):
+            self._quiet_until = self._last_look + COMPILING_S
             return None
 
         # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
@@ -185,17 +189,12 @@ class Watchdog:
 
         return Evidence(self.stacks, findings, gil_holders(self.stacks, self.collectives))
 
-    def excuse(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
-        """Return whether a rank is compiling, which is not a hang. If so, there is no suspicion for a while.
+    def is_compiling(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
+        """Return whether a rank is compiling, which is not a hang.
 
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.
         """
         young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
         compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
-        if suspicion.halted or not compiling:
-            return False
-
-        self._quiet_until = self._last_look + COMPILING_S
-
-        return True
+        return compiling and not suspicion.halted

@@ -17,8 +17,9 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.job import parse_address
+from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
+from lockstep.launch.wire.lines import LineReader
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 
@@ -56,8 +57,8 @@ class Connection:
         self._socket = connection
         self._seal = seal
 
-        # The beginning of a message whose rest has not arrived, and bytes that the socket has not taken yet.
-        self._unread = b""
+        # The messages that arrive, and the bytes that the socket has not taken yet.
+        self._lines = LineReader(connection, LARGEST)
         self._unsent = b""
         self.last_received = now
 
@@ -65,9 +66,9 @@ class Connection:
         return self._socket.fileno()
 
     @property
-    def own_host(self) -> str:
+    def local_address(self) -> str:
         """This machine's address, as the other side sees it."""
-        return own_host(self._socket)
+        return local_address(self._socket)
 
     def send(self, message: Message) -> None:
         """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
@@ -92,43 +93,21 @@ class Connection:
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
         self._flush()
-        ended = self._read()
-
-        # A message ends with a newline; what follows the last newline is incomplete.
-        *lines, self._unread = self._unread.split(b"\n")
-        if len(self._unread) > LARGEST:
-            raise Garbled("it sent a message that is too long")
-
         try:
-            messages = [decode(self._seal.check(line + b"\n")) for line in lines]
+            messages = [decode(self._seal.check(line + b"\n")) for line in self._lines.read()]
         except (ValueError, RecursionError) as error:
             raise Garbled(f"it sent something that is not one of our messages ({error})") from error
 
         # Messages that came with the end of the connection are handled first; the next call reports the loss.
         if messages:
             self.last_received = now
-        elif ended:
-            raise ConnectionLost("the connection was closed")
+        elif self._lines.ended:
+            error = self._lines.error
+            raise _broken(error) if error else ConnectionLost("the connection was closed")
         elif now - self.last_received > LOST_AFTER_S:
             raise ConnectionLost(f"no heartbeat for {LOST_AFTER_S:.0f} s")
 
         return messages
-
-    def _read(self) -> bool:
-        """Read the bytes that have arrived. Returns whether the other side has closed the connection."""
-        try:
-            while len(self._unread) <= LARGEST:
-                data = self._socket.recv(65536)
-                if not data:
-                    return True
-
-                self._unread += data
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise _broken(error) from error
-
-        return False
 
     def close(self) -> None:
         self._socket.close()
@@ -145,8 +124,8 @@ class Hub:
         self._door = door
         self._connections: dict[int, Connection] = {}
 
-        # The number that the newest connection got.
-        self._last = 0
+        # The number that the newest connection got; the coordinating node has none.
+        self._last = COORDINATOR
 
     def sockets(self, now: float) -> list[Any]:
         return [*(self._door.sockets(now) if self._door else []), *self._connections.values()]
@@ -246,14 +225,14 @@ def _listener(where: Any, family: int, dualstack_ipv6: bool = False) -> socket.s
     return listener
 
 
-def own_host(connection: socket.socket) -> str:
+def local_address(connection: socket.socket) -> str:
     """Return this machine's address of a socket, in numeric form, with the zone that some IPv6 addresses need."""
     return socket.getnameinfo(connection.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def address_of(listener: socket.socket) -> str:
     """Return where a listening socket can be reached, as it is typed after --join."""
-    host, port = own_host(listener), listener.getsockname()[1]
+    host, port = local_address(listener), listener.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

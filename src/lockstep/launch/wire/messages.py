@@ -13,7 +13,8 @@ from typing import Any
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Bounds
+from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.nodes.election import Term
 
 # The messages, by their names in JSON.
 _KINDS: dict[str, type[Message]] = {}
@@ -46,12 +47,12 @@ class Hello(Message):
     host: str
     nproc: Bounds
     identity: dict
-    term: int = 0
-    number: int = 0
+    term: int = 0  # terms are numbered from 1 on
+    number: int = COORDINATOR
 
 
 @dataclass(frozen=True)
-class Exited(AttemptMessage):
+class RankExited(AttemptMessage):
     """A rank of the node has ended."""
 
     rank: int
@@ -106,7 +107,7 @@ class Welcome(Message):
     decided: list  # see `Job.decided`
     resume_command: str  # what to type to resume the job
     number: int  # the node's number
-    term: int  # the coordinator's term
+    term: Term  # the coordinator's
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropNode:
     """Close the connection to a node that does not belong to the job any more."""
 
     node: int
@@ -226,7 +227,7 @@ class JobEnd(Message):
     restarts: int = 0
 
 
-Command = StartAttempt | Send | Drop | LogEvent | Announce | JobEnd
+Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----

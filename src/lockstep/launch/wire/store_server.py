@@ -10,11 +10,11 @@ import json
 import resource
 import socket
 from base64 import b64decode, b64encode
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.launch.wire.door import MOST_STRANGERS, Door, Sighting
+from lockstep.launch.wire.lines import LineReader
 from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
@@ -51,24 +51,23 @@ class Client:
         self.address = connection.getpeername()[0]
         self.waiting: Waiting | None = None
         self._seal = seal
-        self._unread = b""
+        self._lines = LineReader(connection)
+
+        # For sending: a rank that is suspended does not read.
+        connection.settimeout(SEND_S)
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the requests that have arrived. Raises OSError if the rank is gone, ValueError if one is not valid."""
-        self.connection.setblocking(False)
-        with suppress(BlockingIOError):
-            while data := self.connection.recv(2**16):
-                self._unread += data
+        lines = self._lines.read()
+        if self._lines.ended:
             raise ConnectionResetError("the rank hung up")
 
-        *lines, self._unread = self._unread.split(b"\n")
         return [json.loads(self._seal.check(line)) for line in lines]
 
     def answer(self, answer: dict[str, Any]) -> None:
-        self.connection.settimeout(SEND_S)
         self.connection.sendall(self._seal.sign(json.dumps(answer).encode()) + b"\n")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import unknown_name
+from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
 from lockstep.observe.sinks.csv_sink import CsvSink
-from lockstep.observe.sinks.jsonl import JsonlSink, RunJsonl, read_jsonl
 
 __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
 
@@ -29,6 +29,21 @@ class Sink(Protocol):
 
 
 SINKS: dict[str, Callable[[Path], Sink]] = {"csv": CsvSink}  # name -> function of the run folder
+
+
+class RunJsonl:
+    """The sink that every run has: `metrics.jsonl` and `events.jsonl` in its folder."""
+
+    def __init__(self, run_dir: Path):
+        self._metrics = JsonlSink(run_dir / "metrics.jsonl")
+        self._events = JsonlSink(run_dir / EVENTS)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        (self._events if "event" in record else self._metrics).write(record)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
 
 
 class SinkList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
+from lockstep.parallel.driver import Control, Driver, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -88,7 +89,7 @@ class Replica(Wrapper, DistributedDataParallel):
             super().__setattr__(name, value)
 
 
-class DDPDriver(BaseDriver):
+class DDPDriver(Driver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs."""
 
     leaves_sums = False  # whether gradients are sums over ranks; DDP and its hooks leave the mean
@@ -98,13 +99,8 @@ class DDPDriver(BaseDriver):
         super().__init__(model, runtime)
         self.to_sum = 1.0 if self.leaves_sums else float(runtime.world.size)
 
-        # bfloat16 has too few bits for the integers of a control word.
-        last_dtype = self.parameters[-1].dtype
-        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
-        self.codec = ControlWordCodec(runtime.device, dtype)
-
         # The control word is one more parameter. Frozen tensors are not reduced.
-        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
+        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
         self._word_parameter = carrier.word_holder[0]
         self._frozen = _frozen_names(model)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -138,6 +134,13 @@ class DDPDriver(BaseDriver):
 
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
+
+    @cached_property
+    def codec(self) -> ControlWordCodec:
+        # The word shares a bucket with the last parameter, but bfloat16 has too few bits for its integers.
+        last_dtype = self.parameters[-1].dtype
+        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
+        return ControlWordCodec(self.runtime.device, dtype)
 
     def begin(self) -> None:
         super().begin()
@@ -179,11 +182,11 @@ class DDPDriver(BaseDriver):
         packed = self.codec.pack(word, times=self.to_sum)
         torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # DDP has reduced everything in the last backward.
         self._check_complete()
         assert self._word_parameter.grad is not None
-        self._packed = self._word_parameter.grad
+        return self._word_parameter.grad, None
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
@@ -207,7 +210,7 @@ class DDPDriver(BaseDriver):
             check_reached([name for name, p in pairs if id(p) not in self._reached], len(self.names))
 
 
-class FlatReduceDriver(BaseDriver):
+class FlatReduceDriver(Driver):
     """Replicas whose gradients are all reduced at once, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
@@ -219,13 +222,13 @@ class FlatReduceDriver(BaseDriver):
         self.broadcasts_buffers = broadcast_buffers
         broadcast_model(model, runtime.collectives)
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # The first sum carries the control word and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        users = self._sum_with_word(word, used).tolist()
+        packed, users = sum_with_word(self, word, used)
 
         # A parameter that no rank uses gets no gradient, so that the optimizer skips it, as in a single process.
-        used_anywhere = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
+        used_anywhere = [p for p, count in zip(self.parameters, users.tolist(), strict=True) if count > 0]
 
         # One all-reduce for each dtype, in the same order on all ranks (which a set would not guarantee).
         for dtype in dict.fromkeys(p.dtype for p in used_anywhere):
@@ -237,6 +240,8 @@ class FlatReduceDriver(BaseDriver):
             flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad = summed.view_as(p)
+
+        return packed, None
 
 
 def _frozen_names(model: nn.Module) -> list[str]:

@@ -5,23 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.errors import UserError
+from lockstep.runtime.environments.launcher import STORE_FILE, STORE_KEY_FILE, STORE_PORT, from_launcher
 from lockstep.runtime.world import World, whole_number
-
-# Set by our launcher. For ranks on one machine, the file of their store; for ranks on several machines, the file with
-# the key of their store, and the store's port.
-STORE_FILE = "LOCKSTEP_STORE_FILE"
-STORE_KEY_FILE = "LOCKSTEP_STORE_KEY_FILE"
-STORE_PORT = "LOCKSTEP_STORE_PORT"
-
-# Set by torchrun alone. If a rank of our launcher starts torchrun, its ranks inherit the variables above, but they are
-# ranks of another job.
-TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
-
-# The variables of one rank, or of one job, which the ranks of another job must not inherit.
-OF_ONE_JOB = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *(STORE_FILE, STORE_KEY_FILE, STORE_PORT, TORCHRUN_ID),
-)
 
 # The variables that make a process a rank. The first two alone may describe a machine: some clouds set them so.
 FULL_SET = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -61,7 +46,7 @@ def read(env: Mapping[str, str]) -> World | None:
             "start the processes with `lockstep train --nproc N` or torchrun, or correct the two variables",
         )
 
-    own: Mapping[str, str] = {} if TORCHRUN_ID in env else env  # what our launcher has set, if it has started this rank
+    ours = {name: value for name in (STORE_FILE, STORE_KEY_FILE, STORE_PORT) if (value := from_launcher(name, env))}
     return World(
         rank=rank,
         size=size,
@@ -69,7 +54,7 @@ def read(env: Mapping[str, str]) -> World | None:
         local_size=whole_number(env, "LOCAL_WORLD_SIZE", size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=whole_number(env, "MASTER_PORT", 29500),
-        store_file=own.get(STORE_FILE),
-        key_file=own.get(STORE_KEY_FILE),
-        store_port=whole_number(own, STORE_PORT, 0),
+        store_file=ours.get(STORE_FILE),
+        key_file=ours.get(STORE_KEY_FILE),
+        store_port=whole_number(ours, STORE_PORT, 0),
     )

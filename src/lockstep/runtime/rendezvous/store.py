@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.runtime.environments.launcher import TORCHRUN_RESTARTS
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.runtime.world import World
 
@@ -63,7 +64,7 @@ def open_store(world: World, timeout: timedelta | None) -> dist.Store:
     )
 
     # torchrun keeps one store for all its restarts, and new ranks must not read the addresses of dead ranks.
-    return dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"lockstep/{os.environ.get(TORCHRUN_RESTARTS, '0')}", store)
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:

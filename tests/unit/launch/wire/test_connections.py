@@ -10,7 +10,8 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.node_launcher import NodeLauncher, adopt
+from lockstep.launch.nodes.election import Term
+from lockstep.launch.nodes.node_launcher import NodeLauncher, adopt
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.connections import (
     Connection,
@@ -112,8 +113,8 @@ def test_noise_ends_a_connection(line):
 
 
 def test_a_message_without_end_is_cut_off(line, monkeypatch):
-    monkeypatch.setattr(connections, "LARGEST", 1000)
     made, there = line
+    monkeypatch.setattr(made._lines, "_longest", 1000)
     there.socket.sendall(b"x" * 5000)
     with pytest.raises(ConnectionLost, match="too long"):
         received(made)
@@ -191,13 +192,15 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
 def node(tmp_path, monkeypatch):
     """A node that has not been welcome anywhere."""
     agent = lambda job, name, secret: SimpleNamespace(count=job.nproc)
-    monkeypatch.setattr("lockstep.launch.node_launcher.Agent", agent)
+    monkeypatch.setattr("lockstep.launch.nodes.node_launcher.Agent", agent)
     layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
     job = Job({"layers": layers, "path": []}, tmp_path / "a", Bounds(1, 1), join="127.0.0.1:29400")
     return NodeLauncher(job, "host", [])
 
 
-WELCOME = Welcome("runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, 1)
+WELCOME = Welcome(
+    "runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, Term(1, "host-a", "127.0.0.1:29400")
+)
 
 
 def test_orders_may_come_together_with_the_welcome(line, node):

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
+from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
-    Exited,
     Hello,
     JobEnd,
     NodeBeat,
     Preempt,
+    RankExited,
     Stacks,
     Start,
     Welcome,
@@ -29,10 +30,10 @@ from lockstep.launch.wire.messages import (
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
-    Welcome("runs/b", [], "type it again", 1, 2),
+    Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
     CoordinatorState([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
-    Exited(0, 1, RankExit(0)),
-    Exited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
+    RankExited(0, 1, RankExit(0)),
+    RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
     Stacks(3, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
@@ -60,7 +61,7 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "Announce", "text": "x", "more": 1}',
         b'{"kind": "RanksGone", "attempt": true}',
         b'{"kind": "RanksGone", "attempt": 1.5}',
-        b'{"kind": "Exited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
+        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
         b'{"kind": "Message"}',
         b'{"kind": ["Announce"], "text": "x"}',
@@ -80,7 +81,8 @@ values = st.recursive(
 
 
 @given(
-    st.sampled_from(["Exited", "NodeBeat", "Hello", "Start", "JobEnd"]), st.dictionaries(st.text(max_size=8), values)
+    st.sampled_from(["RankExited", "NodeBeat", "Hello", "Start", "JobEnd"]),
+    st.dictionaries(st.text(max_size=8), values),
 )
 def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
     try:

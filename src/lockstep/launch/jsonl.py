@@ -14,7 +14,9 @@ import json
 import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,22 +25,23 @@ from lockstep.launch.records import load_json, read_bytes
 
 NONFINITE = "_nonfinite"
 
+# How long a line must stay without its end before it counts as left by a process that died.
+TORN_S = 0.05
+
 CHUNK = 65536  # bytes that are read at a time, from the end of a file, to find its last line
 
 
-class RunJsonl:
-    """The sink that every run has: `metrics.jsonl` and `events.jsonl` in its folder."""
+# The events of a run. The launcher and rank 0 both append to this file.
+EVENTS = "events.jsonl"
 
-    def __init__(self, run_dir: Path):
-        self._metrics = JsonlSink(run_dir / "metrics.jsonl")
-        self._events = JsonlSink(run_dir / "events.jsonl")
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        (self._events if "event" in record else self._metrics).write(record)
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
+def append_event(run_dir: Path, event: Mapping[str, Any]) -> None:
+    """Append an event of the launcher to the run's events. Without a time of its own it gets the present."""
+    # A full disk must not end the launcher in the middle of a restart: better to lose the event.
+    with suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with JsonlSink(run_dir / EVENTS) as events:
+            events.write({"time": time.time(), **event})
 
 
 class JsonlSink:
@@ -150,7 +153,12 @@ def _truncate_partial_line(fd: int) -> None:
         # Only the newline is missing.
         os.write(fd, b"\n")
     elif torn:
-        os.ftruncate(fd, size - len(torn))
+        # Another process may be writing this line right now. Only a line that stays torn is removed.
+        time.sleep(TORN_S)
+        if os.fstat(fd).st_size == size:
+            os.ftruncate(fd, size - len(torn))
+        else:
+            _truncate_partial_line(fd)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

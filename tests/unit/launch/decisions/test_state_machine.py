@@ -7,23 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import state_machine as module
+from lockstep.launch.decisions import state_machine as module
+from lockstep.launch.decisions.cluster import Node, divide
+from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Bounds, Job, Node, divide
-from lockstep.launch.state_machine import JobStateMachine
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     CoordinatorState,
-    Drop,
-    Exited,
+    DropNode,
     JobEnd,
     Kill,
     LogEvent,
     NodeBeat,
     Preempt,
     Prepare,
+    RankExited,
     Send,
     Stacks,
     StartAttempt,
@@ -48,38 +49,40 @@ class Stage:
 
     def __post_init__(self):
         job = Job({"resume_command": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
-        self.machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
+        self.state_machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
         self.join(0)
 
     def join(self, number: int, count: Bounds | None = None) -> None:
-        self.machine.joined(Node(number, f"host-{number}", count or self.nproc), self.now)
+        self.state_machine.node_joined(Node(number, f"host-{number}", count or self.nproc), self.now)
 
     def tick(self, seconds: float = 0.0) -> list:
         """Return the commands since the last tick."""
         self.now += seconds
-        self.machine.tick(self.now)
-        self.commands = self.machine.take()
+        self.state_machine.tick(self.now)
+        self.commands = self.state_machine.take()
         return self.commands
 
     def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.machine.exited(Exited(self.machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now)
+        self.state_machine.rank_exited(
+            RankExited(self.state_machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
+        )
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.machine.ranks_gone(node, self.machine.attempt.number, self.now)
+            self.state_machine.ranks_gone(node, self.state_machine.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.ranks_gone(*self.machine.cluster.nodes)
+        self.ranks_gone(*self.state_machine.cluster.nodes)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        beat = NodeBeat(list(views), settings, self.machine.attempt.number)
-        self.machine.beat_received(node, beat, self.now)
+        beat = NodeBeat(list(views), settings, self.state_machine.attempt.number)
+        self.state_machine.beat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
         return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -120,7 +123,7 @@ def test_a_kill_stops_all_and_starts_all_again(stage):
 
 def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
     stage.exit(1, -9)
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     stage.tick()
     assert [log.event["event"] for log in stage.of(LogEvent)] == ["failure", "preempted"]
@@ -128,11 +131,11 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
-    assert stage.machine.attempt.watchdog.views == {}
-    stage.machine.exited(Exited(0, 0, RankExit(-9)), stage.now)
-    stage.machine.ranks_gone(0, 0, stage.now)
-    stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
+    assert stage.state_machine.attempt.watchdog.views == {}
+    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
+    stage.state_machine.ranks_gone(0, 0, stage.now)
+    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert stage.tick() == []
 
 
@@ -177,7 +180,7 @@ def test_a_user_error_is_never_restarted(stage):
 
 def test_the_budget_slides(stage):
     for _ in range(10):
-        assert stage.kill()[-1] == StartAttempt(stage.machine.attempt.number, {0: 2})
+        assert stage.kill()[-1] == StartAttempt(stage.state_machine.attempt.number, {0: 2})
     stage.now += 3601
     for _ in range(10):
         stage.kill()
@@ -194,13 +197,13 @@ def test_the_budget_is_the_tasks_own(stage):
 
 
 def test_a_dead_zygote_is_a_failure(stage):
-    stage.machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
+    stage.state_machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
 def test_what_is_hopeless_ends(stage):
-    stage.machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
@@ -226,12 +229,12 @@ def test_progress_or_another_culprit_resets_the_count():
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_a_stop_request(stage, name, code):
-    stage.machine.preempt_requested(name, stage.now)
+    stage.state_machine.preempt_requested(name, stage.now)
     stage.tick()
     assert stage.sent(Preempt) == [0]
     stage.saved = 12
     stage.exit(0, 75)
-    stage.machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
     assert stage.tick() == []
     stage.exit(1, 75)
     stage.tick()
@@ -241,7 +244,7 @@ def test_a_stop_request(stage, name, code):
 
 
 def test_a_stop_request_to_a_job_that_finishes_first(stage):
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 0)
     stage.exit(1, 0)
     assert stage.tick()[-1] == JobEnd(0)
@@ -249,7 +252,7 @@ def test_a_stop_request_to_a_job_that_finishes_first(stage):
 
 def test_ranks_that_do_not_stop_are_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
     assert not stage.sent(Kill)
     stage.tick(2)
@@ -261,7 +264,7 @@ def test_ranks_that_do_not_stop_are_killed(stage):
 
 def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     stage.tick(19)
     assert not stage.sent(Kill)
@@ -272,9 +275,9 @@ def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
 
 
 def test_a_second_interrupt_stops_at_once(stage):
-    stage.machine.preempt_requested("SIGINT", stage.now)
+    stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
-    stage.machine.preempt_requested("SIGINT", stage.now)
+    stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     stage.ranks_gone()
@@ -283,7 +286,7 @@ def test_a_second_interrupt_stops_at_once(stage):
 
 def test_a_stop_request_between_two_attempts(stage):
     stage.exit(1, -9)
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     stage.tick()
     assert stage.of(JobEnd) == [JobEnd(75, None, 1)]
@@ -291,7 +294,7 @@ def test_a_stop_request_between_two_attempts(stage):
 
 
 def test_a_kill_after_a_stop_request_is_not_restarted(stage):
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
     assert "the job was asked to stop (SIGTERM)" in stage.said
 
@@ -306,24 +309,24 @@ def test_ranks_that_were_signalled_directly(stage):
 def test_resize():
     stage = Stage(Bounds(1, 8, 2))
     stage.tick()
-    stage.machine.resize(9, stage.now)
+    stage.state_machine.resize_requested(9, stage.now)
     assert "not resized to 9 ranks: --nproc allows 1..8" in [stage.tick(), stage.said][1]
-    stage.machine.resize(2, stage.now)
+    stage.state_machine.resize_requested(2, stage.now)
     assert stage.tick() == []
-    stage.machine.resize(3, stage.now)
+    stage.state_machine.resize_requested(3, stage.now)
     stage.tick()
     assert stage.sent(Preempt) == stage.sent(Prepare) == [0]
     stage.exit(0, 75)
     stage.exit(1, 75)
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
-    assert stage.machine.restarts.total == 0
+    assert stage.state_machine.recovery.restarts.total == 0
 
 
 def resized_to_3() -> Stage:
     stage = Stage(Bounds(1, 8, 2))
     stage.tick()
-    stage.machine.resize(3, stage.now)
+    stage.state_machine.resize_requested(3, stage.now)
     stage.saved = 7
     stage.exit(0, 75)
     stage.exit(1, 75)
@@ -343,7 +346,7 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
     stage.ranks_gone()
     assert stage.tick() == [StartAttempt(2, {0: 2})]
-    assert stage.machine.restarts.total == 0
+    assert stage.state_machine.recovery.restarts.total == 0
     refuse(stage)  # and now it is a mistake like any other
     stage.ranks_gone()
     assert stage.tick()[-1].code == 2
@@ -372,7 +375,7 @@ def test_a_wish_between_two_attempts_is_granted():
     stage = Stage(Bounds(1, 8, 2))
     stage.tick()
     stage.exit(1, -9)
-    stage.machine.resize(3, stage.now)
+    stage.state_machine.resize_requested(3, stage.now)
     stage.ranks_gone()
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
@@ -381,9 +384,9 @@ def test_a_wish_between_two_attempts_is_granted():
 def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage = Stage(Bounds(1, 8, 2))
     stage.tick()
-    stage.machine.resize(3, stage.now)
+    stage.state_machine.resize_requested(3, stage.now)
     assert stage.kill()[-1] == StartAttempt(1, {0: 3})
-    assert stage.machine.restarts.total == 1
+    assert stage.state_machine.recovery.restarts.total == 1
 
 
 def test_ranks_are_divided_evenly():
@@ -425,7 +428,7 @@ def test_too_few_nodes_do_not_wait_for_ever():
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     stage = nodes(2, 2, 2)
     stage.tick()
-    stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
@@ -439,23 +442,23 @@ def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
     assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
     stage = Stage(TWO)
     stage.tick()
-    stage.machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
     assert "stopped" not in [stage.tick(), stage.said][1]
 
 
 def test_a_job_continues_without_a_lost_node_where_allowed():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.ranks_gone()
     assert not [stage.tick(2.9), stage.of(StartAttempt)][1]
     assert stage.tick(0.2)[-1] == StartAttempt(1, {0: 1})
@@ -470,7 +473,7 @@ def test_an_error_may_come_of_a_node_that_is_about_to_turn_out_lost():
     stage.tick(3)
     stage.beat(node=0)
     assert stage.tick() == []
-    stage.machine.gone(1, "vanished: no heartbeat for 5 s", stage.now)
+    stage.state_machine.node_lost(1, "vanished: no heartbeat for 5 s", stage.now)
     stage.tick()
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished")
     assert "restarting 1 rank" in stage.said
@@ -490,11 +493,11 @@ def test_a_node_lost_while_the_others_stop():
     stage = nodes(2, 3, 3)
     stage.tick()
     stage.exit(2, -9)
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.ranks_gone(0, 2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1, 2: 1})]
     stage.exit(1, -9)
-    stage.machine.gone(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "vanished", stage.now)
     stage.ranks_gone(0)
     assert [stage.tick(), stage.of(JobEnd)][1][0].code == 1
 
@@ -502,10 +505,10 @@ def test_a_node_lost_while_the_others_stop():
 def test_a_node_lost_while_the_job_waits_for_more():
     stage = nodes(2, 3, 3)
     stage.tick()
-    stage.machine.gone(2, "vanished", stage.now)
+    stage.state_machine.node_lost(2, "vanished", stage.now)
     stage.ranks_gone(0, 1)
     stage.tick()
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     assert stage.tick()[-1].code == 1
 
 
@@ -524,12 +527,12 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
-    stage.machine.beat_received(1, NodeBeat(attempt=-1), stage.now)  # it is alive, but does nothing
+    stage.state_machine.beat_received(1, NodeBeat(attempt=-1), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
-    assert not stage.of(Drop)
+    assert not stage.of(DropNode)
     stage.tick(0.2)
     stage.ranks_gone(0)
-    assert stage.of(Drop) == [Drop(1)]
+    assert stage.of(DropNode) == [DropNode(1)]
     assert "node 1 (host-1) was dropped: it has not started its ranks within 10 s" in stage.said
     stage.tick(3.1)
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
@@ -539,7 +542,7 @@ def test_a_node_that_has_done_its_part_may_go():
     stage = nodes(2, 2, 2)
     stage.tick()
     stage.exit(1, 0)
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.exit(0, 0)
     assert [stage.tick(), stage.of(JobEnd)][1] == [JobEnd(0)]
 
@@ -552,14 +555,14 @@ def test_a_node_that_comes_is_welcomed():
     assert stage.sent(Preempt) == [0]
     stage.exit(0, 75)
     assert stage.tick() == [StartAttempt(1, {0: 1, 1: 1})]
-    assert stage.machine.restarts.total == 0
+    assert stage.state_machine.recovery.restarts.total == 0
 
 
 def test_a_stop_request_while_a_node_is_being_welcomed():
     stage = nodes(1, 2, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     assert stage.tick()[-1] == JobEnd(75)
 
@@ -569,9 +572,9 @@ def test_a_stop_request_while_a_node_is_being_welcomed():
 
 def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
-    heard = decode(encode(stage.machine.coordinator_state(stage.now)))
+    heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
-    new.machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
+    new.state_machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
     return new
 
 
@@ -622,16 +625,16 @@ def test_culprits_and_raised_limits_survive_the_coordinator():
     stage = Stage(Bounds(1, 3))
     stage.tick()
     assert [stage.kill(2)[-1].counts[0] for _ in range(2)] == [3, 3]
-    stage.machine.restarts.hang_places[41, "data"] += 1
-    heard = decode(encode(stage.machine.coordinator_state(stage.now)))
+    stage.state_machine.recovery.restarts.hang_places[41, "data"] += 1
+    heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(Bounds(1, 3), inherited=heard)
     new.tick(3.1)
     assert new.kill(2)[-1].counts == {0: 2}  # the third time in a row
-    assert new.machine.restarts.hang_places == {(41, "data"): 1}
+    assert new.state_machine.recovery.restarts.hang_places == {(41, "data"): 1}
 
 
 def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.saved = 12
     new = taken_over(stage)
     assert not [new.tick(2.9), new.of(JobEnd)][1]  # the other nodes have time to come and hear it
@@ -645,7 +648,7 @@ def test_a_coordinator_lost_before_the_first_attempt():
     new = taken_over(stage, Bounds(2, 2))
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
-    assert new.machine.restarts.total == 0
+    assert new.state_machine.recovery.restarts.total == 0
 
 
 def test_too_few_that_are_left_wait():
@@ -654,7 +657,7 @@ def test_too_few_that_are_left_wait():
     new = taken_over(stage, Bounds(2, 2))
     assert "waiting for 1 more node" in [new.tick(299), new.said][1]
     new.join(1)
-    new.machine.gone(1, "vanished", new.now)
+    new.state_machine.node_lost(1, "vanished", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
     assert [new.tick(2), new.of(JobEnd)][1][0].code == 1
 
@@ -671,7 +674,7 @@ def stuck(stage: Stage, **settings) -> None:
     """Rank 1 stays in its data while rank 0 waits, as seen once a second."""
     for second in range(0, 40, 2):
         stage.beat(view(0, float(second), "exchange"), view(1, float(second), "data"), **settings)
-        stage.machine.check_for_hangs(stage.now)
+        stage.state_machine.check_for_hangs(stage.now)
         if CollectStacks in [type(command.message) for command in stage.tick(2) if isinstance(command, Send)]:
             return
     pytest.fail("nothing was noticed")
@@ -680,7 +683,7 @@ def stuck(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stuck(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.machine.stacks(0, Stacks(0, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.stacks_received(0, Stacks(0, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -710,13 +713,13 @@ def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
 
 
 def test_ranks_that_stand_still_get_no_grace(stage):
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(4)
     stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"))
-    stage.machine.check_for_hangs(stage.now)
+    stage.state_machine.check_for_hangs(stage.now)
     assert not [stage.tick(), stage.sent(Kill)][1]
     stage.now += 2
-    stage.machine.check_for_hangs(stage.now)
+    stage.state_machine.check_for_hangs(stage.now)
     assert [stage.tick(), stage.sent(Kill)][1] == [0]
     assert "rank 1 on host-0 failed at step 41, phase user code" in stage.said
     assert "2 ranks stood still and were killed" in stage.said
@@ -725,11 +728,11 @@ def test_ranks_that_stand_still_get_no_grace(stage):
 @pytest.mark.parametrize(("steps_done", "code"), [(0, 75), (3, 1)])
 def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_done, code):
     """A scheduler runs a job with code 75 again: it was only preempted. Code 1 says that steps are lost."""
-    stage.machine.preempt_requested("SIGTERM", stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(4)
     stage.beat(*(replace(view(rank, 90.0, "user code"), steps_done=steps_done) for rank in (0, 1)))
     stage.now += 2
-    stage.machine.check_for_hangs(stage.now)
+    stage.state_machine.check_for_hangs(stage.now)
     stage.tick()
     stage.ranks_gone()
     stage.tick()
@@ -739,7 +742,7 @@ def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_done, 
 def test_a_second_interrupt_works_after_a_sigterm_too(stage):
     for name in ("SIGTERM", "SIGINT", "SIGINT"):
         assert not stage.sent(Kill)
-        stage.machine.preempt_requested(name, stage.now)
+        stage.state_machine.preempt_requested(name, stage.now)
         stage.tick()
     assert stage.sent(Kill) == [0]
 
@@ -762,11 +765,11 @@ def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
     stuck = view(1, 70.0, "data")
     for _ in range(80):  # the watchdog has watched for long enough
         stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
-        stage.machine.check_for_hangs(stage.now)
+        stage.state_machine.check_for_hangs(stage.now)
         stage.tick(1)
     stage.exit(0, 1, message="the real cause")
     stage.beat(stuck)
-    stage.machine.check_for_hangs(stage.now)
+    stage.state_machine.check_for_hangs(stage.now)
     stage.tick(0.5)
     assert not stage.sent(CollectStacks)
     stage.tick(1)
@@ -798,7 +801,7 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
-    stage.machine.gone(1, "vanished", stage.now)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said
@@ -817,7 +820,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
     stage.beat(replace(view(0, 0.1, "exchange"), step=7), node=0)
     stage.beat(replace(view(1, 0.1, "collective"), step=6), node=1)
     blamed = Failure(1, "", time.time(), "OutOfStep", "the ranks are out of step: rank 1 was in a collective")
-    stage.machine.exited(Exited(0, 0, RankExit(1, blamed)), stage.now)
+    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(1, blamed)), stage.now)
     stage.tick(1.1)
     event = stage.of(LogEvent)[0].event
     assert (event["rank"], event["host"], event["step"], event["phase"]) == (1, "host-1", 6, "collective")
@@ -825,7 +828,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stuck(stage)
-    stage.machine.stacks(0, Stacks(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
+    stage.state_machine.stacks_received(0, Stacks(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
@@ -833,11 +836,11 @@ def test_strange_records_of_collectives_do_no_harm(stage):
 def test_no_wait_is_without_a_limit():
     """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
     stage = Stage(Bounds(1, 2, 1))
-    assert stage.machine._deadline < float("inf")
+    assert stage.state_machine._deadline < float("inf")
     stage.tick()
-    stage.machine.resize(2, stage.now)
-    assert stage.machine.job_phase is module.JobPhase.PREEMPT
-    assert stage.machine._deadline < float("inf")
+    stage.state_machine.resize_requested(2, stage.now)
+    assert stage.state_machine.job_phase is module.JobPhase.PREEMPT
+    assert stage.state_machine._deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.machine.job_phase is module.JobPhase.KILL
-    assert stage.machine._deadline < float("inf")
+    assert stage.state_machine.job_phase is module.JobPhase.KILL
+    assert stage.state_machine._deadline < float("inf")

@@ -15,7 +15,7 @@ RANK = """
 import mmap, os, sys, time
 import torch, torch.distributed as dist
 from pathlib import Path
-from lockstep.launch.worker import exit_without_teardown
+from lockstep.launch.rank_process import exit_without_teardown
 
 folder, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 with open(folder / "ended", "r+b") as file:
@@ -70,7 +70,7 @@ def test_torch_aborts_an_ordinary_exit(tmp_path: Path, how: str, code: int) -> N
 
 FILES = """
 import sys
-from lockstep.launch.worker import exit_without_teardown
+from lockstep.launch.rank_process import exit_without_teardown
 file = open(sys.argv[1], "w")
 file.write("left open")
 exit_without_teardown(0)

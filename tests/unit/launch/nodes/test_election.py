@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from lockstep.launch import election
-from lockstep.launch.election import TakeoverWatch, TermFile, TermInfo, begin_term
+from lockstep.launch.nodes import election
+from lockstep.launch.nodes.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
 
 
 def test_a_term_begins_once(tmp_path):
     first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
-    assert election.newest(tmp_path) == first.info == TermInfo(1, "host-a", "10.0.0.1:29400")
+    assert election.newest(tmp_path) == first.term == Term(1, "host-a", "10.0.0.1:29400")
     assert begin_term(tmp_path, 0, "host-b", "10.0.0.2:29400") is None
     assert not first.superseded()
 
@@ -40,7 +40,7 @@ def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
 def test_a_faster_node_may_come_between_the_look_and_the_link(tmp_path, monkeypatch):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
     seen = iter([[1], [1, 3]])  # term 2 has come and gone, and term 3 has begun
-    monkeypatch.setattr(election, "_terms", lambda run: next(seen))
+    monkeypatch.setattr(election, "_term_numbers", lambda run: next(seen))
     assert begin_term(tmp_path, 1, "b", "10.0.0.2:29400") is None
     assert not (tmp_path / ".coordinator-2").exists()
 
@@ -51,7 +51,7 @@ def test_the_count_grows_in_place(tmp_path):
     term.beat()
     assert not term.superseded()
     assert int(election.read_counter(tmp_path, 1)) == int(before) + 1
-    assert election.newest(tmp_path) == term.info
+    assert election.newest(tmp_path) == term.term
 
 
 def test_a_folder_that_was_removed_is_another_matter(tmp_path):
@@ -66,20 +66,20 @@ def test_a_folder_that_was_removed_is_another_matter(tmp_path):
 def test_a_term_file_that_no_launcher_wrote(tmp_path, text):
     (tmp_path / ".coordinator-7").write_text(text)
     assert election.newest(tmp_path) is None
-    assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").info.term == 8
+    assert begin_term(tmp_path, None, "host-a", "10.0.0.1:29400").term.number == 8
 
 
 def test_a_takeover_between_the_list_and_the_look(tmp_path, monkeypatch):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    listed = election._terms
+    listed = election._term_numbers
 
     def slow(run):
         found = listed(run)
-        monkeypatch.setattr(election, "_terms", listed)
+        monkeypatch.setattr(election, "_term_numbers", listed)
         begin_term(run, 1, "b", "10.0.0.2:29400")
         return found
 
-    monkeypatch.setattr(election, "_terms", slow)
+    monkeypatch.setattr(election, "_term_numbers", slow)
     assert election.newest(tmp_path).host == "b"
 
 
@@ -91,7 +91,9 @@ def test_a_missing_term_file_differs_from_an_unreadable_one(tmp_path, monkeypatc
         election.newest(tmp_path / "file")
     os.mkfifo(tmp_path / ".coordinator-8")
     assert election.newest(tmp_path) is None
-    monkeypatch.setattr(election, "_terms", lambda run: [9])  # a list that a network file system keeps for too long
+    monkeypatch.setattr(
+        election, "_term_numbers", lambda run: [9]
+    )  # a list that a network file system keeps for too long
     with pytest.raises(FileNotFoundError):
         election.newest(tmp_path)
 
@@ -168,3 +170,16 @@ def test_a_count_that_cannot_be_read_stands_for_nothing():
     assert not made.alive
     assert made.reason(set(), 204.0) is None
     assert made.reason(set(), 205.0)
+
+
+def test_for_how_long_a_count_is_known_to_stand_still():
+    made = CounterWatch()
+    assert made.still_for(100.0) == 0.0
+    made.look(1, "0", 100.0)
+    assert made.still_for(104.0) == 4.0
+    made.look(1, "1", 105.0)  # it grows
+    assert made.still_for(106.0) == 1.0
+    made.look(2, "1", 107.0)  # another term
+    assert made.still_for(109.0) == 2.0
+    made.look(2, "", 110.0)  # it cannot be read
+    assert made.still_for(150.0) == 0.0

@@ -8,12 +8,13 @@ No rank outlives its job. What kills it depends on what has died:
     the launcher        the lifeline pipe closes, and the rank kills itself (`_die_with_launcher`). If it is suspended
                         or holds the GIL, the zygote kills it, whose socket closes too (`zygote._serve`).
     the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
-                        its process group as well, with its loader processes (`Agent._replace_zygote`).
+                        its process group as well, with its worker processes (`Agent._replace_zygote`).
     another rank        the agent kills the rank's process group (`Agent._kill`)
-    the rank itself     the zygote kills the loader processes that it leaves (`zygote._reap`)
+    the rank itself     the zygote kills the worker processes that it leaves (`zygote._reap`)
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
-(`_die_with_launcher`).
+(`_die_with_launcher`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
+is suspended, they fail by themselves, because rank 0 is gone from their process group.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.launch import failure, records
-from lockstep.launch.election import TERM_FILE, TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
-from lockstep.runtime.heartbeat import FOLDER
+from lockstep.launch.nodes.election import TermFile
+from lockstep.runtime.environments.launcher import FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
 LOOK_S = 1.0
@@ -71,7 +72,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Have `multiprocessing` put the sockets of loader processes into this folder, which the launcher removes.
+    """Have `multiprocessing` put the sockets of worker processes into this folder, which the launcher removes.
 
     By default each process makes a folder pymp-* for its sockets, which stays behind when the process is killed.
     """
@@ -89,7 +90,7 @@ def _die_with_launcher(lifeline: int) -> None:
         if records.wait_readable([lifeline], LOOK_S if term_file else None):
             break
 
-    # This kills its loader processes too, because each rank leads its own process group.
+    # This kills its worker processes too, because each rank leads its own process group.
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -98,7 +99,7 @@ def exit_without_teardown(code: int) -> NoReturn:
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
     release tensors. They need the GIL for that, so the process occasionally aborts.
-    `tests/unit/launch/test_worker.py` fails when a torch release has a fix, and this function can go.
+    `tests/unit/launch/test_rank_process.py` fails when a torch release has a fix, and this function can go.
     """
     # After an error, other threads may be in collectives that can no longer end, so they are not waited for.
     if code in failure.CLEAN:

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.job import COORDINATOR
 from lockstep.launch.run_dir import folder_identity
-
-# Environment variable: the path of the term file, for rank 0.
-TERM_FILE = "LOCKSTEP_TERM_FILE"
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
 _CUT_OFF_NAME = re.compile(r"\.cut-off-(\d{1,15})-(\d{1,9})", re.ASCII)
@@ -38,15 +36,15 @@ _TRIES = 5
 
 
 @dataclass(frozen=True)
-class TermInfo:
+class Term:
     """A term, and the node that coordinates in it."""
 
-    term: int
+    number: int
     host: str
     address: str  # as it is typed after --join
 
 
-def newest(run: Path) -> TermInfo | None:
+def newest(run: Path) -> Term | None:
     """Return the newest term; None if there is none. Raises OSError if the folder or a term file cannot be read."""
     for _ in range(_TRIES - 1):
         with suppress(FileNotFoundError):
@@ -55,11 +53,11 @@ def newest(run: Path) -> TermInfo | None:
     return _newest_listed(run)
 
 
-def _newest_listed(run: Path) -> TermInfo | None:
-    for term in sorted(_terms(run), reverse=True):
+def _newest_listed(run: Path) -> Term | None:
+    for number in sorted(_term_numbers(run), reverse=True):
         try:
-            values = json.loads(records.read_bytes(_term_path(run, term), most=4096)[_DIGITS:])
-            return records.parse(TermInfo, {"term": term, **values})
+            values = json.loads(records.read_bytes(_term_path(run, number), most=4096)[_DIGITS:])
+            return records.parse(Term, {"number": number, **values})
         except (ValueError, TypeError):
             continue  # no launcher wrote this file
         except OSError as error:
@@ -76,8 +74,8 @@ def read_counter(run: Path, term: int) -> str:
     return records.read(_term_path(run, term), most=4096)[:_DIGITS]
 
 
-def _terms(run: Path) -> list[int]:
-    """Return the terms that have a file. Raises OSError if the folder exists and cannot be read."""
+def _term_numbers(run: Path) -> list[int]:
+    """Return the numbers of the terms that have a file. Raises OSError if the folder exists and cannot be read."""
     with suppress(FileNotFoundError):
         return [int(match[1]) for name in os.listdir(run) if (match := _TERM_NAME.fullmatch(name))]
 
@@ -113,12 +111,12 @@ class TermFile:
         return False
 
 
-class Term(TermFile):
-    """The term in which this node coordinates the job."""
+class HeldTerm(TermFile):
+    """The term in which this node coordinates the job, with the file that says so."""
 
-    def __init__(self, run: Path, info: TermInfo):
-        super().__init__(_term_path(run, info.term))
-        self.info = info
+    def __init__(self, run: Path, term: Term):
+        super().__init__(_term_path(run, term.number))
+        self.term = term
         self._counter = 0
 
     def beat(self) -> None:
@@ -137,17 +135,17 @@ class Term(TermFile):
 
         # The next job here counts terms from 1 again and would believe these reports.
         with suppress(OSError):
-            _remove_reports(self.path.parent, self.info.term)
+            _remove_reports(self.path.parent, self.term.number)
 
 
-def begin_term(run: Path, after: int | None, host: str, address: str) -> Term | None:
+def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
     Returns None if another node has begun that term, or a later one.
     """
-    terms = _terms(run)
-    number = max(terms, default=0) + 1 if after is None else after + 1
-    if any(term >= number for term in terms):
+    numbers = _term_numbers(run)
+    number = max(numbers, default=0) + 1 if after is None else after + 1
+    if any(other >= number for other in numbers):
         return None
 
     # A link is created once, complete with its contents, on network file systems too.
@@ -162,18 +160,18 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> Term | 
         draft.unlink(missing_ok=True)
 
     # `after` may be long out of date: a newer term may already exist.
-    if any(term > number for term in _terms(run)):
+    if any(other > number for other in _term_numbers(run)):
         path.unlink(missing_ok=True)
         return None
 
-    for term in _terms(run):
-        if term < number:
-            _term_path(run, term).unlink(missing_ok=True)
+    for other in _term_numbers(run):
+        if other < number:
+            _term_path(run, other).unlink(missing_ok=True)
 
     # An earlier job in this folder may have had a term of this number.
     _remove_reports(run, number)
 
-    return Term(run, TermInfo(number, host, address))
+    return HeldTerm(run, Term(number, host, address))
 
 
 def _remove_reports(run: Path, last: int) -> None:
@@ -272,12 +270,12 @@ class TakeoverWatch(CounterWatch):
         if self._seen is None:
             return None
 
-        lower_members = sum(0 < number < self._number for number in self._members)
+        lower_members = sum(COORDINATOR < number < self._number for number in self._members)
         if self.still_for(now) >= self._patience + lower_members * self._stagger:
             return f"no sign of life in the run folder for {self._patience:.0f} s"
 
         # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
-        members = {0, *self._members}
+        members = {COORDINATOR, *self._members}
         reporting = cut_off & members
         if 2 * len(reporting) <= len(members):
             self._majority_since = None

@@ -1,0 +1,1 @@
+"""What the coordinator decides: phases, attempts and restarts. Nothing here starts a process or waits."""

@@ -1,0 +1,84 @@
+"""The nodes of a job: which have joined, and how many ranks each should run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import plural
+from lockstep.launch.job import Bounds
+
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
+SETTLE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job. `nproc` bounds the ranks that it can run."""
+
+    number: int
+    host: str
+    nproc: Bounds
+
+
+class Cluster:
+    """The nodes of the job now, and how many ranks each should run in the next attempt."""
+
+    def __init__(self, bounds: Bounds, now: float):
+        self.bounds = bounds  # --nnodes
+        self.nodes: dict[int, Node] = {}
+
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
+
+        # When a node last joined or left.
+        self._changed = now
+
+    def add(self, node: Node, now: float) -> None:
+        self.nodes[node.number] = node
+        self.wanted[node.number] = node.nproc.initial
+        self._changed = now
+
+    def remove(self, number: int, now: float) -> None:
+        del self.nodes[number]
+        del self.wanted[number]
+        self._changed = now
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.wanted.values())
+
+    @property
+    def full(self) -> bool:
+        return len(self.nodes) >= self.bounds.most
+
+    @property
+    def too_few(self) -> str | None:
+        """Why the nodes are too few; None if they are enough."""
+        needed = self.bounds.least
+        return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
+
+    def ready(self, now: float) -> bool:
+        """Return whether an attempt can start: the cluster is full, or large enough and unchanged for a while."""
+        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
+
+    @property
+    def rank_bounds(self) -> Bounds:
+        nodes = self.nodes.values()
+        return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
+
+    def resize(self, ranks: int) -> None:
+        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
+
+    def shrink(self, number: int) -> None:
+        if number in self.nodes and self.wanted[number] > self.nodes[number].nproc.least:
+            self.wanted[number] -= 1
+
+
+def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
+    """Divide this many ranks over the nodes, as evenly as their bounds allow."""
+    shares = {number: allowed.least for number, allowed in bounds.items()}
+    for _ in range(ranks - sum(shares.values())):
+        room = [number for number, allowed in bounds.items() if shares[number] < allowed.most]
+        shares[min(room, key=lambda number: shares[number])] += 1
+
+    return shares

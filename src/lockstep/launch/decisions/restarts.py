@@ -1,0 +1,111 @@
+"""Whether a failure is followed by another attempt, and what is remembered from one attempt to the next.
+
+`Restarts` is part of the `CoordinatorState` that all nodes receive: a node that takes over continues with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from lockstep.config.schema import HangConfig, RestartConfig, Section
+from lockstep.launch.failure import SMALLER, Failure, Kind
+from lockstep.launch.wire.messages import CoordinatorState
+
+# After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
+# `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
+TIMES_IN_A_ROW = 3
+
+HOUR_S = 3600.0
+
+# The machine's name, and the local rank there. They stay the same from attempt to attempt, while the numbers of nodes
+# and ranks may change.
+Slot = tuple[str, int]
+
+
+class Settings(Section):
+    """The settings of the task that the launcher needs. Until rank 0 has read them, the defaults apply."""
+
+    hang: HangConfig = HangConfig()
+    restart: RestartConfig = RestartConfig()
+
+
+class Restarts:
+    """Counts restarts and decides whether a failure is followed by another attempt."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+        # The times of the restarts that count.
+        self._times: list[float] = []
+
+        # The rank slot that failed at each of these restarts, and the newest checkpoint at that time.
+        self._culprits: list[tuple[Slot | None, int | None]] = []
+
+        # (step, phase) -> how many attempts ended there because no rank advanced.
+        self.hang_places: Counter[tuple[int | None, str | None]] = Counter()
+
+    def as_fields(self, now: float) -> dict[str, Any]:
+        """Return the fields of a `CoordinatorState`. Times become ages, because the clocks of two machines differ."""
+        return {
+            "restarts": self.total,
+            "recent": [now - moment for moment in self._recent(now)],
+            "culprits": [[list(slot) if slot else None, saved] for slot, saved in self._culprits[-TIMES_IN_A_ROW:]],
+            "hang_places": [[step, phase, count] for (step, phase), count in self.hang_places.items()],
+        }
+
+    @classmethod
+    def inherited(cls, state: CoordinatorState, now: float) -> Restarts:
+        restarts = cls()
+        restarts.total = state.restarts
+        restarts._times = [now - age for age in state.recent]
+        restarts._culprits = [((slot[0], slot[1]) if slot else None, saved) for slot, saved in state.culprits]
+        restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
+        return restarts
+
+    def _recent(self, now: float) -> list[float]:
+        return [moment for moment in self._times if now - moment <= HOUR_S]
+
+    def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
+        """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
+        # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
+        if failure.kind == SMALLER:
+            return None
+
+        if failure.kind == Kind.HANG and settings.hang.action == "stop":
+            return "hang.action is stop"
+        if failure.likely_to_repeat and not progress:
+            return "no checkpoint has been saved since the last start, so the same error would most likely recur"
+        if settings.restart.per_hour == 0:
+            return "restart.per_hour is 0"
+        if (count := len(self._recent(now))) >= settings.restart.per_hour:
+            return f"{count} restarts within the last hour, which is the limit"
+
+        return None
+
+    def count(self, failure: Failure, slot: Slot | None, saved: int | None, now: float) -> None:
+        """Count the restart after a failure of this slot; `saved` is the newest checkpoint."""
+        self.total += 1
+        if failure.kind != SMALLER:
+            self._times.append(now)
+            self._culprits.append((slot, saved))
+
+    def budget(self, failure: Failure, settings: Settings, now: float) -> str:
+        """Return which restart of how many this is, in words."""
+        if failure.kind == SMALLER:
+            return "not counted as a restart"
+
+        return f"restart {len(self._recent(now))} of {settings.restart.per_hour} in an hour"
+
+    def keeps_failing(self, failure: Failure) -> bool:
+        """Return whether the slot of the last restart, after this failure, keeps failing without progress."""
+        # The slots of a lost node are gone anyway, and a smaller micro-batch is no fault of a slot.
+        if failure.kind in (Kind.NODE, SMALLER):
+            return False
+
+        # A new checkpoint, or a failure of another slot, starts a new streak.
+        return self._culprits[-TIMES_IN_A_ROW:] == self._culprits[-1:] * TIMES_IN_A_ROW
+
+    def end_streak(self) -> None:
+        """Forget which slots failed, because the node of the last one now runs fewer ranks."""
+        self._culprits.clear()

@@ -1,0 +1,80 @@
+"""What the coordinator reads from the run folder, and writes there, once a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.launch import records
+from lockstep.launch.nodes.election import HeldTerm
+from lockstep.launch.run_dir import folder_identity
+from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S
+
+# How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
+END_S = 2.0
+
+
+class FolderWatch:
+    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat there.
+
+    All of this is in a thread because a disk may answer slowly: the coordinator's loop must go on meanwhile, or the
+    other nodes would lose it.
+    """
+
+    def __init__(self, run_dir: Path, held_term: HeldTerm | None):
+        self._run_dir = run_dir
+        self._held_term = held_term
+
+        # The run folder, until it is found missing or replaced.
+        self._identity: tuple[int, int] | None = folder_identity(run_dir)
+
+        # What the coordinator's loop reads: whether another node has taken over, the contents of the files that
+        # `lockstep resize` left, whether the run folder is gone, and an error that ended this thread.
+        self.superseded = False
+        self.resize_requests: deque[str] = deque()
+        self.removed = False
+        self.error: Exception | None = None
+
+        # When the coordinator's loop made its last turn. If the loop is stuck, in a write to a held terminal, this
+        # thread must not write the heartbeat: another node is to take over.
+        self.last_turn = time.monotonic()
+
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.superseded:
+                self.look()
+                if self._closed.wait(BEAT_S):
+                    return
+        except Exception as error:
+            self.error = error
+
+    def look(self) -> None:
+        if self._held_term is not None:
+            if time.monotonic() - self.last_turn <= LOST_AFTER_S:
+                self._held_term.beat()
+            self.superseded = self._held_term.superseded()
+
+        # Nothing that is trained from now on can be saved: the coordinator says so, once.
+        if self._identity is not None and folder_identity(self._run_dir) != self._identity:
+            self._identity = None
+            self.removed = True
+
+        # Usually there is no such file. After an error of the disk, the next look may read it.
+        request = self._run_dir / "resize"
+        with suppress(OSError):
+            self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
+            request.unlink()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(END_S)

@@ -1,0 +1,211 @@
+"""The launcher of one node of a job on several machines.
+
+Each node's launcher either coordinates the job or follows the node that does; `search.py` finds out which. Each node
+has an `Agent`, which runs the node's ranks and stays the same when another node takes over.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.agent import Agent
+from lockstep.launch.coordinator import TURN_S, Coordinator, say
+from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
+from lockstep.launch.jsonl import append_event
+from lockstep.launch.nodes import election
+from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
+from lockstep.launch.run_dir import prepare
+from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
+from lockstep.launch.wire.door import Door, find_secret
+from lockstep.launch.wire.messages import (
+    Announce,
+    CoordinatorState,
+    Hello,
+    JobEnd,
+    Message,
+    Refused,
+    SignalReceived,
+    Welcome,
+)
+
+
+class NodeLauncher:
+    """The launcher of one node of a job on several machines."""
+
+    def __init__(self, job: Job, name: str, signals: list[str]):
+        # The job as this node's command describes it, until a coordinator has welcomed the node.
+        self._job = job
+        self._name = name
+        self._signals = signals
+        self._agent: Agent | None = None
+
+        # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
+        if not job.decided:
+            prepare(job.run_dir)
+
+        self._secret = find_secret(job.secret_path)
+
+        # None until the node belongs to the job.
+        self._membership: Membership | None = None
+
+        # Whether the job has ended while this node coordinated it.
+        self.ended_job = False
+
+    def run(self) -> JobEnd:
+        try:
+            next_step = self._search().begin()
+            while not isinstance(next_step, JobEnd):
+                if isinstance(next_step, CoordinatorRole):
+                    next_step = self._coordinate(next_step)
+                else:
+                    next_step = self._follow(next_step)
+
+            return next_step
+        finally:
+            if self._agent is not None:
+                self._agent.close()
+
+    def _search(self) -> Search:
+        return Search(self._job, self._name, self._signals, self._secret)
+
+    def _coordinate(self, role: CoordinatorRole) -> NextStep:
+        """Coordinate the job until it ends, or until another node has taken over."""
+        term = role.held_term.term
+        if self._agent is None:
+            self._agent = Agent(self._job, self._name, self._secret)
+
+        self._agent.term_file = role.held_term.path
+        address = local_address(role.listener)
+        hub = Hub(Door(role.listener, self._secret))
+        with role.resources:
+            job = replace(self._job, join=term.address)
+            coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.held_term, role.inherited)
+            if role.failure:
+                event = {"event": "takeover", "term": term.number, "node": term.host, "address": term.address}
+                append_event(self._job.run_dir, {**event, "from": role.failure.host})
+                coordinator.took_over(role.failure)
+
+            if ending := coordinator.run():
+                self.ended_job = True
+                return ending
+
+        # The successor has not received the signals that this launcher received: they are sent again.
+        self._signals[:0] = coordinator.received_signals
+        say("lockstep: another node has taken over this job while this one did not answer: the ranks here were stopped")
+        self._membership = Membership(term, COORDINATOR, coordinator.state, address)
+        return self._search().begin_again(self._membership, "it was superseded")
+
+    # ---- following ----
+
+    def _follow(self, connection: Connection) -> NextStep:
+        """Carry out the orders of the coordinating node, until it ends the job or its connection is lost."""
+        with closing(connection):
+            try:
+                orders = self._join(connection)
+                assert self._agent is not None
+                return self._execute_orders(self._agent, connection, orders)
+            except ConnectionLost as lost:
+                if self._agent is not None:
+                    self._agent.stop()
+
+                # If messages are being tampered with, reconnecting will not help.
+                last = self._membership
+                if isinstance(lost, Garbled):
+                    return self._search().end_alone(str(lost), last.term.address if last else "")
+
+                return self._search().begin_again(last, str(lost)) if last else self._search().begin()
+
+    def _join(self, connection: Connection) -> list[Message]:
+        """Join the job and adopt the coordinator's choices. Returns the first orders."""
+        nproc = self._agent.nproc if self._agent else self._job.nproc
+        hello = Hello(self._name, nproc, self._job.identity)
+        if last := self._membership:
+            hello = replace(hello, term=last.term.number, number=last.number)
+
+        connection.send(hello)
+
+        # Orders may arrive before the two messages that are the answer.
+        welcome: Welcome | None = None
+        state: CoordinatorState | None = None
+        orders: list[Message] = []
+        while welcome is None or state is None:
+            for message in received(connection):
+                match message:
+                    case Refused():
+                        raise UserError(message.problem, message.found, message.fix)
+                    case Welcome():
+                        welcome = message
+                    case CoordinatorState():
+                        state = message
+                    case _:
+                        orders.append(message)
+
+        self._adopt(welcome, state, connection.local_address)
+        return orders
+
+    def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
+        # The report was made under the node's old number; a node gets a new number each time that it joins.
+        last = self._membership
+        if last is not None:
+            election.withdraw_report(self._job.run_dir, last.term.number, last.number)
+
+        job = adopt(self._job, welcome)
+        if self._agent is not None and job != self._job:
+            self._agent.close()
+            self._agent = None
+
+        self._job = job
+        self._agent = self._agent or Agent(job, self._name, self._secret)
+
+        reconnects = last.reconnects if last is not None and last.term == welcome.term else []
+        self._membership = Membership(welcome.term, welcome.number, state, local_address, reconnects)
+
+    def _execute_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
+        """Carry out orders and send what happens on this node. `orders` came with the welcome."""
+        assert self._membership is not None
+        next_beat = 0.0
+        while True:
+            for message in orders:
+                match message:
+                    case JobEnd():
+                        return message
+                    case Announce():
+                        say(message.text)
+                    case CoordinatorState():
+                        self._membership = replace(self._membership, state=message)
+                    case _:
+                        agent.do(message)
+
+            # A signal at any node is meant for the whole job.
+            while self._signals:
+                connection.send(SignalReceived(self._signals.pop(0)))
+
+            for event in agent.poll():
+                connection.send(event)
+
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                connection.send(agent.node_beat())
+
+            orders = received(connection, *agent.sockets())
+
+
+def adopt(job: Job, welcome: Welcome) -> Job:
+    """Return the job with the coordinator's choice of the run folder."""
+    # The coordinator's choices replace the choices of this node's launcher.
+    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
+    spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
+
+    return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
+
+
+def received(connection: Connection, *others: Any) -> list[Message]:
+    """Return the messages that arrive within a moment; return early if one of the `others` becomes readable."""
+    records.wait_readable([connection, *others], TURN_S)
+    return connection.receive(time.monotonic())

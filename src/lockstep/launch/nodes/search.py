@@ -1,0 +1,299 @@
+"""How a node of a job on several machines finds the node that coordinates, or becomes that node.
+
+At first the node that can bind the first address of `--join` coordinates. If that node is lost, another node takes
+over. The files in the run folder say which (`election.py`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+from lockstep.errors import Preempted, UserError
+from lockstep.launch.coordinator import say
+from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.job import Job, parse_address
+from lockstep.launch.nodes import election
+from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
+from lockstep.launch.run_dir import break_locks, hold, remove_old_requests
+from lockstep.launch.wire.connections import (
+    LOST_AFTER_S,
+    Connection,
+    NoAnswer,
+    address_of,
+    claim,
+    listen_at,
+    reach,
+)
+from lockstep.launch.wire.messages import CoordinatorState, JobEnd
+from lockstep.runtime.rendezvous.proof import Secret
+
+# How long a node tries to reach the coordinating node.
+CONNECT_S = 300.0
+
+# The pause between two tries.
+RETRY_S = 0.2
+
+# How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
+# that record as stale.
+STALE_S = 10.0
+
+# Each node waits this much longer than the node numbered below it before it takes over, so that they do not compete.
+STAGGER_S = 2.0
+
+# How long the run folder must have no term file before a node concludes that the job is over.
+GONE_S = 3.0
+
+# How long a node that has received a signal tries to reach the successor of its coordinator, to send it the signal.
+DELIVER_S = 20.0
+
+# How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
+MAX_RECONNECTS = 3
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a node knows about the term in which it last belonged to the job."""
+
+    term: Term
+    number: int  # the node's number in that term
+    state: CoordinatorState  # the last one that was received
+    local_address: str  # this machine's address on the connection to the coordinator
+    reconnects: list[float] = field(default_factory=list)  # when this node has reconnected to that coordinator
+
+
+@dataclass
+class CoordinatorRole:
+    """What a node needs to coordinate: a listening socket, its term, and the state of the previous coordinator."""
+
+    resources: ExitStack  # holds the run folder, and after a takeover the listening socket, until it is closed
+    listener: socket.socket
+    held_term: HeldTerm
+    inherited: CoordinatorState | None = None
+    failure: Failure | None = None  # the loss of the previous coordinator
+
+
+# What a node does next: follow the coordinator at the other end of a connection, coordinate, or end.
+NextStep = Connection | CoordinatorRole | JobEnd
+
+
+class Search:
+    """The search of one node for its coordinator, when the node starts (`begin`) or has lost it (`begin_again`)."""
+
+    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
+        self._job = job
+        self._name = name
+        self._signals = signals
+        self._secret = secret
+        self._addresses = job.addresses
+
+        # Why the last try to reach a coordinator, or to become one, failed.
+        self._last_problem = ""
+
+    # ---- at the start ----
+
+    def begin(self) -> NextStep:
+        """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
+        began = now = time.monotonic()
+        announced = False
+        watch = CounterWatch()
+        while now - began < CONNECT_S:
+            if self._signals:
+                return self._stopped()
+
+            # The node that can bind the first address coordinates a new job. But that node may be coming back after
+            # another node has taken over, whose address is in the list or in the run folder.
+            listener = self._claim_first()
+            term, readable = self._newest_term()
+            others = self._addresses[1:] if listener else self._addresses
+            if term and not (listener and term.address == address_of(listener)):
+                others = [*others, term.address]
+            if connection := self._reach(*others):
+                if listener:
+                    listener.close()
+                return connection
+
+            # A term file whose counter stands still was left by a job that has died.
+            if term:
+                watch.look(term.number, election.read_counter(self._job.run_dir, term.number), now)
+            else:
+                watch.reset()
+            free = readable and (term is None or watch.still_for(now) >= STALE_S)
+            if listener and free and (role := self._begin_to_coordinate(listener)):
+                return role
+
+            if not announced and now - began > 1.0:
+                announced = True
+                where = term.address if term else ", ".join(self._addresses)
+                problem = f"no answer from {where} yet ({self._last_problem})"
+                say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
+
+            if listener:
+                listener.close()
+            time.sleep(RETRY_S)
+            now = time.monotonic()
+
+        raise UserError(
+            f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
+            self._last_problem,
+            f"start the same command on the node that has the address {self._addresses[0]}",
+        )
+
+    def _claim_first(self) -> socket.socket | None:
+        """Bind the first address of --join, if it is this machine's."""
+        try:
+            return claim(self._addresses[0])
+        except UserError:
+            # The name of a lost machine may no longer resolve.
+            term, readable = self._newest_term()
+            if len(self._addresses) > 1 or term or not readable:
+                return None
+            raise
+
+    def _newest_term(self) -> tuple[Term | None, bool]:
+        """Return the newest term in the run folder, and whether the folder could be read."""
+        try:
+            return election.newest(self._job.run_dir), True
+        except OSError as error:
+            self._last_problem = f"the run folder cannot be read: {error.strerror or error}"
+            return None, False
+
+    def _reach(self, *addresses: str) -> Connection | None:
+        for address in dict.fromkeys(addresses):
+            try:
+                return reach(address, self._job.host, self._secret)
+            except NoAnswer as error:
+                self._last_problem = str(error)
+
+        return None
+
+    def _begin_to_coordinate(self, listener: socket.socket) -> CoordinatorRole | None:
+        """Begin a term of a job that no other node coordinates. Returns None if another node was faster."""
+        with ExitStack() as resources:
+            # This comes first: it raises if another job holds the folder, whose term file must stay.
+            resources.enter_context(hold(self._job.run_dir))
+            remove_old_requests(self._job.run_dir)
+            held_term = self._begin_term(None, listener)
+            return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
+
+    def _begin_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
+        try:
+            return election.begin_term(self._job.run_dir, after, self._name, address_of(listener))
+        except OSError as error:
+            self._last_problem = error.strerror or str(error)
+            return None
+
+    def _stopped(self) -> JobEnd:
+        """End because of a signal, while this node has no connection to a coordinator."""
+        say(f"lockstep: {self._signals[0]}: stopped while no node coordinates; to resume: {self._job.resume_command}")
+        return JobEnd(Preempted.code_of(self._signals[0]))
+
+    # ---- after the coordinator was lost ----
+
+    def begin_again(self, last: Membership, why: str) -> NextStep:
+        """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
+        where = f"{last.term.host} ({last.term.address})"
+        say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
+
+        watch = TakeoverWatch(last.number, last.state.members, LOST_AFTER_S, STAGGER_S)
+        began = last_seen = now = time.monotonic()
+        while now - began < CONNECT_S:
+            term, readable = self._newest_term()
+            if term is not None:
+                last_seen = now
+                if next_step := self._look_at_term(term, last, watch, now, why):
+                    return next_step
+            elif readable and now - last_seen >= GONE_S:
+                # There has been no term file for a while: the job is over.
+                return self.end_alone(why, last.term.address)
+            else:
+                # A folder that cannot be read says nothing about the job.
+                if not readable:
+                    last_seen = now
+                watch.reset()
+
+            # Last, so that a signal is sent to a successor if there is one, which may take a moment to answer. A
+            # successor whose counter stands still is lost as well.
+            newer = term is not None and term.number > last.term.number
+            has_successor = newer and watch.still_for(now) < LOST_AFTER_S
+            if self._signals and not (has_successor and now - began < DELIVER_S):
+                return self._stopped()
+
+            time.sleep(RETRY_S)
+            now = time.monotonic()
+
+        return self.end_alone(why, last.term.address)
+
+    def _look_at_term(
+        self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
+    ) -> NextStep | None:
+        """Act on the newest term: connect to its coordinator or take over. Returns None to wait and look again."""
+        run_dir = self._job.run_dir
+        watch.look(term.number, election.read_counter(run_dir, term.number), now)
+        still_lives = term.number == last.term.number and watch.alive
+        if still_lives and sum(now - when < HOUR_S for when in last.reconnects) >= MAX_RECONNECTS:
+            often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
+            return self.end_alone(often, last.term.address)
+
+        if connection := self._reconnect(term, last, watch.alive):
+            return connection
+
+        if still_lives:
+            election.report_cut_off(run_dir, term.number, last.number)
+
+        reason = watch.reason(election.cut_off_nodes(run_dir, term.number), time.monotonic())
+        return self._take_over(term, last, f"{why}, and {reason}") if reason and not self._signals else None
+
+    def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
+        """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
+        is_successor = term.number > last.term.number
+        connection = self._reach(term.address) if is_successor or alive else None
+        if connection is None:
+            return None
+
+        if is_successor:
+            say(f"lockstep: {term.host} ({term.address}) has taken over: joining it")
+        else:
+            last.reconnects.append(time.monotonic())
+
+        return connection
+
+    def _take_over(self, term: Term, last: Membership, why: str) -> CoordinatorRole | None:
+        """Begin the term after `term`, whose coordinator is lost. Returns None if another node was faster."""
+        run_dir = self._job.run_dir
+        with ExitStack() as resources:
+            try:
+                listener = resources.enter_context(listen_at(*self._where_to_listen(last.local_address)))
+            except OSError as error:
+                self._last_problem = error.strerror or str(error)
+                return None
+
+            held_term = self._begin_term(term.number, listener)
+            if held_term is None:
+                return None
+
+            break_locks(run_dir)
+            resources.enter_context(hold(run_dir))
+            text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
+            failure = Failure(-1, term.host, time.time(), Kind.NODE, text)
+            return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
+
+    def _where_to_listen(self, local_address: str) -> tuple[str, int]:
+        """Return where this node listens as a successor: at its entry in --join, or at the port of the first entry."""
+        _, port = parse_address(self._addresses[0])
+        for address in self._addresses:
+            host, its_port = parse_address(address)
+            with suppress(OSError):
+                if local_address in {info[4][0] for info in socket.getaddrinfo(host, None)}:
+                    return local_address, its_port
+
+        return local_address, port
+
+    def end_alone(self, why: str, where: str = "") -> JobEnd:
+        """End this launcher, because it has no coordinator and does not take over."""
+        text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
+        say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
+        return JobEnd(1, Failure(-1, self._name, time.time(), Kind.NODE, text))

@@ -1,0 +1,42 @@
+"""Lines that arrive on a socket: messages of nodes, requests of ranks to their store, reports of a zygote."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+from lockstep.launch import records
+
+
+class LineReader:
+    """Collects the bytes that arrive on a socket into whole lines, and never waits."""
+
+    def __init__(self, connection: socket.socket, longest: float = math.inf):
+        """`longest`: how many bytes a line may have."""
+        self._socket = connection
+        self._longest = longest
+
+        # The beginning of a line whose rest has not arrived.
+        self._unread = b""
+
+        # Whether nothing more will arrive, and the error if the connection broke. The last lines are returned first.
+        self.ended = False
+        self.error: OSError | None = None
+
+    def read(self) -> list[bytes]:
+        """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
+        # The socket may be a blocking one, because of what is sent on it.
+        while not self.ended and len(self._unread) <= self._longest and records.wait_readable([self._socket], 0.0):
+            try:
+                data = self._socket.recv(65536)
+            except OSError as error:
+                data, self.error = b"", error
+
+            self._unread += data
+            self.ended = not data
+
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > self._longest:
+            raise ValueError("it sent a line that is too long")
+
+        return lines

@@ -1,0 +1,65 @@
+"""Which messages of a node can be right, by the ranks of the attempt that it has."""
+
+import re
+
+import pytest
+
+from lockstep.config.schema import HangConfig
+from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.hangs.watchdog import Watchdog
+from lockstep.launch.wire.messages import JobEnd, NodeBeat, RankExited, RanksGone, SignalReceived, Stacks, ZygoteLost
+
+KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed"))
+
+
+def view(rank: int) -> RankView:
+    return RankView(
+        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_done=2, phase="data", detail=""
+    )
+
+
+@pytest.fixture
+def attempt():
+    """Attempt 5: ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+    return Attempt(5, {0: 2, 1: 2}, {0: "host-0", 1: "host-1"}, None, Watchdog(HangConfig()))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankExited(5, 2, KILLED),
+        RankExited(5, 3, RankExit(0)),
+        RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
+        Stacks(5, {2: "", 3: ""}, {3: []}),
+        NodeBeat([view(2), view(3)], {"hang": {"least": 5.0}}, 5),
+        NodeBeat(),
+        SignalReceived("SIGTERM"),
+        RanksGone(5),
+        ZygoteLost(5, "died", False),
+    ],
+    ids=str,
+)
+def test_a_message_that_can_be_right(attempt, message):
+    assert attempt.problem_with(message, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (RankExited(5, 0, KILLED), r"ranks \[0\] are not its ranks"),
+        (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
+        (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
+        (Stacks(5, {1: ""}, {}), r"ranks \[1\]"),
+        (Stacks(5, {}, {7: []}), r"ranks \[7\]"),
+        (NodeBeat([view(0)], {}, 5), r"ranks \[0\]"),
+        (NodeBeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
+        (NodeBeat([], {"other": 1}, 5), "settings are not valid"),
+        (SignalReceived("SIGNAL"), "SIGNAL is no signal"),
+        (JobEnd(0), "JobEnd is not for the coordinator"),
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_right(attempt, message, problem):
+    assert re.search(problem, attempt.problem_with(message, 1))

@@ -1,0 +1,59 @@
+"""What the launcher of a node does as coordinator, and when it joins a job."""
+
+import socket
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.launch.job import Bounds, Job
+from lockstep.launch.nodes import election, node_launcher
+from lockstep.launch.nodes.election import Term
+from lockstep.launch.nodes.node_launcher import NodeLauncher
+from lockstep.launch.nodes.search import CoordinatorRole, Membership, Search
+from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Welcome
+
+ADDRESS = "127.0.0.1:29400"
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Node 2 of three, which followed the coordinator of term 1."""
+    monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
+    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
+    made = NodeLauncher(job, "host-c", [])
+    made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([0, 1, 2], 0), "127.0.0.1")
+    return made
+
+
+def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, tmp_path):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    election.report_cut_off(tmp_path, 1, 2)
+    node._adopt(
+        Welcome(str(tmp_path), [], "again", number=3, term=Term(1, "host-a", ADDRESS)),
+        CoordinatorState([0, 1, 3]),
+        "127.0.0.1",
+    )
+    assert election.cut_off_nodes(tmp_path, 1) == set()
+
+
+def test_the_node_that_coordinates_ends_the_job(node, tmp_path, monkeypatch):
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: SimpleNamespace(run=lambda: JobEnd(1)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert node._coordinate(CoordinatorRole(ExitStack(), listener, term)) == JobEnd(1)
+    assert node.ended_job
+
+
+def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch):
+    """Its own coordinator had taken the signal, and could no longer do anything about it."""
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    superseded = SimpleNamespace(run=lambda: None, received_signals=["SIGTERM"], state=CoordinatorState([0, 1]))
+    monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: superseded)
+    election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
+    connection, reached = object(), []
+    monkeypatch.setattr(Search, "_reach", lambda search, *addresses: reached.append(addresses) or connection)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert node._coordinate(CoordinatorRole(ExitStack(), listener, term)) is connection
+    assert reached == [("127.0.0.1:29401",)]
+    assert node._signals == ["SIGTERM"]  # which is sent on the new connection

@@ -1,0 +1,173 @@
+"""How a node finds its coordinator, with a clock and connections of the test's own."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.launch.job import Bounds, Job
+from lockstep.launch.nodes import election
+from lockstep.launch.nodes import search as module
+from lockstep.launch.nodes.election import Term
+from lockstep.launch.nodes.search import DELIVER_S, GONE_S, HOUR_S, MAX_RECONNECTS, Membership, Search
+from lockstep.launch.wire.connections import LOST_AFTER_S
+from lockstep.launch.wire.messages import CoordinatorState
+from lockstep.runtime.rendezvous.proof import Secret
+
+ADDRESS = "127.0.0.1:29400"
+
+
+class Clock:
+    """A clock that goes only while the code sleeps, and what happens meanwhile."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.meanwhile = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@pytest.fixture
+def last():
+    """Node 2 of three, which followed the coordinator of term 1."""
+    return Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([0, 1, 2], 0), "127.0.0.1")
+
+
+@pytest.fixture
+def search(tmp_path, monkeypatch):
+    """The search of a node that can reach no other node."""
+    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
+    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
+    monkeypatch.setattr(made, "_reach", lambda *addresses: None)
+    return made
+
+
+def test_a_job_is_over_when_its_record_is_gone_for_a_while(search, last, clock):
+    began = clock.now
+    ending = search.begin_again(last, "no answer")
+    assert ending.code == 1
+    assert GONE_S <= clock.now - began < GONE_S + 1
+
+
+def test_a_moment_without_a_record_is_not_the_end_of_a_job(search, last, clock, tmp_path, monkeypatch):
+    began = clock.now
+    connection = object()
+    monkeypatch.setattr(search, "_reach", lambda *addresses: connection)
+
+    def take_over():
+        if clock.now - began > GONE_S / 2 and not election.newest(tmp_path):
+            election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
+
+    clock.meanwhile = take_over
+    assert search.begin_again(last, "no answer") is connection
+
+
+def test_a_folder_that_cannot_be_read_is_not_the_end_of_a_job(search, last, clock, tmp_path, monkeypatch):
+    """Nor is it a reason to take over when it can be read again: the counter could not be seen to grow."""
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    began, newest, connection = clock.now, election.newest, object()
+
+    def sometimes(run):
+        if 1 < clock.now - began < 60:
+            raise OSError(5, "Input/output error")
+        return newest(run)
+
+    def meanwhile():
+        if clock.now - began > 62:
+            term.beat()
+            search._reach = lambda *addresses: connection
+
+    monkeypatch.setattr(election, "newest", sometimes)
+    clock.meanwhile = meanwhile
+    assert search.begin_again(last, "no answer") is connection
+    assert "Input/output error" in search._last_problem
+
+
+def test_no_job_begins_in_a_folder_that_cannot_be_read(search, last, clock, tmp_path, monkeypatch):
+    began, newest = clock.now, election.newest
+    listener = SimpleNamespace(close=lambda: None, getsockname=lambda: ("127.0.0.1", 29400), family=2)
+
+    def unreadable(run):
+        if clock.now - began < 5:
+            raise OSError(5, "Input/output error")
+        return newest(run)
+
+    monkeypatch.setattr(election, "newest", unreadable)
+    monkeypatch.setattr(search, "_claim_first", lambda: listener)
+    role = search.begin()
+    with role.resources:
+        assert role.held_term.term.number == 1
+        assert clock.now - began >= 5
+
+
+def lives(clock, term):
+    clock.meanwhile = term.beat
+
+
+def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, monkeypatch, capfd):
+    lives(clock, election.begin_term(tmp_path, None, "host-a", ADDRESS))
+    connection, reached = object(), []
+    monkeypatch.setattr(search, "_reach", lambda *addresses: reached.append(addresses) or connection)
+    for _ in range(MAX_RECONNECTS):
+        assert search.begin_again(last, "no answer") is connection
+    assert search.begin_again(last, "no answer").code == 1
+    assert len(reached) == MAX_RECONNECTS  # the last return was not even tried
+    assert f"has returned to it {MAX_RECONNECTS} times within an hour" in capfd.readouterr().err
+    clock.now += HOUR_S
+    assert search.begin_again(last, "no answer") is connection
+
+
+def test_a_signal_ends_a_node_that_finds_no_coordinator(search, last, clock, tmp_path, capfd):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    search._signals.append("SIGTERM")
+    assert search.begin_again(last, "no answer").code == 75
+    assert "stopped while no node coordinates" in capfd.readouterr().err
+
+
+def test_a_signal_waits_for_a_successor_that_does_not_answer_at_once(search, last, clock, tmp_path, monkeypatch):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    lives(clock, election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401"))
+    connection, tries = object(), []
+
+    def reach(*addresses):
+        tries.append(addresses)
+        return connection if len(tries) == 3 else None
+
+    monkeypatch.setattr(search, "_reach", reach)
+    search._signals.append("SIGTERM")
+    assert search.begin_again(last, "no answer") is connection
+    assert search._signals == ["SIGTERM"]
+
+
+def test_a_signal_waits_a_while_for_a_successor_that_lives(search, last, clock, tmp_path):
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    lives(clock, election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401"))
+    search._signals.append("SIGTERM")
+    began = clock.now
+    assert search.begin_again(last, "no answer").code == 75
+    assert DELIVER_S <= clock.now - began < DELIVER_S + 1
+
+
+def test_a_signal_does_not_wait_for_a_successor_that_is_lost_as_well(search, last, clock, tmp_path):
+    """Its counter stands still: nothing will answer there."""
+    election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
+    search._signals.append("SIGTERM")
+    began = clock.now
+    assert search.begin_again(last, "no answer").code == 75
+    assert LOST_AFTER_S <= clock.now - began < LOST_AFTER_S + 1
