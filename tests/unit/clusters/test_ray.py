@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import api
 from lockstep.cli import main
 from lockstep.clusters import ray as platform
 from lockstep.clusters.ray import driver
@@ -26,7 +27,9 @@ from lockstep.clusters.ray.cluster import AgentLost, RayNode
 from lockstep.clusters.ray.driver import Driver, MergedOutput
 from lockstep.clusters.request import Request
 from lockstep.errors import UserError
-from lockstep.launch.job import Bounds
+from lockstep.launch.agent import _environment_for
+from lockstep.launch.job import RESUME_COMMAND, Bounds
+from lockstep.launch.wire.messages import JobEnd
 
 NEED = {"CPU": 2.0}
 
@@ -51,9 +54,13 @@ class FakeAgent:
     def start(self, words: Sequence[str]) -> None:
         self.words = words
 
+    silent: bool = False
+
     def poll(self) -> Report | None:
         if self.lost:
             raise AgentLost(self.lost)
+        if self.silent:
+            return None
         lines, self.lines = self.lines, []
         return Report(lines, self.code)
 
@@ -327,6 +334,33 @@ def test_a_launcher_that_does_not_end_with_the_job_is_asked_then_killed(run):
     assert "did not end with the job: killed" in said
 
 
+def test_an_agent_that_ray_believes_in_but_that_is_silent_is_waited_for_then_given_up(run):
+    """The others have ended for want of it. The job must neither hang nor fail for good."""
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[0].silent = True
+            for agent in cluster.running()[1:]:
+                agent.code = 1
+        if second == 200:
+            assert len(cluster.agents) == 4
+            cluster.end(0)
+
+    code, _, said = run(script, count=2, nnodes=(2, 2))
+    assert code == 0
+    assert "is lost: no answer for 120 s" in said
+
+
+def test_a_failure_long_after_a_loss_is_a_failure(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.lose("10.0.0.2")
+        if second == 600:
+            cluster.end(1)
+
+    assert run(script)[0] == 1
+
+
 def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):
     """With a pause before each try on the same node, and an end."""
 
@@ -460,6 +494,17 @@ def test_without_ray_the_driver_says_what_to_install(monkeypatch, capsys, tmp_pa
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["launch", "ray", "char_lm", f"run_dir={tmp_path}/run", "--submit"]) == 2
     assert "pip install 'lockstep-train[ray]'" in capsys.readouterr().err
+
+
+def test_a_launcher_says_what_to_type_to_resume_the_whole_job(monkeypatch, tmp_path):
+    specs = []
+    monkeypatch.setenv(RESUME_COMMAND, "lockstep launch ray char_lm --submit")
+    monkeypatch.setattr(api, "_launch", lambda spec, *rest: specs.append(spec) or JobEnd(0))
+    assert main(["train", "char_lm", "--nproc", "1", f"run_dir={tmp_path}/run"]) == 0
+    assert specs[0]["resume_command"] == "lockstep launch ray char_lm --submit"
+
+    # A rank that starts a job of its own must not say it.
+    assert RESUME_COMMAND not in _environment_for(1)
 
 
 # ---- the agent --------------------------------------------------------------------------------------------

@@ -42,9 +42,15 @@ ACTOR_S = 120.0
 # A launcher that ends leaves this long for the others to end as well. If they do not, it has ended for itself alone.
 ALONE_S = 15.0
 
-# A launcher that has failed for itself alone is started again after this, then after twice as long, up to a minute.
+# An agent that does not answer for so long when the others have ended is given up; Ray may still believe in its node.
+SILENT_S = 120.0
+
+# A failed agent is replaced after this, and if that one fails within a minute after twice as long, up to a minute.
 RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
+
+# For so long after the loss of an agent the end of a job is put down to it: launchers wait five minutes for more nodes.
+LOSS_S = 400.0
 
 # What Ray has not given for so long, although it seemed to be free, is not waited for.
 UNPLACED_S = 10.0
@@ -99,7 +105,9 @@ class Slot:
     placed: str = ""  # the node where Ray has put the bundle
     agent: Agent | None = None
     node: RayNode | None = None  # where the agent is
-    tries: int = 0  # launchers that have failed here, one after the other
+    began: float = 0.0  # when the agent was made
+    heard: float = 0.0  # when it last answered
+    tries: int = 0  # agents that have failed here, one soon after the other
     not_before: float = 0.0
 
 
@@ -111,7 +119,7 @@ class Round:
     codes: list[int] = field(default_factory=list)
     ended_at: float | None = None  # when the first launcher ended
     asked_others: bool = False  # the job is over, and the launchers that do not end were told so
-    lost: bool = False  # an agent was lost
+    lost_at: float | None = None  # when an agent was last lost
     leaving: bool = False  # the job saves, to go on without a node that is drained
 
 
@@ -393,6 +401,7 @@ class Driver:
 
     def _make(self, slot: Slot) -> None:
         slot.node = self._nodes[slot.placed]
+        slot.began = slot.heard = self._cluster.now()
         slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
 
     def _start(self, slot: Slot, join: str) -> None:
@@ -408,28 +417,35 @@ class Driver:
                 raise AgentLost("its node is gone")
             report = slot.agent.poll()
         except AgentLost as lost:
-            current.lost = True
-            self._drop(slot, f"is lost: {lost}", retry=True)
+            self._lose(slot, current, str(lost))
             return
 
         if report is None:
             return
 
+        slot.heard = self._cluster.now()
         self._output.add(slot, report.lines, self._cluster.now())
         if report.code is not None:
             current.codes.append(report.code)
             current.ended_at = current.ended_at or self._cluster.now()
             self._drop(slot, "", retry=report.code not in (FINISHED, *STOPPED))
 
+    def _lose(self, slot: Slot, current: Round, why: str) -> None:
+        current.lost_at = self._cluster.now()
+        self._drop(slot, f"is lost: {why}", retry=True)
+
     def _drop(self, slot: Slot, why: str, retry: bool) -> None:
+        """Forget an agent. `retry`: it has failed, and another one follows after a pause."""
         assert slot.agent is not None
         if why and slot.node:
             say(f"lockstep: the agent on {slot.node.host} {why}")
 
         slot.agent.kill()
         slot.agent = None
-        slot.tries = slot.tries + 1 if retry else 0
-        slot.not_before = self._cluster.now() + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
+        now = self._cluster.now()
+        soon = now - slot.began < LONGEST_RETRY_S
+        slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S) if retry else now
+        slot.tries = slot.tries + 1 if retry and soon else 0
 
         # Where its bundle is now is not known.
         self._looked = float("-inf")
@@ -439,8 +455,16 @@ class Driver:
         if current.ended_at is None:
             return
 
-        waited = self._cluster.now() - current.ended_at
+        now = self._cluster.now()
+        waited = now - current.ended_at
         if waited < ALONE_S:
+            return
+
+        # What is lost with its node does not go on. Ray may need a while to notice.
+        if all(now - slot.heard > ALONE_S / 2 for slot in self._active):
+            if waited >= SILENT_S:
+                for slot in self._active:
+                    self._lose(slot, current, f"no answer for {SILENT_S:.0f} s")
             return
 
         # One that failed has done so for itself, as a node does whose disk is full. It is started again.
@@ -484,7 +508,8 @@ class Driver:
             return None
         if stopped:
             return stopped[0]
-        if not current.lost:
+        now = self._cluster.now()
+        if codes and (current.lost_at is None or now - current.lost_at > LOSS_S):
             return max(codes)
 
         return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
