@@ -23,8 +23,9 @@ from lockstep.cli import main
 from lockstep.clusters import ray as platform
 from lockstep.clusters.ray import driver
 from lockstep.clusters.ray.agent import NodeAgent, Report
-from lockstep.clusters.ray.cluster import AgentLost, RayNode
-from lockstep.clusters.ray.driver import Driver, MergedOutput
+from lockstep.clusters.ray.cluster import AgentLost, RayNode, state_of
+from lockstep.clusters.ray.driver import Driver
+from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import Request
 from lockstep.errors import UserError
 from lockstep.launch.agent import _environment_for
@@ -417,9 +418,9 @@ def test_what_a_node_lacks_is_named_resource_by_resource():
     busy = RayNode("n1", "10.0.0.1", {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 2.0})
     small = RayNode("n2", "10.0.0.2", {"CPU": 1.0}, {"CPU": 1.0})
     leaving = replace(busy, drained_at=1.0)
-    assert driver.state_of(busy, need) == "10.0.0.1: 8 CPU, 8 GPU (6 in use)"
-    assert driver.state_of(small, need) == "10.0.0.2: 1 CPU (3 missing), 0 GPU (8 missing)"
-    assert driver.state_of(leaving, need) == "10.0.0.1: being taken away"
+    assert state_of(busy, need) == "10.0.0.1: 8 CPU, 8 GPU (6 in use)"
+    assert state_of(small, need) == "10.0.0.2: 1 CPU (3 missing), 0 GPU (8 missing)"
+    assert state_of(leaving, need) == "10.0.0.1: being taken away"
 
 
 def test_what_all_nodes_say_is_printed_once(capsys):

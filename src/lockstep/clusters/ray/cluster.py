@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from lockstep.clusters.ray.agent import NodeAgent, Report
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 
 # What one node must have: the name of a resource, as Ray spells it, and how much of it.
 Need = Mapping[str, float]
@@ -46,6 +46,36 @@ class RayNode:
 def describe(need: Need) -> str:
     """Return "2 CPU and 8 GPU"."""
     return " and ".join(f"{amount:g} {name}" for name, amount in need.items())
+
+
+def too_small(address: str, least: int, need: Need, nodes: list[RayNode]) -> UserError:
+    """Return the error for a job that the cluster could not run even if nothing else ran there."""
+    large_enough = sum(node.drained_at is None and not node.lacks(need) for node in nodes)
+    states = "; ".join(state_of(node, need) for node in nodes)
+    return UserError(
+        f"the Ray cluster at {address} is too small for this job: {plural(least, 'node')} with {describe(need)} each",
+        f"{large_enough} of its {plural(len(nodes), 'node')} would do. {states}",
+        "ask for less (--nnodes, --nproc, --cpus-per-node, --gpus-per-node), or add nodes; if they are on their way, "
+        "from an autoscaler, say, --wait SECONDS waits for them",
+    )
+
+
+def state_of(node: RayNode, need: Need) -> str:
+    """Return how much a node has of each resource that is needed, and what is missing."""
+    if node.drained_at is not None:
+        return f"{node.host}: being taken away"
+
+    parts = []
+    for name, amount in need.items():
+        total, free = node.total.get(name, 0.0), node.free.get(name, 0.0)
+        if total < amount:
+            parts.append(f"{total:g} {name} ({amount - total:g} missing)")
+        elif free < amount:
+            parts.append(f"{total:g} {name} ({total - free:g} in use)")
+        else:
+            parts.append(f"{total:g} {name}")
+
+    return f"{node.host}: {', '.join(parts)}"
 
 
 class RemoteAgent:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lockstep.clusters.ray.agent import Report
-from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe
+from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe, state_of, too_small
+from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import Request
-from lockstep.errors import Preempted, UserError, plural, printable
+from lockstep.errors import Preempted, UserError, plural
 from lockstep.launch.coordinator import say
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.wire.door import SECRET, SECRET_FILE
@@ -62,9 +63,6 @@ HOUR_S = 3600.0
 # The variables of the driver that the agents get, besides those that begin with one of these.
 PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
 PASSED_ON_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
-
-# How much later a node may say what the job says to all of them. Later it says the same for itself, after a takeover.
-SAME_S = 5.0
 
 
 class Agent(Protocol):
@@ -121,28 +119,6 @@ class Round:
     asked_others: bool = False  # the job is over, and the launchers that do not end were told so
     lost_at: float | None = None  # when an agent was last lost
     leaving: bool = False  # the job saves, to go on without a node that is drained
-
-
-class MergedOutput:
-    """Prints the output of all agents. A line that each of them says, because the job says it to all, appears once."""
-
-    def __init__(self) -> None:
-        # Line -> when it was printed, and which agents have said it then.
-        self._printed: dict[str, list[tuple[float, set[Any]]]] = {}
-
-    def add(self, agent: Any, lines: list[str], now: float) -> None:
-        self._printed = {
-            line: recent
-            for line, times in self._printed.items()
-            if (recent := [(when, agents) for when, agents in times if now - when < SAME_S])
-        }
-        for line in lines:
-            others = next((agents for _, agents in self._printed.get(line, []) if agent not in agents), None)
-            if others is not None:
-                others.add(agent)
-            else:
-                self._printed.setdefault(line, []).append((now, {agent}))
-                print(printable(line), flush=True)
 
 
 class Driver:
@@ -556,33 +532,3 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and name not in (SECRET, SECRET_FILE)
     }
-
-
-def too_small(address: str, least: int, need: Need, nodes: list[RayNode]) -> UserError:
-    """Return the error for a job that the cluster could not run even if nothing else ran there."""
-    large_enough = sum(node.drained_at is None and not node.lacks(need) for node in nodes)
-    states = "; ".join(state_of(node, need) for node in nodes)
-    return UserError(
-        f"the Ray cluster at {address} is too small for this job: {plural(least, 'node')} with {describe(need)} each",
-        f"{large_enough} of its {plural(len(nodes), 'node')} would do. {states}",
-        "ask for less (--nnodes, --nproc, --cpus-per-node, --gpus-per-node), or add nodes; if they are on their way, "
-        "from an autoscaler, say, --wait SECONDS waits for them",
-    )
-
-
-def state_of(node: RayNode, need: Need) -> str:
-    """Return how much a node has of each resource that is needed, and what is missing."""
-    if node.drained_at is not None:
-        return f"{node.host}: being taken away"
-
-    parts = []
-    for name, amount in need.items():
-        total, free = node.total.get(name, 0.0), node.free.get(name, 0.0)
-        if total < amount:
-            parts.append(f"{total:g} {name} ({amount - total:g} missing)")
-        elif free < amount:
-            parts.append(f"{total:g} {name} ({total - free:g} in use)")
-        else:
-            parts.append(f"{total:g} {name}")
-
-    return f"{node.host}: {', '.join(parts)}"
