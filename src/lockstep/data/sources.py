@@ -173,7 +173,7 @@ class MapSource:
 
     def check_dataset(self) -> None:
         """Raise if the dataset was changed in this process: its workers would still read the old one."""
-        for name in self._changed():
+        for name in self._changed() if self._copied_attributes else ():
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
                 "they have copies of the dataset, and read ahead",

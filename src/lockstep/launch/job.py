@@ -63,6 +63,9 @@ class Job:
     join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
 
+    # This node's number, if a platform numbers its machines: then number 0 coordinates first, at the address of `join`.
+    node: int | None = None
+
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
     # the layers above it.
     entry: str = "lockstep.api:work"

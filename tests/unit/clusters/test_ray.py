@@ -352,6 +352,22 @@ def test_an_agent_that_ray_believes_in_but_that_is_silent_is_waited_for_then_giv
     assert "is lost: no answer for 120 s" in said
 
 
+def test_a_launcher_that_was_killed_is_replaced_at_once(run):
+    """As the kernel does where memory is short: the code of this launcher says nothing about the job."""
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[1].code = -9
+        if second == 12:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    code, cluster, said = run(script)
+    assert code == 0
+    assert len(cluster.agents) == 4
+    assert "is lost: its launcher was ended by SIGKILL" in said
+
+
 def test_a_failure_long_after_a_loss_is_a_failure(run):
     def script(cluster, second):
         if second == 3:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ from lockstep.clusters.ray.agent import Report
 from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe, state_of, too_small
 from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import Request
-from lockstep.errors import Preempted, UserError, plural
+from lockstep.errors import ExitCode, Preempted, UserError, plural
 from lockstep.launch.coordinator import say
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
 # Exit codes with which a launcher says that the job is over, for all nodes.
-FINISHED = 0
-STOPPED = (Preempted.CODE, Preempted.INTERRUPTED)
+STOPPED = (ExitCode.RESTART, ExitCode.INTERRUPTED)
+OVER = (ExitCode.FINISHED, *STOPPED)
 
 # The pause between two looks at the agents, and between two looks at the cluster.
 TURN_S = 0.2
@@ -401,10 +402,12 @@ class Driver:
 
         slot.heard = self._cluster.now()
         self._output.add(slot, report.lines, self._cluster.now())
-        if report.code is not None:
+        if report.code is not None and report.code < 0:
+            self._lose(slot, current, f"its launcher was ended by {signal.Signals(-report.code).name}")
+        elif report.code is not None:
             current.codes.append(report.code)
             current.ended_at = current.ended_at or self._cluster.now()
-            self._drop(slot, "", retry=report.code not in (FINISHED, *STOPPED))
+            self._drop(slot, "", retry=report.code not in OVER)
 
     def _lose(self, slot: Slot, current: Round, why: str) -> None:
         current.lost_at = self._cluster.now()
@@ -444,7 +447,7 @@ class Driver:
             return
 
         # One that failed has done so for itself, as a node does whose disk is full. It is started again.
-        if not any(code in (FINISHED, *STOPPED) for code in current.codes):
+        if not any(code in OVER for code in current.codes):
             current.codes.clear()
             current.ended_at = None
         elif not current.asked_others:
@@ -476,8 +479,8 @@ class Driver:
         """Return the job's exit code, or None if another round must follow."""
         codes = current.codes
         stopped = [code for code in codes if code in STOPPED]
-        if FINISHED in codes:
-            return FINISHED
+        if ExitCode.FINISHED in codes:
+            return ExitCode.FINISHED
         if self._stop is not None:
             return stopped[0] if stopped else max(codes, default=Preempted.code_of(self._stop))
         if current.leaving and stopped:
@@ -496,7 +499,7 @@ class Driver:
         self._lost_rounds = [when for when in self._lost_rounds if now - when < HOUR_S] + [now]
         if len(self._lost_rounds) > MOST_ROUNDS:
             say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
-            return Preempted.CODE
+            return ExitCode.RESTART
 
         say(f"lockstep: {what}")
         return None

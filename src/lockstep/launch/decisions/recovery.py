@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.errors import plural
+from lockstep.errors import ExitCode, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster
 from lockstep.launch.decisions.outbox import Outbox
@@ -61,6 +61,11 @@ class Recovery:
         how = "start over" if self._committed() is None else "resume"
         return f"To {how}: {self._job.resume_command}"
 
+    @property
+    def code_if_nodes_are_missing(self) -> ExitCode:
+        """The platform may have other machines, unless the user wants no restart at all."""
+        return ExitCode.RESTART if self.settings.restart.per_hour else ExitCode.FAILED
+
     def decide(self, failure: Failure, attempt: Attempt, now: float, nothing_to_save: bool = False) -> None:
         """Report the failure of an attempt, and decide whether another one follows.
 
@@ -73,7 +78,7 @@ class Recovery:
             self._return_to_size(failure, attempt)
         elif failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
-            self.planned_end = JobEnd(2, failure)
+            self.planned_end = JobEnd(ExitCode.REFUSED, failure)
             self._report(failure, attempt)
         elif self.preempt_signal and nothing_is_lost:
             # The job was stopping anyway: it ends as preempted, and not as failed.
@@ -102,7 +107,8 @@ class Recovery:
         """Announce that the job is not restarted. It ends when all ranks of this attempt are gone."""
         # With nothing saved, the same error would most likely recur, so no command is suggested.
         hint = "" if saved is None and failure.likely_to_repeat else f". {self.how_to_continue}"
-        self.planned_end = JobEnd(1, failure)
+        code = self.code_if_nodes_are_missing if reason == self._cluster.too_few else ExitCode.FAILED
+        self.planned_end = JobEnd(code, failure)
         self._report(failure, attempt, f"not restarted: {reason}{hint}")
 
     def _plan_restart(self, failure: Failure, attempt: Attempt, saved: int | None, now: float) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
-from lockstep.errors import Preempted, plural
+from lockstep.errors import ExitCode, Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node
 from lockstep.launch.decisions.outbox import Outbox
@@ -181,7 +181,9 @@ class JobStateMachine:
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
         self._outbox.say(failure.message)
         if self.cluster.too_few and self.attempt.ranks:
-            self.recovery.planned_end = self.recovery.planned_end or JobEnd(1, failure)
+            self.recovery.planned_end = self.recovery.planned_end or JobEnd(
+                self.recovery.code_if_nodes_are_missing, failure
+            )
             if self.job_phase is JobPhase.GATHER:
                 self._outbox.say(f"not restarted: {self.cluster.too_few}. {self.recovery.how_to_continue}")
                 self._end(self.recovery.planned_end)
@@ -274,7 +276,7 @@ class JobStateMachine:
         if not self.attempt.all_clean:
             self._fail(self.attempt.root_failure(), now)
         elif not self.attempt.any_preempted:
-            self._end(JobEnd(0))
+            self._end(JobEnd(ExitCode.FINISHED))
         elif self.recovery.preempt_signal:
             self._end_preempted()
         else:
@@ -287,7 +289,7 @@ class JobStateMachine:
 
         if event.hopeless and self.job_phase is not JobPhase.OVER:
             stopped = self.attempt.others_than(failure) if self.job_phase in ACTIVE else 0
-            self.recovery.planned_end = JobEnd(1, failure)
+            self.recovery.planned_end = JobEnd(ExitCode.FAILED, failure)
             self._outbox.report(failure, self.attempt.number, stopped, "not restarted: it would end the same way")
             self._kill_ranks(now)
         elif event.attempt == self.attempt.number and self.job_phase in ACTIVE:
@@ -436,7 +438,8 @@ class JobStateMachine:
             case JobPhase.GATHER:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {GATHER_S:.0f} s"
                 self._outbox.say(f"{problem}; {self.cluster.bounds.least} are needed. {self.recovery.how_to_continue}")
-                self._end(JobEnd(1, Failure(-1, "", time.time(), Kind.NODE, problem)))
+                failure = Failure(-1, "", time.time(), Kind.NODE, problem)
+                self._end(JobEnd(self.recovery.code_if_nodes_are_missing, failure))
 
             case JobPhase.ASK:
                 self._judge_hang(now)

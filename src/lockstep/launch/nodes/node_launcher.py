@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import ExitCode, UserError
 from lockstep.launch import records
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import TURN_S, Coordinator, say
@@ -117,7 +117,8 @@ class NodeLauncher:
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership
                 if isinstance(lost, Garbled):
-                    return self._search().end_alone(str(lost), last.term.address if last else "")
+                    address = last.term.address if last else ""
+                    return self._search().end_alone(str(lost), address, ExitCode.FAILED)
 
                 return self._search().begin_again(last, str(lost)) if last else self._search().begin()
 

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch.coordinator import say
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Job, parse_address
@@ -136,7 +136,7 @@ class Search:
             time.sleep(RETRY_S)
             now = time.monotonic()
 
-        raise UserError(
+        raise PeersMissing(
             f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
             self._last_problem,
             f"start the same command on the node that has the address {self._addresses[0]}",
@@ -144,12 +144,17 @@ class Search:
 
     def _claim_first(self) -> socket.socket | None:
         """Bind the first address of --join, if it is this machine's."""
+        # Where a platform numbers its machines, only number 0 may be meant, even if others could bind the address.
+        if self._job.node not in (None, 0):
+            return None
+
         try:
             return claim(self._addresses[0])
-        except UserError:
-            # The name of a lost machine may no longer resolve.
+        except UserError as error:
+            # The name of a lost machine may no longer resolve, and a platform may publish a name only after the start.
             term, readable = self._newest_term()
-            if len(self._addresses) > 1 or term or not readable:
+            self._last_problem = f"{error.problem}: {error.found}"
+            if len(self._addresses) > 1 or term or not readable or self._job.node is not None:
                 return None
             raise
 
@@ -236,7 +241,7 @@ class Search:
         still_lives = term.number == last.term.number and watch.alive
         if still_lives and sum(now - when < HOUR_S for when in last.reconnects) >= MAX_RECONNECTS:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
-            return self.end_alone(often, last.term.address)
+            return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
         if connection := self._reconnect(term, last, watch.alive):
             return connection
@@ -292,8 +297,8 @@ class Search:
 
         return local_address, port
 
-    def end_alone(self, why: str, where: str = "") -> JobEnd:
+    def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
         say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
-        return JobEnd(1, Failure(-1, self._name, time.time(), Kind.NODE, text))
+        return JobEnd(code, Failure(-1, self._name, time.time(), Kind.NODE, text))

@@ -217,12 +217,9 @@ class Announce(Message):
 
 @dataclass(frozen=True)
 class JobEnd(Message):
-    """The job is over.
+    """The job is over."""
 
-    Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
-    """
-
-    code: int
+    code: int  # an `ExitCode`
     failure: Failure | None = None
     restarts: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import Control, Driver, broadcast_model, no_gradient, sum_with_word
+from lockstep.parallel.driver import Control, Driver, backward, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -50,6 +51,14 @@ class _WithControlWord(Wrapper):
     named_parameters = nn.Module.named_parameters
 
 
+@dataclass(slots=True)
+class Calls:
+    """The calls of a model in one micro-batch. Not attributes of the module itself, which take long to set."""
+
+    any: bool = False
+    with_gradients: bool = False  # DDP prepares its reducer in a forward with gradients, and nowhere else
+
+
 class Replica(Wrapper, DistributedDataParallel):
     """The module that the task calls. It has the attributes, parameters and names of the user's model."""
 
@@ -61,8 +70,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self.prepared_for_backward = False
-        self.called = False  # whether the model was called in this micro-batch
+        self.calls = Calls()
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -71,9 +79,9 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # DDP prepares its reducer in a forward with gradients, and nowhere else.
-        self.prepared_for_backward |= torch.is_grad_enabled()
-        self.called = True
+        calls = self.calls
+        calls.any = True
+        calls.with_gradients |= torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 
     def user_model(self) -> nn.Module:
@@ -148,9 +156,10 @@ class DDPDriver(Driver):
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
-        self._replica.require_backward_grad_sync = control.is_last_micro_batch
-        self._replica.prepared_for_backward = False
-        self._replica.called = False
+        replica = self._replica
+        replica.calls.any = replica.calls.with_gradients = False
+        if replica.require_backward_grad_sync != control.is_last_micro_batch:
+            replica.require_backward_grad_sync = control.is_last_micro_batch
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -158,8 +167,8 @@ class DDPDriver(Driver):
         self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        if not self._replica.prepared_for_backward:
-            if self._replica.called:
+        if not self._replica.calls.with_gradients:
+            if self._replica.calls.any:
                 raise no_gradient()
             raise UserError(
                 "the loss was computed without calling the model that Lockstep passed in",
@@ -175,12 +184,12 @@ class DDPDriver(Driver):
 
         # Before the last backward of the step, gradients only accumulate on this rank.
         if word is None:
-            torch.autograd.backward(total, grad_output)
+            backward((total,), (grad_output,))
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, times=self.to_sum)
-        torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
+        backward((total, self._word_parameter), (grad_output, packed))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # DDP has reduced everything in the last backward.

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.schema import RestartConfig
+from lockstep.errors import ExitCode
 from lockstep.launch.decisions import state_machine as module
 from lockstep.launch.decisions.cluster import Node, divide
+from lockstep.launch.decisions.restarts import Settings
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
@@ -421,8 +424,14 @@ def test_enough_nodes_wait_a_moment_for_more():
 def test_too_few_nodes_do_not_wait_for_ever():
     stage = nodes(2, 2, 1)
     assert stage.tick(299) == []
-    assert stage.tick(2)[-1].code == 1
+    assert stage.tick(2)[-1].code == ExitCode.RESTART
     assert "only 1 node came within 300 s" in stage.said
+
+
+def test_no_restarts_at_all_means_none_by_the_platform_either():
+    stage = nodes(2, 2, 1)
+    stage.state_machine.recovery.settings = Settings(restart=RestartConfig(per_hour=0))
+    assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
@@ -434,7 +443,7 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
     stage.ranks_gone()
     (ending,) = stage.tick()
-    assert (ending.code, ending.failure.kind) == (1, "node")
+    assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
 
 def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
@@ -499,7 +508,7 @@ def test_a_node_lost_while_the_others_stop():
     stage.exit(1, -9)
     stage.state_machine.node_lost(2, "vanished", stage.now)
     stage.ranks_gone(0)
-    assert [stage.tick(), stage.of(JobEnd)][1][0].code == 1
+    assert [stage.tick(), stage.of(JobEnd)][1][0].code == ExitCode.RESTART
 
 
 def test_a_node_lost_while_the_job_waits_for_more():
@@ -509,7 +518,7 @@ def test_a_node_lost_while_the_job_waits_for_more():
     stage.ranks_gone(0, 1)
     stage.tick()
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    assert stage.tick()[-1].code == 1
+    assert stage.tick()[-1].code == ExitCode.RESTART
 
 
 def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
@@ -659,7 +668,7 @@ def test_too_few_that_are_left_wait():
     new.join(1)
     new.state_machine.node_lost(1, "vanished", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
-    assert [new.tick(2), new.of(JobEnd)][1][0].code == 1
+    assert [new.tick(2), new.of(JobEnd)][1][0].code == ExitCode.RESTART
 
 
 # Hangs

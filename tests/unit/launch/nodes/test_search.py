@@ -1,10 +1,12 @@
 """How a node finds its coordinator, with a clock and connections of the test's own."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from lockstep.errors import ExitCode, PeersMissing, UserError
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes import search as module
@@ -13,6 +15,7 @@ from lockstep.launch.nodes.search import DELIVER_S, GONE_S, HOUR_S, MAX_RECONNEC
 from lockstep.launch.wire.connections import LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState
 from lockstep.runtime.rendezvous.proof import Secret
+from ports import free_port
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -60,7 +63,7 @@ def search(tmp_path, monkeypatch):
 def test_a_job_is_over_when_its_record_is_gone_for_a_while(search, last, clock):
     began = clock.now
     ending = search.begin_again(last, "no answer")
-    assert ending.code == 1
+    assert ending.code == ExitCode.RESTART
     assert GONE_S <= clock.now - began < GONE_S + 1
 
 
@@ -171,3 +174,28 @@ def test_a_signal_does_not_wait_for_a_successor_that_is_lost_as_well(search, las
     began = clock.now
     assert search.begin_again(last, "no answer").code == 75
     assert LOST_AFTER_S <= clock.now - began < LOST_AFTER_S + 1
+
+
+@pytest.mark.parametrize(("node", "binds"), [(None, True), (0, True), (1, False)])
+def test_where_a_platform_numbers_its_machines_number_0_coordinates(search, node, binds):
+    search._job = replace(search._job, node=node)
+    search._addresses = [f"127.0.0.1:{free_port()}"]
+    listener = search._claim_first()
+    assert (listener is not None) == binds
+    if listener:
+        listener.close()
+
+
+def test_a_name_that_a_platform_has_yet_to_publish_is_waited_for(search, clock, monkeypatch):
+    def unknown(address):
+        raise UserError(f"--join {address}: the host nobody is not known here", "not found", "")
+
+    monkeypatch.setattr(module, "claim", unknown)
+    with pytest.raises(UserError, match="the host nobody is not known here"):
+        search.begin()
+
+    search._job = replace(search._job, node=0)
+    with pytest.raises(PeersMissing, match="no answer within 5 minutes") as missing:
+        search.begin()
+    assert "the host nobody is not known here" in missing.value.found
+    assert missing.value.exit_code == ExitCode.RESTART
