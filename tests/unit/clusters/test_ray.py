@@ -248,12 +248,13 @@ def test_a_drained_node_is_left_after_a_save(run):
     assert "Ray takes the node 10.0.0.2 away, in 60 s: saving, to go on without it" in said
 
 
-def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
+@pytest.mark.parametrize("ending", [1, 75])
+def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run, ending):
     def script(cluster, second):
         match second:
             case 3:
                 cluster.lose("10.0.0.2")
-                cluster.end(1)
+                cluster.end(ending)
             case 20:
                 assert not cluster.running()
                 cluster.all["n5"] = cluster.node(5)

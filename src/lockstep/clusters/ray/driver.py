@@ -485,11 +485,13 @@ class Driver:
             return stopped[0] if stopped else max(codes, default=Preempted.code_of(self._stop))
         if current.leaving and stopped:
             return None
-        if stopped:
-            return stopped[0]
-        now = self._cluster.now()
-        if codes and (current.lost_at is None or now - current.lost_at > LOSS_S):
-            return max(codes)
+        if ExitCode.INTERRUPTED in codes:
+            return ExitCode.INTERRUPTED
+
+        # A job that lacks nodes asks to be restarted, or has failed where a restart is not allowed to its launchers.
+        recently = current.lost_at is not None and self._cluster.now() - current.lost_at <= LOSS_S
+        if codes and not recently:
+            return stopped[0] if stopped else max(codes)
 
         return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
 
