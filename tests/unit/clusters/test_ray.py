@@ -248,13 +248,12 @@ def test_a_drained_node_is_left_after_a_save(run):
     assert "Ray takes the node 10.0.0.2 away, in 60 s: saving, to go on without it" in said
 
 
-@pytest.mark.parametrize("ending", [1, 75])
-def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run, ending):
+def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
     def script(cluster, second):
         match second:
             case 3:
                 cluster.lose("10.0.0.2")
-                cluster.end(ending)
+                cluster.end(75)
             case 20:
                 assert not cluster.running()
                 cluster.all["n5"] = cluster.node(5)
@@ -271,7 +270,7 @@ def test_a_job_that_gets_no_node_back_ends_with_restart_me(run):
     def script(cluster, second):
         if second == 3:
             cluster.lose("10.0.0.2")
-            cluster.end(1)
+            cluster.end(75)
 
     code, cluster, said = run(script, count=2, nnodes=(2, 2))
     assert code == 75
@@ -343,7 +342,7 @@ def test_an_agent_that_ray_believes_in_but_that_is_silent_is_waited_for_then_giv
         if second == 3:
             cluster.running()[0].silent = True
             for agent in cluster.running()[1:]:
-                agent.code = 1
+                agent.code = 75
         if second == 200:
             assert len(cluster.agents) == 4
             cluster.end(0)
@@ -369,14 +368,31 @@ def test_a_launcher_that_was_killed_is_replaced_at_once(run):
     assert "is lost: its launcher was ended by SIGKILL" in said
 
 
-def test_a_failure_long_after_a_loss_is_a_failure(run):
+@pytest.mark.parametrize(("code", "second"), [(1, 4), (2, 4), (75, 600)])
+def test_what_the_launchers_say_counts_after_a_loss_too(run, code, second):
+    """A failure is one, and a signal long after a loss has nothing to do with it."""
+
+    def script(cluster, now):
+        if now == 3:
+            cluster.lose("10.0.0.2")
+        if now == second:
+            cluster.end(code)
+
+    assert run(script)[0] == code
+
+
+def test_a_launcher_that_has_lost_the_others_comes_back(run):
     def script(cluster, second):
         if second == 3:
-            cluster.lose("10.0.0.2")
-        if second == 600:
-            cluster.end(1)
+            cluster.running()[1].code = 75
+        if second == 40:
+            assert len(cluster.running()) == 3
+            assert all(agent.signals == [] for agent in cluster.running())
+            cluster.end(0)
 
-    assert run(script)[0] == 1
+    code, cluster, _ = run(script)
+    assert code == 0
+    assert len(cluster.agents) == 4
 
 
 def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):

@@ -26,10 +26,6 @@ from lockstep.launch.coordinator import say
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
-# Exit codes with which a launcher says that the job is over, for all nodes.
-STOPPED = (ExitCode.RESTART, ExitCode.INTERRUPTED)
-OVER = (ExitCode.FINISHED, *STOPPED)
-
 # The pause between two looks at the agents, and between two looks at the cluster.
 TURN_S = 0.2
 LOOK_S = 1.0
@@ -51,7 +47,7 @@ SILENT_S = 120.0
 RETRY_S = 2.0
 LONGEST_RETRY_S = 60.0
 
-# For so long after the loss of an agent the end of a job is put down to it: launchers wait five minutes for more nodes.
+# For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait five minutes for them.
 LOSS_S = 400.0
 
 # What Ray has not given for so long, although it seemed to be free, is not waited for.
@@ -407,7 +403,7 @@ class Driver:
         elif report.code is not None:
             current.codes.append(report.code)
             current.ended_at = current.ended_at or self._cluster.now()
-            self._drop(slot, "", retry=report.code not in OVER)
+            self._drop(slot, "", retry=report.code in (ExitCode.FAILED, ExitCode.REFUSED))
 
     def _lose(self, slot: Slot, current: Round, why: str) -> None:
         current.lost_at = self._cluster.now()
@@ -446,8 +442,13 @@ class Driver:
                     self._lose(slot, current, f"no answer for {SILENT_S:.0f} s")
             return
 
+        # A launcher that has lost the others asks to be restarted, as all do once the job was asked to save and end.
+        over = {ExitCode.FINISHED, ExitCode.INTERRUPTED}
+        if self._stop is not None or current.leaving:
+            over.add(ExitCode.RESTART)
+
         # One that failed has done so for itself, as a node does whose disk is full. It is started again.
-        if not any(code in OVER for code in current.codes):
+        if over.isdisjoint(current.codes):
             current.codes.clear()
             current.ended_at = None
         elif not current.asked_others:
@@ -478,20 +479,18 @@ class Driver:
     def _verdict(self, current: Round) -> int | None:
         """Return the job's exit code, or None if another round must follow."""
         codes = current.codes
-        stopped = [code for code in codes if code in STOPPED]
         if ExitCode.FINISHED in codes:
             return ExitCode.FINISHED
         if self._stop is not None:
-            return stopped[0] if stopped else max(codes, default=Preempted.code_of(self._stop))
-        if current.leaving and stopped:
-            return None
-        if ExitCode.INTERRUPTED in codes:
-            return ExitCode.INTERRUPTED
+            return max(codes, default=Preempted.code_of(self._stop))
 
-        # A job that lacks nodes asks to be restarted, or has failed where a restart is not allowed to its launchers.
+        # The launchers say whether a restart makes sense. Without a loss they were stopped by somebody else.
         recently = current.lost_at is not None and self._cluster.now() - current.lost_at <= LOSS_S
-        if codes and not recently:
-            return stopped[0] if stopped else max(codes)
+        restart = not codes or ExitCode.RESTART in codes
+        if restart and current.leaving:
+            return None
+        if codes and not (restart and recently):
+            return max(codes)
 
         return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
 
