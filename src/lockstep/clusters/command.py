@@ -38,7 +38,7 @@ class Platform(Protocol):
 
 
 # In the order in which `lockstep launch --help` lists them. A new platform is a module and a name here.
-PLATFORMS: tuple[str, ...] = ("kubernetes", "nodes")
+PLATFORMS: tuple[str, ...] = ("ray", "kubernetes", "nodes")
 
 
 def platform(name: str) -> Platform:
