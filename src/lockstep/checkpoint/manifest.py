@@ -190,7 +190,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     outer = parse_json(data)
 
-    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is no version.
+    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is not 1 here.
     version = outer.get("format") if isinstance(outer, dict) else None
     if type(version) is int and version != FORMAT:
         age = "an older" if version < FORMAT else "a newer"

@@ -89,7 +89,7 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """Store references to the objects of a run; nothing is copied.
+        """Keep references to the objects of a run; nothing is copied.
 
         `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.

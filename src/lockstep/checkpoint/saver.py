@@ -78,7 +78,7 @@ class Saver:
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
-        free = self._context.store.free_bytes()
+        free = self._context.storage.free_bytes()
         if free < needed:
             save.refuse(needed - free)
         else:
