@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -254,7 +255,7 @@ class CheckpointManager:
             world_size=values["world"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
-            loop=LoopState.from_saved(values.get("loop", {})),
+            loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
         )
 
     # ---- before the first step ----
@@ -312,7 +313,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self.saver.prepare(self._shards(self.state.capture_tensors().tensors))
+        self.saver.prepare(self._shards(self.state.tensors()))
 
     # ---- saving ----
 
@@ -359,9 +360,8 @@ class CheckpointManager:
             self._warn_of_differences()
             self._parts_compared = True
 
-        # These keys are part of the file format: do not rename them.
-        values = {
-            "state": plain_state,
+        # The keys are part of the file format (see CONTRIBUTING).
+        other_values = {
             "config": _as_typed(self.config),
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
@@ -369,10 +369,10 @@ class CheckpointManager:
             "loop": asdict(loop),
             "metrics": metrics,
         }
+        other_tensors: dict[str, torch.Tensor] = {}
+        values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
+        assert not other_tensors, f"not in the state: {list(other_tensors)}"
         self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
-
-        # The next update must wait until the optimizers' state has been copied.
-        self.state.stepper.update.before_update = self.saver.wait_for_copy
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""

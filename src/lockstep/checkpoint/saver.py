@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.manifest import from_json, to_json
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.runtime.layout import LocalShard
@@ -61,15 +60,15 @@ class Saver:
     ) -> None:
         """Copy the state and start writing it.
 
-        `shards`: the shards that this rank writes, by tensor name. Only rank 0's `aliases` and `values` are used.
+        `shards`: the shards that this rank writes, by tensor name.
+        `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+        Only rank 0's `aliases` and `values` are used.
         `changed_only_by_update`: the names of tensors that may be copied while training continues; they must not change
         before `wait_for_copy`.
         """
         began = time.perf_counter()
         self._join()
 
-        # A copy, since training will change the values. Values that JSON cannot hold raise an error now.
-        plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(shards)
 
         # From here on, `failed_save` refers to this save.
@@ -83,7 +82,7 @@ class Saver:
             save.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -193,9 +192,8 @@ class Save:
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
 
-            # For tests: the disk fills up in the middle of the data.
-            if number == (len(chunks) + 1) // 2 and faults.fire("write", self.step) == "disk full":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if number == (len(chunks) + 1) // 2:
+                faults.fire("write", self.step)
             digest.update(chunk)
             yield chunk
 
@@ -246,7 +244,7 @@ class Save:
         update_latest(storage)
         self.write_s = time.perf_counter() - self._began
         apply_retention(storage, self.context.retention, self.context.token)
-        _inject_damage(self.checkpoint, file_name(0), faults.fire("committed", self.step))
+        faults.damage_committed(storage, f"{name}/{file_name(0)}", self.step)
 
     def _confirmations(self) -> list[dict[str, Any]]:
         """Wait for the confirmations of all ranks, and return them by rank.
@@ -357,20 +355,3 @@ def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _confirmation(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def _inject_damage(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Damage a committed file as a bad disk would, if a test injected the fault "truncate" or "corrupt"."""
-    if how not in ("truncate", "corrupt"):
-        return
-
-    with checkpoint.open(file) as stream:
-        data = bytearray(stream.read())
-
-    middle = len(data) // 2
-    if how == "truncate":
-        del data[middle:]
-    else:
-        data[middle] ^= 0x10
-
-    checkpoint.storage.write(f"{checkpoint.name}/{file}", [memoryview(data)])

@@ -14,6 +14,7 @@ import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
 from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
@@ -76,7 +77,8 @@ def commit(
     storage = as_storage(place)
     team = savers(storage, size)
     for rank, saver in enumerate(team):
-        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, values or {"step": step})
+        encoded = pack(dict(values or {"step": step}), "values", {})
+        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, encoded)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
@@ -93,6 +95,11 @@ def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, t
     reader = find(as_storage(place), 0, 1, alone)
     assert reader is not None
     return reader, {name: reader.read(name) for name in reader.names()}
+
+
+def values_of(reader: CheckpointReader) -> dict[str, Any]:
+    """Return the values of a checkpoint whose values have no tensors."""
+    return unpack(reader.manifest.values, reader.read, torch.device("cpu"))
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

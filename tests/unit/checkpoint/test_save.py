@@ -11,9 +11,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from checkpoints import TOKEN, commit, end, load, same, savers, shard, state
+from checkpoints import TOKEN, commit, end, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_storage import MemoryStorage
@@ -24,7 +25,16 @@ from lockstep import faults
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import MANIFEST, from_json, read_manifest, to_json
+from lockstep.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    Piece,
+    TensorEntry,
+    decode,
+    encode,
+    read_manifest,
+)
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention, delete_leftovers
 from lockstep.errors import UserError
@@ -50,8 +60,10 @@ def folders(storage: CheckpointStorage) -> set[str]:
     return set(storage.folders())
 
 
-def fault(monkeypatch, phase: str, how: str) -> None:
-    monkeypatch.setattr(faults, "fire", lambda at, step: how if at == phase else None)
+def fill_disk(monkeypatch) -> None:
+    """Have the next saves find a full disk when their files are half written."""
+    plan = faults.Fault("disk full", times=None)
+    monkeypatch.setattr(faults, "in_environment", [plan])
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -107,9 +119,10 @@ def test_values_come_back_with_what_json_cannot_hold(storage):
         "looks like ours": [{"$float": "nan", "x": 1}, {"$x": 1}, {"$": {"x": math.inf}}],
         "large": 2**100,
         "tiny": 5e-324,
+        "tuple": (1, (math.inf,)),
     }
     commit(storage, 1, values={**values, "nan": math.nan})
-    found = dict(load(storage)[0].manifest.values)
+    found = values_of(load(storage)[0])
     assert math.isnan(found.pop("nan"))
     assert found == values
     assert b"NaN" not in Checkpoint(storage, "step-00000001").open(MANIFEST).read()
@@ -124,22 +137,60 @@ def test_state_that_looks_like_an_encoding_comes_back():
         {"$$float": 1},
         (1, {"$": 2}),
     ]
-    saved = json.dumps(to_json({"state": pack(state, "state", {})}), allow_nan=False)
-    assert unpack(from_json(json.loads(saved))["state"], pytest.fail, torch.device("cpu")) == state
+    saved = json.dumps(pack(state, "state", {}), allow_nan=False)
+    assert unpack(json.loads(saved), pytest.fail, torch.device("cpu")) == state
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        ({"a": [{1}]}, r"values\.a\[0\]"),
-        ({"a": {3: 1}}, "key 3 of values.a"),
-        ({"a": {"$float": "nan"}}, r"values\.a cannot be saved"),
-    ],
+@pytest.mark.parametrize("bad", [{1}, 1j, np.complex64(1j), np.longdouble(1), object()])
+def test_a_value_that_json_cannot_hold_is_named(bad):
+    with pytest.raises(UserError, match=r"^values\.a\.0 cannot be saved: a \w+ is neither"):
+        pack({"a": [bad]}, "values", {})
+
+
+def test_the_encoding_of_values_is_part_of_the_file_format():
+    """What is written here was written by the first version with format 2. If it changes, so must `FORMAT`."""
+    state = {
+        "tuple": (1, 2.5, math.nan),
+        "keys": {1: "x", 2: -math.inf},
+        "looks like ours": {"$float": "nan"},
+        "numpy": [np.float64(math.inf), np.int64(3), np.bool_(True)],
+        "array": np.arange(3),
+        "tensor": torch.ones(2),
+        "plain": [None, True, "text", {}],
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    assert json.dumps(pack(state, "state", tensors)) == (
+        '{"tuple": {"$tuple": [1, 2.5, {"$float": "nan"}]}, "keys": {"$items": [[1, "x"], [2, {"$float": "-inf"}]]}, '
+        '"looks like ours": {"$items": [["$float", "nan"]]}, "numpy": [{"$float": "inf"}, 3, true], '
+        '"array": {"$array": "state.array"}, "tensor": {"$tensor": "state.tensor"}, "plain": [null, true, "text", {}]}'
+    )
+    assert list(tensors) == ["state.array", "state.tensor"]
+
+
+def test_a_manifest_has_the_bytes_of_format_2():
+    piece = Piece("rank-00000.safetensors", "model.w", (0, 0), (2, 3))
+    manifest = Manifest(
+        step=7,
+        time=1.5,
+        lockstep="0.1.0",
+        files=(File("rank-00000.safetensors", 4120, "ab"),),
+        tensors={"model.w": TensorEntry("F32", (2, 3), (piece,))},
+        aliases={"model.v": "model.w"},
+        values=pack({"metrics": {"loss": math.nan, "accuracy": 0.5}}, "values", {}),
+    )
+    data = encode(manifest)
+    assert data == FORMAT_2
+    decoded = decode(FORMAT_2, Checkpoint(MemoryStorage(), "step-00000007"))
+    assert decoded == manifest
+    assert math.isnan(decoded.metrics["loss"])
+
+
+FORMAT_2 = (
+    b'{"content":{"aliases":{"model.v":"model.w"},"files":[{"digest":"ab","name":"rank-00000.safetensors","size":4120}],'
+    b'"lockstep":"0.1.0","step":7,"tensors":{"model.w":{"dtype":"F32","pieces":[{"file":"rank-00000.safetensors",'
+    b'"key":"model.w","offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"metrics":{"accuracy":0.5,'
+    b'"loss":{"$float":"nan"}}}},"digest":"a7f975bbbb8adabb364853c88be28786","format":2}'
 )
-def test_a_value_that_json_cannot_hold_is_named(storage, value, place):
-    [saver] = savers(storage)
-    with pytest.raises(UserError, match=place):
-        saver.save(1, [], {}, value)
 
 
 def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
@@ -148,7 +199,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: [time.sleep(0.005) for _ in range(400) if not changed][:0])
     tensors, values = state(1), {"list": [1]}
-    saver.save(1, shard(tensors, 0, 1), {}, values)
+    saver.save(1, shard(tensors, 0, 1), {}, pack(values, "values", {}))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
@@ -272,7 +323,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
 def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, monkeypatch, rank):
     commit(storage, 1, 2)
     team = savers(storage, 2)
-    fault(monkeypatch, "write", "disk full")
+    fill_disk(monkeypatch)
     team[rank].save(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].take_ended()
     assert team[rank].failed_save
@@ -292,7 +343,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
 
 def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, monkeypatch):
     team = savers(storage, 2)
-    fault(monkeypatch, "write", "disk full")
+    fill_disk(monkeypatch)
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     team[1].take_ended()
     monkeypatch.undo()
@@ -450,7 +501,7 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
 @pytest.mark.parametrize("how", ["corrupt", "truncate"])
 def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
     commit(storage, 1)
-    fault(monkeypatch, "committed", how)
+    monkeypatch.setattr(faults, "in_environment", [faults.Fault(how)])
     commit(storage, 2)
     monkeypatch.undo()
     found, loaded = load(storage)

@@ -16,6 +16,7 @@ from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.state_tree import pack
 from lockstep.checkpoint.storage import (
     CHUNK,
     PAGE,
@@ -208,7 +209,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.save(step, shard(state(step), 0, 1), {}, {"metrics": {"loss": loss}})
+        saver.save(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
     assert all(report.checkpoint and report.error is None for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
         "step-00000004",
