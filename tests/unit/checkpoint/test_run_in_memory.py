@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
+from lockstep.checkpoint.snapshot import BackgroundCopy
 from lockstep.checkpoint.storage import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
@@ -54,6 +56,21 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     assert list((run_dir / "checkpoints").iterdir()) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not begin before the update waits for it. Otherwise the update would change what is copied."""
+    waits = threading.Event()
+    run, wait = BackgroundCopy.run, BackgroundCopy.wait
+    monkeypatch.setattr(BackgroundCopy, "run", lambda copy: (waits.wait(2), run(copy)))
+    monkeypatch.setattr(BackgroundCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, checkpoint={"every": 5, "at_end": False})
+    events = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert waits.is_set()
+    assert "checkpoint" in events
+    assert "warning" not in events
 
 
 def test_settings_saved_under_a_former_name_are_compared_under_the_present_one():
