@@ -8,6 +8,12 @@
 `save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
 `wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
 committed, failed or abandoned. A failed save never raises, and does not affect the next one.
+
+A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
+
+    Save.fail                              records the error, and deletes this rank's staged files
+    CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
+    CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
 """
 
 from __future__ import annotations
