@@ -11,11 +11,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.launch import failure, records
+from lockstep.launch import failure
 from lockstep.launch.job import Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -171,7 +172,7 @@ class Agent:
         deadline = time.monotonic() + 2 * RANKS_KILL_S
         while self._current is not None and time.monotonic() < deadline:
             self.poll()
-            records.wait_readable(self.sockets(), 0.05)
+            wait_readable(self.sockets(), 0.05)
 
         self._close_attempt()
         self._messages.clear()

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 import time
 from contextlib import closing
 from functools import partial
 from typing import assert_never
 
-from lockstep.errors import printable
-from lockstep.launch import records
 from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.cluster import Node
+from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
@@ -24,26 +22,23 @@ from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.run_dir import latest_step
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
 from lockstep.launch.wire.door import Sighting
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
-    Command,
     CoordinatorState,
-    DropNode,
     Hello,
     JobEnd,
-    LogEvent,
     Message,
     NodeBeat,
     RankExited,
     RanksGone,
     Refused,
-    Send,
     SignalReceived,
     Stacks,
     Start,
-    StartAttempt,
     Welcome,
     ZygoteLost,
     difference,
@@ -59,15 +54,6 @@ SUSPENDED_S = 2.0
 
 # Upper bound on the rank count that a remote node may announce.
 MAX_RANKS = 4096
-
-
-def say(text: str) -> None:
-    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
-
-    # Parts of the text come from ranks and other nodes.
-    print(printable(text), file=sys.stderr, flush=True)
 
 
 class Coordinator:
@@ -139,7 +125,7 @@ class Coordinator:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
         store_sockets = self._store.sockets(now) if self._store else []
-        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, TURN_S)
+        wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, TURN_S)
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()

@@ -32,9 +32,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure, records
+from lockstep.launch import failure
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.nodes.election import TermFile
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.runtime.environments.launcher import FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
@@ -87,7 +88,7 @@ def _die_with_launcher(lifeline: int) -> None:
         if term_file and term_file.superseded():
             os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
-        if records.wait_readable([lifeline], LOOK_S if term_file else None):
+        if wait_readable([lifeline], LOOK_S if term_file else None):
             break
 
     # This kills its worker processes too, because each rank leads its own process group.

@@ -11,9 +11,8 @@ import io
 import json
 import os
 import secrets
-import select
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -105,18 +104,6 @@ def not_too_deep(value: Any) -> Any:
             return value
 
     raise ValueError("nested too deep")
-
-
-def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
-    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
-
-    None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
-    """
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLIN)
-
-    return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 def parse(kind: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from lockstep.config import Layer
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
-from lockstep.launch.records import wait_readable
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import available_cores, visible_gpus

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import plural
+from lockstep.launch.decisions.commands import Command, LogEvent, Send
 from lockstep.launch.failure import Failure
-from lockstep.launch.wire.messages import Announce, Command, LogEvent, Message, Send
+from lockstep.launch.wire.messages import Announce, Message
 
 
 class Outbox:

@@ -30,6 +30,7 @@ from enum import Enum
 from lockstep.errors import ExitCode, Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node
+from lockstep.launch.decisions.commands import Command, DropNode, StartAttempt
 from lockstep.launch.decisions.outbox import Outbox
 from lockstep.launch.decisions.recovery import Recovery
 from lockstep.launch.decisions.restarts import Settings
@@ -38,9 +39,7 @@ from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.wire.messages import (
     CollectStacks,
-    Command,
     CoordinatorState,
-    DropNode,
     JobEnd,
     Kill,
     NodeBeat,
@@ -48,7 +47,6 @@ from lockstep.launch.wire.messages import (
     Prepare,
     RankExited,
     Stacks,
-    StartAttempt,
     ZygoteLost,
 )
 

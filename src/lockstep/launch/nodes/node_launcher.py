@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ExitCode, UserError
-from lockstep.launch import records
 from lockstep.launch.agent import Agent
-from lockstep.launch.coordinator import TURN_S, Coordinator, say
+from lockstep.launch.coordinator import TURN_S, Coordinator
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.door import Door, find_secret
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -208,5 +209,5 @@ def adopt(job: Job, welcome: Welcome) -> Job:
 
 def received(connection: Connection, *others: Any) -> list[Message]:
     """Return the messages that arrive within a moment; return early if one of the `others` becomes readable."""
-    records.wait_readable([connection, *others], TURN_S)
+    wait_readable([connection, *others], TURN_S)
     return connection.receive(time.monotonic())

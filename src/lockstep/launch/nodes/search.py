@@ -12,12 +12,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
-from lockstep.launch.coordinator import say
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.run_dir import break_locks, hold, remove_old_requests
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import (
     LOST_AFTER_S,
     Connection,

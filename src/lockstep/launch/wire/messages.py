@@ -1,7 +1,6 @@
-"""The messages that the launchers of a job send to each other, and the commands of the state machine.
+"""The messages that the launchers of a job send to each other; `connections.py` sends them.
 
 A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received (`records.parse`).
-A command is what the state machine wants done on the coordinating node. `connections.py` sends the messages.
 """
 
 from __future__ import annotations
@@ -172,40 +171,7 @@ class CollectStacks(AttemptMessage):
     """Ask every rank for its stack and its last collectives."""
 
 
-# ---- commands of the state machine ----
-
-
-@dataclass(frozen=True)
-class StartAttempt:
-    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
-
-    attempt: int
-    counts: dict[int, int]
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a node, which may be the coordinating one itself."""
-
-    node: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class DropNode:
-    """Close the connection to a node that does not belong to the job any more."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class LogEvent:
-    """Append an event to the run's events.jsonl."""
-
-    event: dict[str, Any]
-
-
-# ---- commands that are also sent to all other nodes ----
+# ---- from the coordinator to all other nodes, which it also carries out itself ----
 
 
 @dataclass(frozen=True)
@@ -222,9 +188,6 @@ class JobEnd(Message):
     code: int  # an `ExitCode`
     failure: Failure | None = None
     restarts: int = 0
-
-
-Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----

@@ -11,6 +11,7 @@ from lockstep.config.schema import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import state_machine as module
 from lockstep.launch.decisions.cluster import Node, divide
+from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.restarts import Settings
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure, RankExit
@@ -20,17 +21,13 @@ from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     CoordinatorState,
-    DropNode,
     JobEnd,
     Kill,
-    LogEvent,
     NodeBeat,
     Preempt,
     Prepare,
     RankExited,
-    Send,
     Stacks,
-    StartAttempt,
     ZygoteLost,
     decode,
     encode,
