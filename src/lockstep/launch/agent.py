@@ -60,7 +60,7 @@ class Agent:
         self._current: LocalAttempt | None = None
 
         # The newest attempt whose ranks were requested from the zygote.
-        self._started = -1
+        self._started: int | None = None
 
         # Whether a zygote died while importing; a new zygote would die as well.
         self._cannot_import = False
@@ -223,7 +223,7 @@ class Agent:
             self._current.kill()
             self._current.ranks.clear()
 
-        attempt = self._current.number if self._current else -1
+        attempt = self._current.number if self._current else None
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"
         self._messages.append(ZygoteLost(attempt, text, self._cannot_import))

@@ -16,6 +16,7 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.cluster import Node
 from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
+from lockstep.launch.decisions.validation import problem_with
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
@@ -211,7 +212,7 @@ class Coordinator:
                 self._admit(node, message, now)
             case _ if node not in self._state_machine.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := self._state_machine.attempt.problem_with(message, node):
+            case _ if problem := problem_with(message, node, self._state_machine.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
             case _:
                 self._handle(node, message, now)

@@ -18,7 +18,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
@@ -107,12 +107,18 @@ def not_too_deep(value: Any) -> Any:
 
 
 def parse(kind: Any, value: Any) -> Any:
-    """Return decoded JSON as a `kind`: a dataclass, a list, a dict, a plain type, or one of these `| None`.
+    """Return decoded JSON as a `kind`.
 
+    A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, or one of these `| None`.
     Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
     base = get_origin(kind) or kind
     arguments = get_args(kind)
+    if base is Literal:
+        if value not in arguments:
+            raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
+        return value
+
     if base is UnionType:
         return None if value is None else parse(arguments[0], value)
 

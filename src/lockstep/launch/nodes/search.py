@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
+from lockstep.launch.decisions.restarts import within_last_hour
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes import election
@@ -51,7 +52,6 @@ DELIVER_S = 20.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
-HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Search:
         run_dir = self._job.run_dir
         watch.look(term.number, election.read_counter(run_dir, term.number), now)
         still_lives = term.number == last.term.number and watch.alive
-        if still_lives and sum(now - when < HOUR_S for when in last.reconnects) >= MAX_RECONNECTS:
+        if still_lives and len(within_last_hour(last.reconnects, now)) >= MAX_RECONNECTS:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
             return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
@@ -283,7 +283,7 @@ class Search:
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
-            failure = Failure(-1, term.host, time.time(), Kind.NODE, text)
+            failure = Failure.noticed(Kind.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
 
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
@@ -301,4 +301,4 @@ class Search:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
         say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
-        return JobEnd(code, Failure(-1, self._name, time.time(), Kind.NODE, text))
+        return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))

@@ -64,9 +64,10 @@ class RanksGone(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class ZygoteLost(AttemptMessage):
+class ZygoteLost(Message):
     """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
 
+    attempt: int | None  # None if no ranks were started before
     why: str
     hopeless: bool
 
@@ -92,7 +93,7 @@ class NodeBeat(Message):
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
-    attempt: int = -1  # the newest attempt whose ranks the node has started
+    attempt: int | None = None  # the newest attempt whose ranks the node has started
 
 
 # ---- from the coordinator to a node ----
@@ -117,7 +118,7 @@ class CoordinatorState(Message):
     """
 
     members: list[int]  # the numbers of all nodes
-    attempt: int = -1  # the newest attempt
+    attempt: int | None = None  # the newest attempt
     restarts: int = 0
     recent: list[float] = field(default_factory=list)
     culprits: list = field(default_factory=list)

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ExitCode, PeersMissing, UserError
+from lockstep.launch.decisions.restarts import HOUR_S
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes import search as module
 from lockstep.launch.nodes.election import Term
-from lockstep.launch.nodes.search import DELIVER_S, GONE_S, HOUR_S, MAX_RECONNECTS, Membership, Search
+from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
 from lockstep.launch.wire.connections import LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState
 from lockstep.runtime.rendezvous.proof import Secret
@@ -131,7 +132,7 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
     assert search.begin_again(last, "no answer").code == 1
     assert len(reached) == MAX_RECONNECTS  # the last return was not even tried
     assert f"has returned to it {MAX_RECONNECTS} times within an hour" in capfd.readouterr().err
-    clock.now += HOUR_S
+    clock.now += HOUR_S + 1
     assert search.begin_again(last, "no answer") is connection
 
 
