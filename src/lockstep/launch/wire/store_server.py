@@ -117,7 +117,7 @@ class StoreServer:
     def _serve(self, client: Client, request: dict[str, Any], now: float) -> None:
         what = request["what"]
         if what in ("wait", "get"):
-            # Answered at the end of this turn, at the earliest.
+            # Answered at the end of this poll, at the earliest.
             client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
         else:
             try:
