@@ -305,7 +305,7 @@ class Coordinator:
 
         self._close_store()
         several = len(command.counts) > 1
-        store = secrets.token_hex(16) if several else ""
+        store_nonce = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -314,7 +314,8 @@ class Coordinator:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)
             store_port = listener.getsockname()[1]
-            self._store = StoreServer(listener, store_secret(self._agent.secret, store), sum(command.counts.values()))
+            key = store_secret(self._agent.secret, store_nonce)
+            self._store = StoreServer(listener, key, sum(command.counts.values()))
 
         # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
@@ -332,7 +333,7 @@ class Coordinator:
                 address=address,
                 port=port,
                 store_port=store_port,
-                store=store,
+                store_nonce=store_nonce,
             )
             self._send(node, start)
             first_rank += count

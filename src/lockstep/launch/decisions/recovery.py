@@ -148,7 +148,7 @@ class Recovery:
         self._outbox.log("resize", **{"from": before, "to": self._cluster.world_size})
 
     def _resize_may_be_at_fault(self, failure: Failure, situation: Situation) -> bool:
-        """Return whether this is the first attempt after a resize, and failed by itself before it saved anything."""
+        """Return whether this is the first attempt after a resize, ended by its own error before it saved anything."""
         repeats = failure.for_user or failure.likely_to_repeat
         if self._before_resize is None or situation.preempt_signal or not repeats:
             return False

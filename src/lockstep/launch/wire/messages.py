@@ -154,7 +154,7 @@ class Start(AttemptMessage):
     address: str
     port: int  # for MASTER_PORT: free when the attempt began
     store_port: int  # 0 for ranks on one machine
-    store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
+    store_nonce: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
 
 
 @dataclass(frozen=True)
