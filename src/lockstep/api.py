@@ -23,7 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -131,7 +131,8 @@ def train(
     run_dir = _agree_on_run_dir(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
+    command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
+    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
     if placement.source:
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 

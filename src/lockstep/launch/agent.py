@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import failure
-from lockstep.launch.job import Job
+from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
@@ -253,7 +253,7 @@ def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     # Ranks must not get the job's secret: programs may record their environment. Nor must they get the variables of
     # another job, one of whose ranks may have started this launcher.
-    others = {SECRET, *OF_ONE_JOB}
+    others = {SECRET, RESUME_COMMAND, *OF_ONE_JOB}
     inherited = {name: value for name, value in os.environ.items() if name not in others}
     share_cores(inherited, count)
     return inherited

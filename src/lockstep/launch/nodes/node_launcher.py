@@ -6,6 +6,7 @@ has an `Agent`, which runs the node's ranks and stays the same when another node
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -34,6 +35,10 @@ from lockstep.launch.wire.messages import (
     SignalReceived,
     Welcome,
 )
+
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 
 class NodeLauncher:
@@ -178,7 +183,8 @@ class NodeLauncher:
                     case JobEnd():
                         return message
                     case Announce():
-                        say(message.text)
+                        if ONE_LOG not in os.environ:
+                            say(message.text)
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
                     case _:
