@@ -79,9 +79,11 @@ class Failure:
     origin: Origin = "exception"  # the only one of which ranks write records
 
     @classmethod
-    def noticed(cls, kind: Kind, message: str, rank: int | None = None, host: str = "", **others: Any) -> Failure:
-        """Return a failure that the launcher has noticed, now unless `others` has another time."""
-        return cls(rank, host, others.pop("time", time.time()), kind, message, origin="launcher", **others)
+    def noticed(
+        cls, kind: Kind, message: str, rank: int | None = None, host: str = "", when: float | None = None, **others: Any
+    ) -> Failure:
+        """Return a failure that the launcher has noticed: now, or at the time `when`. `others` are other fields."""
+        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **others)
 
     def noticed_as(self, *kinds: Kind) -> bool:
         """Return whether the launcher has noticed this failure, as one of these kinds."""
@@ -93,7 +95,7 @@ class Failure:
 
     @property
     def asks_for_smaller(self) -> bool:
-        """Whether micro_batch=auto asks for a restart with a smaller micro-batch: the only exception that it fixes."""
+        """Whether micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes."""
         return self.raised_as(SmallerMicroBatch)
 
     @property
@@ -242,7 +244,7 @@ def left_early(rank: int, host: str, complaint: Failure, exit_line: str) -> Fail
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"
-    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, time=complaint.time)
+    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=complaint.time)
 
 
 @dataclass
@@ -287,10 +289,10 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
 def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Failure:
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, time=noticed)
+        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=noticed)
 
     if code > 0:
-        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, time=noticed)
+        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=noticed)
 
     # The kernel uses SIGKILL, and no other signal, when memory runs out.
     before = rank.oom_kills_before

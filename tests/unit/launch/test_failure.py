@@ -34,7 +34,7 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
 
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
-    silent = RankExit(3, Failure.noticed(Kind.EXIT, "ended with code 3", 1, "here", time=9e9))  # noticed later
+    silent = RankExit(3, Failure.noticed(Kind.EXIT, "ended with code 3", 1, "here", when=9e9))  # noticed later
     assert pick_root({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
@@ -212,7 +212,7 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure.noticed(Kind.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", time=WHEN).text()
+    text = Failure.noticed(Kind.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN).text()
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
