@@ -22,8 +22,8 @@ from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe, st
 from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import Request
 from lockstep.errors import ExitCode, Preempted, UserError, plural
-from lockstep.launch.coordinator import say
 from lockstep.launch.job import RESUME_COMMAND
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
 # The pause between two looks at the agents, and between two looks at the cluster.
