@@ -1,4 +1,4 @@
-"""The decisions of a job, without any process: events in, commands out."""
+"""The decisions of a job, without any process: it is told what happens, and issues commands."""
 
 import signal
 import time
