@@ -172,7 +172,8 @@ class Run:
 
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
-        self.stepper.set_flags(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
+        save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
+        self.stepper.set_flags(save=save, save_failed=save_failed)
 
     def maintain(self, evaluation_due: bool = False) -> None:
         """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
@@ -201,6 +202,7 @@ class Run:
             self.save_checkpoint(evaluation_due)
             self._save_agreed = False
             self.stepper.set_flags(save=False)
+            self.runtime.notice.saved()
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif self._is_first_step_of_process:
             # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it

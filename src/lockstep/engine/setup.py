@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
-from lockstep.checkpoint.storage import clean
+from lockstep.checkpoint.storage import delete_leftovers
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
@@ -238,7 +238,7 @@ class RunBuilder:
             evaluation=self.evaluation,
             _keep_alive=self,
         )
-        checkpoints.ensure_rewind(run.save_checkpoint)
+        checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
         # Set last: while `self.run` is None, an error counts as a set-up error.
         self.run = run
@@ -380,12 +380,15 @@ class RunBuilder:
             log_event=self.recorder.event,
         )
 
+        # An update must wait until the optimizers' state has been copied for a save.
+        stepper.update.before_update = checkpoints.saver.wait_for_copy
+
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
 
         # Free the space of what killed attempts left behind.
         if self.runtime.is_main:
-            clean(checkpoints.store, self.folder.token)
+            delete_leftovers(checkpoints.storage, self.folder.token)
 
         checkpoints.check_space()
         return checkpoints

@@ -26,6 +26,9 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
+# Environment variable: what to type to resume the job, if it is not the command of this process.
+RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
+
 # The coordinating node's number. The others get theirs, from 1 on, in the order in which they join.
 COORDINATOR = 0
 

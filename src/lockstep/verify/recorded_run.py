@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep import api
+from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
@@ -286,6 +287,7 @@ def _storable(tensor: Tensor) -> Tensor:
 
 def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the counters and settings in a packed state, at any depth."""
+    plain = float_of(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
     elif isinstance(plain, dict | list):
