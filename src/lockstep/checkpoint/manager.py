@@ -93,14 +93,16 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
+        before_next_update: Callable[[Callable[[], None]], None],
     ):
-        """`log_event(event, **fields)` logs an event."""
+        """`log_event(event, **fields)` logs an event; `before_next_update(call)` calls something once, before it."""
         self.folder = folder
         self.state = state
         self.config = config
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
+        self.before_next_update = before_next_update
         self.storage = open_storage(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
@@ -373,6 +375,9 @@ class CheckpointManager:
         values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
         assert not other_tensors, f"not in the state: {list(other_tensors)}"
         self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
+
+        # An update must wait until the optimizers' state has been copied.
+        self.before_next_update(self.saver.wait_for_copy)
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""

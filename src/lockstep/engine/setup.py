@@ -378,10 +378,8 @@ class RunBuilder:
             plan=plan,
             runtime=self.runtime,
             log_event=self.recorder.event,
+            before_next_update=stepper.update.before_next,
         )
-
-        # An update must wait until the optimizers' state has been copied for a save.
-        stepper.update.before_update = checkpoints.saver.wait_for_copy
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)

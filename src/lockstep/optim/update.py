@@ -28,7 +28,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before_update: Callable[[], None] = lambda: None  # waits for a save that is still copying
+        self._before_next: Callable[[], None] | None = None
         self.optimizer_indices = range(len(optimizers.all))
         self._optimizers = optimizers
         self._clip = clip
@@ -42,6 +42,15 @@ class Update:
         full_gradients = replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
+
+    def before_next(self, call: Callable[[], None]) -> None:
+        """Call this once, before the next update: a save may still be copying the optimizers' state."""
+        self._before_next = call
+
+    def _begin(self) -> None:
+        if self._before_next is not None:
+            self._before_next()
+            self._before_next = None
 
     def clip_factor(self, norm: Any) -> Any:
         """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
@@ -60,7 +69,7 @@ class Update:
         `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
         optimizers to step.
         """
-        self.before_update()
+        self._begin()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
@@ -76,7 +85,7 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
-        self.before_update()
+        self._begin()
         self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
