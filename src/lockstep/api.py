@@ -23,7 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -130,7 +130,8 @@ def train(
         _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
     )
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
-    return _launch(spec, run_dir, processes, nodes, join).code
+    program = {} if join is None else {PROGRAM: targets.program_of(target)}
+    return _launch({**spec, **program}, run_dir, processes, nodes, join).code
 
 
 def _is_rank_already(nnodes: str | None) -> bool:

@@ -21,6 +21,7 @@ class Request:
     run_dir: Path
     nproc: str  # processes on each machine, as typed: a count, a range or auto
     nnodes: Bounds
+    resume: str = "auto"  # a node that starts again resumes
 
     @property
     def name(self) -> str:
@@ -28,7 +29,7 @@ class Request:
         return self.run_dir.name
 
     def train_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
-        """Return the words of the command for one machine. A node that starts again resumes.
+        """Return the words of the command for one machine.
 
         `options` are added as they are, such as `--join HOST:PORT`.
         """
@@ -36,7 +37,8 @@ class Request:
         for path in self.config_files:
             words += ["--config", path]
 
-        words += ["--nproc", self.nproc, "--nnodes", f"{self.nnodes.least}:{self.nnodes.most}", "--resume", "auto"]
+        words += ["--nproc", self.nproc, "--nnodes", f"{self.nnodes.least}:{self.nnodes.most}"]
+        words += ["--resume", self.resume]
         arguments = ["--", *self.script_arguments] if self.script_arguments else []
         return [*words, *options, *arguments]
 

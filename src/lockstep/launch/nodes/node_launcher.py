@@ -6,6 +6,7 @@ has an `Agent`, which runs the node's ranks and stays the same when another node
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -33,6 +34,10 @@ from lockstep.launch.wire.messages import (
     SignalReceived,
     Welcome,
 )
+
+# Set by a platform that puts what all launchers of a job print into one log: then the coordinator alone prints what
+# concerns the whole job.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 
 class NodeLauncher:
@@ -176,7 +181,8 @@ class NodeLauncher:
                     case JobEnd():
                         return message
                     case Announce():
-                        say(message.text)
+                        if ONE_LOG not in os.environ:
+                            say(message.text)
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
                     case _:
