@@ -127,7 +127,11 @@ def train(
 
     # The folder is chosen before the task is imported, so only what was typed counts.
     run_dir = _agree_on_run_dir(
-        _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
+        _last(layers, "run_dir"),
+        _last(layers, "resume") or "never",
+        targets.name_of(target),
+        layers,
+        make=join is None,  # on several machines the coordinator's choice applies
     )
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
     program = {} if join is None else {PROGRAM: targets.program_of(target)}
@@ -428,9 +432,9 @@ def _launch(
     return ending
 
 
-def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
+def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True) -> Path:
     """Return the run folder. If the user has not named one, add a layer that names it for the ranks."""
-    run_dir = choose_run_dir(asked, resume, name)
+    run_dir = choose_run_dir(asked, resume, name, make)
     if not asked:
         layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
     return run_dir

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from lockstep.faults import Fault
 from lockstep.launch.run_dir import latest_step
 from ports import free_port
 
-SLOW = Fault("slow", rank=0, phase="data", seconds=0.3)
+# Every micro-batch takes a while, so that there is time to disturb the run.
+SLOW = Fault("slow", rank=0, phase="data", seconds=0.05, times=None)
 
 
 def on_hosts(hosts, run: Path, *words: str) -> list[str]:
@@ -100,7 +102,7 @@ def test_when_the_link_is_cut_both_sides_say_so_and_end(lab, hosts, command, tmp
 
 def test_a_host_that_dies_and_returns_is_used_again(lab, hosts, command, tmp_path, whole):
     run = tmp_path / "run"
-    job = command(*on_hosts(hosts, run, *exact(), "--nnodes", "1:2"), faults=(SLOW,))
+    job = command(*on_hosts(hosts, run, *exact(), "--nnodes", "1:2"), faults=(replace(SLOW, seconds=0.1),))
     job.until(lambda: latest_step(run / "checkpoints") and "2 ranks" in job.text())
     for pid in lab.processes(2):
         os.kill(pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ ANSWER_S = 60.0
 END_S = 15.0
 
 # The pause before another login to a host that was lost.
-AGAIN_S = 5.0
+AGAIN_S = 3.0
 
 # A third signal does not wait for anybody.
 PATIENT_SIGNALS = 2

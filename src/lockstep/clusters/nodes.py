@@ -150,6 +150,7 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
     from lockstep.launch.nodes.node_launcher import ONE_LOG
     from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
+    variables = _environment(options.env)
     with Logins(hosts, options.ssh, os.getcwd(), options.python or sys.executable) as logins:
         facts = _look(logins, request)
         addresses = [_address_of(place, hosts, facts) for place in range(len(hosts))]
@@ -167,7 +168,7 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
             join=",".join(f"{_bracketed(address)}:{port}" for address in addresses),
             resume=request.resume,
             resume_command=resume_command,
-            env={ONE_LOG: "1", **given, **_environment(options.env)},
+            env={ONE_LOG: "1", **given, **variables},
         )
         jobs = [replace(job, nproc=_nproc_of(host, request)) for host in hosts]
         return logins.train(jobs, request.nnodes.least)

@@ -39,7 +39,7 @@ SAVE_S = 8.0
 
 # How long another host may take to reach the first one, and to see a file that the first host has just written.
 REACH_S = 5.0
-SEE_S = 10.0
+SEE_S = 5.0
 
 # Ports that the system gives to no outgoing connection by itself, so that a port that is free now is free later.
 PORTS = range(20_000, 32_000)

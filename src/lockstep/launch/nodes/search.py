@@ -24,6 +24,7 @@ from lockstep.launch.wire.connections import (
     NoAnswer,
     address_of,
     claim,
+    is_taken,
     listen_at,
     reach,
 )
@@ -35,6 +36,9 @@ CONNECT_S = 300.0
 
 # The pause between two tries.
 RETRY_S = 0.2
+
+# How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
+TAKEN_S = 30.0
 
 # How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
 # that record as stale.
@@ -97,7 +101,7 @@ class Search:
 
     def begin(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
-        began = now = time.monotonic()
+        began = now = last_not_taken = time.monotonic()
         announced = False
         watch = CounterWatch()
         while now - began < CONNECT_S:
@@ -133,6 +137,17 @@ class Search:
 
             if listener:
                 listener.close()
+
+            # A coordinator on this machine would have answered long ago.
+            if listener or not is_taken(self._addresses[0]):
+                last_not_taken = now
+            elif now - last_not_taken > TAKEN_S:
+                raise UserError(
+                    f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
+                    self._last_problem,
+                    "use a free port, the same on all nodes",
+                )
+
             time.sleep(RETRY_S)
             now = time.monotonic()
 
