@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from cluster.hosts import gone
 from cluster.jobs import exact
-from cluster.test_two_hosts import SLOW
+from cluster.test_two_hosts import SLOW, rank_pids
 from faults.torture import digests
 from lockstep.launch.run_dir import latest_step
 from ports import free_port
@@ -54,6 +53,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.long
 def test_hosts_over_ssh_leave_nothing_and_resume(ssh, hosts, command, tmp_path, whole):
     login, server = ssh
     run = tmp_path / "run"
@@ -61,7 +61,7 @@ def test_hosts_over_ssh_leave_nothing_and_resume(ssh, hosts, command, tmp_path, 
     words += ["--ssh", login, "--python", hosts.python, "--env", "OMP_NUM_THREADS=1"]
     job = command(*words, faults=(SLOW,))
     job.until(lambda: latest_step(run / "checkpoints"))
-    pids = [int(pid) for pid in re.findall(r"\brank \d (\d+)\b", job.text())]
+    pids = rank_pids(job)
     assert len(pids) == 2
     assert len(children_of(server)) == 2
 
