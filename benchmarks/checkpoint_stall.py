@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
-from lockstep.checkpoint.storage import FileStore, Retention
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
 from lockstep.checkpoint.writer import SaveContext
+from lockstep.runtime.layout import LocalShard, shard_of
 from lockstep.runtime.machine import available_cores
 
 TOKEN = "be7c4"
@@ -78,11 +78,9 @@ def with_torch(state: dict[str, torch.Tensor], path: Path, rank: int, durable: b
     return spent, spent
 
 
-def with_lockstep(saver: Saver, step: int, mine: list[Slice], training: Training) -> tuple[float, float]:
+def with_lockstep(saver: Saver, step: int, mine: dict[str, LocalShard], training: Training) -> tuple[float, float]:
     began = time.perf_counter()
-    saver.save(
-        step, mine, {}, {"step": step}, changed_only_by_update={piece.name for piece in mine if "exp_avg" in piece.name}
-    )
+    saver.save(step, mine, {}, {"step": step}, changed_only_by_update={name for name in mine if "exp_avg" in name})
     stall = time.perf_counter() - began
     training.until(iter([False] * 20 + [True]).__next__)  # forward and backward of the next step
     waited = time.perf_counter()
@@ -109,9 +107,9 @@ def work(rank: int, options: argparse.Namespace, root: Path, results: Any) -> No
     address = f"file://{root / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
     state, training = make_state(options.megabytes), Training()
-    store = FileStore(root / "checkpoints")
-    saver = Saver(SaveContext(store, rank, options.ranks, TOKEN, Retention(last=1)))
-    mine = [Slice.full(name, tensor) for name, tensor in list(state.items())[rank :: options.ranks]]
+    storage = FileSystemStorage(root / "checkpoints")
+    saver = Saver(SaveContext(storage, rank, options.ranks, TOKEN, Retention(last=1)))
+    mine = {name: shard_of(tensor) for name, tensor in list(state.items())[rank :: options.ranks]}
     saver.prepare(mine)
     ways = {
         "torch.save": lambda step: with_torch(state, root / f"everything-{step}.pt", rank, durable=False),

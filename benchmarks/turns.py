@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import Resolved
+from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.runtime.context import Runtime
@@ -92,6 +93,20 @@ def by_lockstep(
             run.maintain()
         if run.stepper.counters.step % block == 0:
             yield run
+
+
+def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) -> Iterator[None]:
+    """A custom loop (`lockstep.start`) with the task's model, loss and optimizer, stopped after every block."""
+    run = OwnRun(open_run(resolved, runtime, "bench", task.unit))
+    plain = task.model()
+    model, _ = run.setup(plain, task.optimizer(plain))
+    for step in run.steps(task.data()):
+        for batch in step:
+            loss = task.loss(model, batch)
+            step.backward(loss.total, loss.weight)
+        step.apply()
+        if (step.index + 1) % block == 0:
+            yield
 
 
 def losses(loop: Iterator[Run]) -> Iterator[float]:

@@ -56,6 +56,6 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_tensor.py::test_in_fewer_bits": (1,),
     "ranks/test_tensor.py::test_other_ways_of_clipping": (1,),
     "ranks/test_tensor.py::test_uneven_parts_come_back_from_a_checkpoint": (0, 1),
-    "ranks/test_uniform_use.py::test_what_one_rank_leaves_out_is_named_by_all": (0, 4, 8),
+    "ranks/test_collective_check.py::test_what_one_rank_leaves_out_is_named_by_all": (0, 4, 8),
     "ranks/test_zoo.py::test_it_ends_where_plain_pytorch_ends": (3, 4, 5, 7, 8, 10),
 }

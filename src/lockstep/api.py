@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for
 from lockstep.config.schema import typed as typed_value
-from lockstep.errors import Preempted, RanksFailed, UserError, printable
+from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -37,8 +37,9 @@ from lockstep.launch.run_dir import (
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
+from lockstep.runtime import environments
 from lockstep.runtime.threads import wait_asleep
-from lockstep.runtime.world import World
+from lockstep.runtime.world import World, current_world
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -106,12 +107,13 @@ def train(
     targets.check(target)
     check(layers)
     check_names(layers)
-    processes = parse_nproc(nproc)
-    nodes = parse_nnodes(nnodes)
+    parse_nproc(nproc)
+    parse_nnodes(nnodes)
 
     # Without a launcher this process trains, alone or as a rank of torchrun. `--nproc 1` does ask for a launcher, which
-    # restarts that one rank.
-    if nproc is None and nnodes is None:
+    # restarts that one rank. A platform that runs this command on several machines says where they meet.
+    placement = environments.place(nproc, nnodes, join)
+    if placement.here:
         wait_asleep()
         with _resume_hint(resume_command):
             run_target(target, layers, arguments)
@@ -131,11 +133,31 @@ def train(
         _last(layers, "resume") or "never",
         targets.name_of(target),
         layers,
-        make=join is None,  # on several machines the coordinator's choice applies
+        make=placement.join is None,  # on several machines the coordinator's choice applies
     )
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
-    program = {} if join is None else {PROGRAM: targets.program_of(target)}
-    return _launch({**spec, **program}, run_dir, processes, nodes, join).code
+    command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
+    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
+    if placement.source:
+        print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
+
+    processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
+    program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
+    ending = _launch({**spec, **program}, run_dir, processes, nodes, placement.join, placement.node)
+    if ending.code:
+        print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
+
+    return ending.code
+
+
+def _describe_exit(ending: JobEnd) -> str:
+    """`exit code 1 (never restart): rank 1: SIGKILL: killed from outside`, for the log of a platform."""
+    code = ExitCode(ending.code)
+    why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
+    if culprit := ending.failure:
+        rank = f"rank {culprit.rank}: " if culprit.rank is not None else ""
+        why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
+
+    return f"exit code {ending.code} ({code.advice}): {why}"
 
 
 def _is_rank_already(nnodes: str | None) -> bool:
@@ -187,7 +209,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     # Print what is taken over. Settings that are typed again are compared with the checkpoint by the line `resumed`.
     typed_again = {key for _, given in typed for key in flatten(given)}
     taken = " ".join(f"{key}={typed_value(value)}" for key, value in values.items() if key not in typed_again)
-    if taken and World.from_env().rank == 0:
+    if taken and _speaks_for_all():
         print(printable(f"lockstep: taken over from {run}: {taken}"), file=sys.stderr)
 
     return [(f"{STORED}{run}", values)]
@@ -230,8 +252,9 @@ def fit(
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
-    # A script that calls fit(nproc=4) may itself be started by torchrun: then its ranks exist already.
-    count = Bounds(1, 1) if World.launched() else parse_nproc(nproc)
+    # A script that calls fit(nproc=4) may itself be started by torchrun or srun: then its ranks exist already.
+    is_rank = nproc is None or World.launched() or not current_world().alone
+    count = Bounds(1, 1) if is_rank else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     check_names([("task default", task.defaults), *layers])
     if isinstance(task, type):
@@ -241,7 +264,7 @@ def fit(
 
     name = type(task).__name__.lower()
 
-    if nproc is None or World.launched():
+    if is_rank:
         with _resume_hint(resume_command):
             return _fit_here(task, resolved, name)
 
@@ -295,7 +318,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds) -> None:
     """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
-        who = f"rank {culprit.rank} failed first" if culprit.rank >= 0 else "they could not be started"
+        who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
         raise RanksFailed(
             f"lockstep.fit on {count} processes: {who}",
             f"{culprit.kind}: {culprit.message}",
@@ -393,7 +416,7 @@ def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Ru
     from lockstep.engine.diagnose import explained
     from lockstep.runtime import context
 
-    with context.start(World.from_env(), resolved.config) as runtime:
+    with context.start(current_world(), resolved.config) as runtime:
         builder = setup.open_run(resolved, runtime, name, unit)
         try:
             with explained(builder):
@@ -409,21 +432,25 @@ def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Ru
 
 
 def _launch(
-    spec: dict[str, Any], run_dir: Path, nproc: Bounds, nnodes: Bounds = Bounds(1, 1), join: str | None = None
+    spec: dict[str, Any],
+    run_dir: Path,
+    nproc: Bounds,
+    nnodes: Bounds = Bounds(1, 1),
+    join: str | None = None,
+    node: int | None = None,
 ) -> JobEnd:
     """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join))
+    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node))
 
     # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure
     if culprit is None or not ended_here:
         return ending
 
-    # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first. For a machine that
-    # fails before it has ranks, this is -1.
-    message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
+    # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
+    message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
     append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
@@ -455,6 +482,14 @@ def _check_launcher_folder(layers: list[Layer]) -> None:
                 "the launcher has already chosen the run folder",
                 f"give it on the command line as well: {option}{value}",
             )
+
+
+def _speaks_for_all() -> bool:
+    """Return whether this process prints what would be the same on every rank."""
+    try:
+        return current_world().rank == 0
+    except UserError:
+        return True  # the launcher of one of several machines
 
 
 def _last(layers: list[Layer], key: str) -> Any:
@@ -490,6 +525,6 @@ def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
     try:
         yield
     except Preempted as error:
-        if error.checkpoint and resume_command and World.from_env().rank == 0:
+        if error.checkpoint and resume_command and _speaks_for_all():
             print(f"lockstep: to resume: {resume_command(run_of(Path(error.checkpoint)))}", file=sys.stderr)
         raise

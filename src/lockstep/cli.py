@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the command and return its exit code: see `errors.ExitCode`."""
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return VERBS[options.verb](options, overrides) or 0
     except UserError as error:
         print(printable(f"lockstep: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
         from lockstep.observe.console import point_at_null

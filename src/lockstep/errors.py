@@ -8,10 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from enum import IntEnum
 from unicodedata import category
 
 # Characters that change the direction of the text after them: a name may look like another name.
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class ExitCode(IntEnum):
+    """The exit codes of `lockstep train`, for the platform that runs it.
+
+    Any other code, such as 137 after SIGKILL, means that the launcher itself was killed: it may be restarted.
+    """
+
+    FINISHED = 0
+    FAILED = 1
+    REFUSED = 2
+    RESTART = 75  # EX_TEMPFAIL of sysexits.h
+    INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
+
+    @property
+    def advice(self) -> str:
+        """What a platform should do: "finished", "restart" or "never restart"."""
+        return EXIT_CODES[self][0]
+
+    @property
+    def meaning(self) -> str:
+        return EXIT_CODES[self][1]
+
+
+# Code -> what a platform should do, and what has happened. docs/multi_node.md has the same table.
+EXIT_CODES: dict[ExitCode, tuple[str, str]] = {
+    ExitCode.FINISHED: ("finished", "the run ended as planned"),
+    ExitCode.FAILED: ("never restart", "it failed, and was restarted as often as makes sense"),
+    ExitCode.REFUSED: ("never restart", "a mistake that you can fix, which the same command would make again"),
+    ExitCode.RESTART: ("restart", "it was preempted by a signal, or machines are missing"),
+    ExitCode.INTERRUPTED: ("never restart", "it was stopped by Ctrl-C"),
+}
 
 
 class UserError(Exception):
@@ -22,6 +55,9 @@ class UserError(Exception):
     fix      the exact thing to type or to change
     cause    the mistake, if `lockstep verify` can name it: a key of `causes.CAUSES`
     """
+
+    # The exit code of a command that ends with this error.
+    exit_code = ExitCode.REFUSED
 
     def __init__(self, problem: str, found: str, fix: str, cause: str = ""):
         # All are passed on, so that the error can be pickled, or raised on another rank: UserError(*error.args).
@@ -59,6 +95,12 @@ class ConfigError(UserError):
         return ConfigError, (self.problems,)
 
 
+class PeersMissing(UserError):
+    """Other ranks or machines did not come in time. They may come if the command runs again."""
+
+    exit_code = ExitCode.RESTART
+
+
 class RanksFailed(UserError):
     """Ranks that `lockstep.fit` started failed. Their launcher already showed the reason."""
 
@@ -78,8 +120,8 @@ class SmallerMicroBatch(Exception):
 class Preempted(SystemExit):
     """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C) and saved its state. Uncaught, it sets the exit code."""
 
-    CODE = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may run the command again
-    INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
+    CODE = ExitCode.RESTART.value
+    INTERRUPTED = ExitCode.INTERRUPTED.value
 
     def __init__(self, step: int, signal: str, checkpoint: str | None):
         super().__init__(self.code_of(signal))

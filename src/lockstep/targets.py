@@ -50,7 +50,7 @@ def program_of(target: str) -> dict[str, str]:
     ours = _digest(*(str(path.relative_to(package)).encode() + path.read_bytes() for path in sources))
     program = {**versions, "lockstep": f"{lockstep.__version__} (sources {ours})"}
 
-    # What the file imports is compared by the ranks, which know it (`engine/checks.py`).
+    # What the file imports is compared by the ranks, which know it (`engine/checks/settings.py`).
     file = Path(target if is_script(target) else target.rpartition(":")[0])
     return {**program, str(file): f"sources {_digest(file.read_bytes())}"} if file.is_file() else program
 

@@ -30,13 +30,17 @@ def test_a_failure_on_one_node_is_shown_on_all_and_restarted(nodes, tmp_path):
         assert "restarting 2 ranks from the beginning" in node.said
 
 
-def test_a_signal_at_any_node_reaches_all(nodes, tmp_path):
+@pytest.mark.parametrize("one_log", [False, True])
+def test_a_signal_at_any_node_reaches_all(nodes, tmp_path, monkeypatch, one_log):
+    if one_log:
+        monkeypatch.setenv("LOCKSTEP_ONE_LOG", "1")
     both = nodes(2)
     for rank in (0, 1):
         pid_of(tmp_path, 0, rank)
     both[1].signal(signal.SIGTERM)
     assert [node.wait() for node in both] == [75, 75]
-    assert all("saved at step 7; to resume: type it again" in node.said for node in both)
+    saved = ["saved at step 7; to resume: type it again" in node.said for node in both]
+    assert saved == [True, not one_log]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -44,14 +48,14 @@ def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
     first, second = nodes(2)
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     second.signal(how)
-    assert first.wait() == 1
+    assert first.wait() == 75
     assert "(127.0.0.2) vanished: " in first.said
     assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in first.said
     assert not alive(ranks[0])
     if how == signal.SIGSTOP:
         assert "no heartbeat for 5 s" in first.said
         second.signal(signal.SIGCONT)
-        assert second.wait() == 1
+        assert second.wait() == 75
         assert "the coordinating node (127.0.0.1:" in second.said
     until(lambda: not alive(ranks[1]))
 

@@ -50,9 +50,11 @@ def test_a_stop_request(tmp_path: Path, undisturbed: dict[str, str], moment: str
     saved = sorted(path.name for path in (stopped.run / "checkpoints").glob("step-????????"))
     assert saved, stopped.output
     step = int(saved[-1][5:])
-    assert f"step {step}" in stopped.output.splitlines()[-1], stopped.output
-    assert f"run_dir={stopped.run}" in stopped.output.splitlines()[-1]
-    assert "--resume auto" in stopped.output.splitlines()[-1]
+    *_, how_to_resume, exit_code = stopped.output.splitlines()
+    assert f"step {step}" in how_to_resume, stopped.output
+    assert f"run_dir={stopped.run}" in how_to_resume
+    assert "--resume auto" in how_to_resume
+    assert exit_code == "lockstep: exit code 75 (restart): it was preempted by a signal"
     assert event["event"] == "preempted"
     ended = train(tmp_path, *TINY, "--resume", "auto")
     assert ended.code == 0, ended.output

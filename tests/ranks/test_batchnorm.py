@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data.samplers import make_sampler
 from lockstep.data.shard import next_window
 from lockstep.engine import loop
-from lockstep.engine.checks import refuse_single_samples
+from lockstep.engine.checks.model import refuse_single_samples
 from lockstep.engine.own_loop import OwnRun
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.layers import synchronise_batchnorm

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lockstep import faults
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
+from lockstep.parallel.driver import full_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool
@@ -39,7 +39,7 @@ def overflowed(world: World, store: Any, values: dict[str, Any], bad_rank: int) 
 
         builder = open_run(resolved, runtime, "test", run_class=NotedRun)
         loop.fit(Ragged(), builder)
-        weights, _ = full_state(builder.driver.model, keep=True, fetch=builder.driver.fetch)
+        weights, _ = full_state(builder.driver, keep=True)
         return {"applied": applied, "scales": scales, "weights": {name: t.cpu().clone() for name, t in weights.items()}}
 
 

@@ -268,7 +268,7 @@ def own_loop_with_backward(world: Any, store: Any) -> None:
                 step.apply()
         except BaseException as error:
             builder.fail(error)
-            assert torch.autograd._engine_run_backward is inner_gradients._TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+            assert torch.autograd._engine_run_backward is inner_gradients.TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
             raise
 
 

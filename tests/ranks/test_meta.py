@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
+from lockstep.parallel.driver import full_state
 from lockstep.parallel.meta import recording
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.recipes.char_lm.model import GPT
@@ -404,7 +404,7 @@ def start_of(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tens
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         run.setup(model, optimizer)
         driver = builder.driver
-        weights, _ = full_state(driver.model, keep=True, fetch=driver.fetch)
+        weights, _ = full_state(driver, keep=True)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert held == {id(p) for p in driver.parameters}
         return {name: tensor.clone() for name, tensor in weights.items()}

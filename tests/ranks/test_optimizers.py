@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
-from lockstep.engine.checks import check_equal_work
+from lockstep.engine.checks.model import check_equal_work
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan

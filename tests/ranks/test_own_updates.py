@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
@@ -425,6 +426,12 @@ def zeroes(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
+def unscales(model: Any, optimizer: Any) -> None:
+    """What a GradScaler does."""
+    gradients = [p.grad for p in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), torch.tensor(0.5))
+
+
 def measures(model: Any, optimizer: Any) -> None:
     """What a log line may do: it changes no gradient."""
     gradients = [p.grad for p in model.parameters()]
@@ -446,6 +453,7 @@ KEPT_LINES = [
     (2, {"strategy": "fsdp"}, nothing, clips_values, "before step.apply()"),
     (2, {"strategy": "fsdp"}, nothing, clips_with_norm, "before step.apply()"),
     (2, {"strategy": "fsdp"}, nothing, zeroes, "before step.apply()"),
+    (2, {"strategy": "fsdp"}, nothing, unscales, "before step.apply()"),
 ]
 
 
@@ -463,12 +471,18 @@ def test_one_gradient_may_be_set_to_none(pool: Pool) -> None:
 
 
 def test_gradients_of_shards_may_be_measured(pool: Pool) -> None:
-    """And the functions of torch that are watched meanwhile are its own again."""
+    """And they have torch's own class again when the loop has ended."""
 
     def train(world: World, store: Any) -> None:
-        before = torch._foreach_mul_
-        train_with(world, store, {"strategy": "fsdp"}, nothing, measures)
-        assert torch._foreach_mul_ is before
+        gradients: list[Any] = []
+
+        def measures_and_keeps(model: Any, optimizer: Any) -> None:
+            measures(model, optimizer)
+            gradients.extend(p.grad for p in model.parameters())
+
+        train_with(world, store, {"strategy": "fsdp"}, nothing, measures_and_keeps)
+        assert len(gradients) > 0
+        assert {type(gradient) for gradient in gradients} == {DTensor}
 
     pool.run(train, world=2)
 

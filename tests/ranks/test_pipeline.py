@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
+from lockstep.parallel.driver import full_state
 from lockstep.parallel.pipeline.pipeline import fits
 from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.runtime import context
@@ -122,7 +122,7 @@ def final(world: World, store: Any, task: Task, values: dict[str, Any], leave_at
         except Preempted:
             pass
         run: Any = builder.run
-        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+        weights, _ = full_state(run.driver, keep=True)
         held = sum(local(p).untyped_storage().nbytes() for p in run.driver.model.parameters())
         kinds = [type(p.schedule).__name__ for p in run.driver._pipeline._prepared.values()] if world.size > 1 else []
         copies = {name: tensor.clone() for name, tensor in weights.items()}

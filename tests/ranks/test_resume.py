@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -371,6 +372,26 @@ def test_modules_and_tasks_with_state_of_any_kind(pool: Pool, tmp_path: Path) ->
     pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, 3, world=1)
     (part,) = pool.run(train_part, WithExtraState(), {"run_dir": str(tmp_path)}, world=1)
     assert part.resumed.step == 3
+
+
+class MoreOnRank1(Averaged):
+    """Rank 1 alone has a tensor more in its state, and a large one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        more = {"replay": torch.ones(1000)} if dist.get_rank() == 1 else {}
+        return super().state_dict() | more
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_task_with_more_state_on_another_rank_is_saved_as_rank_0_has_it(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
+    values = {"run_dir": str(tmp_path), "strategy": strategy}
+    pool.run(train_part, MoreOnRank1(), values, 3, world=2)
+    parts = pool.run(train_part, MoreOnRank1(), values, 6, world=2)
+    assert [part.resumed.step for part in parts] == [3, 3]
+    reasons = [event["reason"] for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "warning"]
+    assert "the state of 'task' differs between the ranks: rank 0's is saved" in reasons
 
 
 def test_frozen_parts_may_be_left_out(pool: Pool, tmp_path: Path) -> None:

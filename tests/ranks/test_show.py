@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.fsdp import driver, uniform_use
+from lockstep.parallel.fsdp import collective_check, driver
 from lockstep.runtime import context
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
@@ -53,13 +53,13 @@ def written(
     """A job. `roomy`: that many ranks have room for the whole model; `fails`: a rank, and after how many words."""
     resolved = configured(BASE | values | {"steps": 3, "evaluate.at_end": False})
     gathered: list[int] = []
-    original, memory = uniform_use._ComparedGather.__call__, driver._free_memory
+    original, memory = collective_check._ComparedGather.__call__, driver._free_memory
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         gathered.append(self._number)
         return original(self, *args, **kwargs)
 
-    uniform_use._ComparedGather.__call__ = counted  # type: ignore[method-assign]
+    collective_check._ComparedGather.__call__ = counted  # type: ignore[method-assign]
     driver._free_memory = lambda *_: (f"memory {world.rank}", 2**40 if world.rank < roomy else 100)  # type: ignore[assignment]
     try:
         with context.start(world, resolved.config, store=store) as runtime:
@@ -80,7 +80,7 @@ def written(
                 "events": [event for event in events if event["event"] in ("warning", "sample", "end")],
             }
     finally:
-        uniform_use._ComparedGather.__call__, driver._free_memory = original, memory  # type: ignore[method-assign]
+        collective_check._ComparedGather.__call__, driver._free_memory = original, memory  # type: ignore[method-assign]
 
 
 ROOM = [("fsdp", 9), ("fsdp", 1), ("fsdp-grads", 0), ("hsdp", 0)]

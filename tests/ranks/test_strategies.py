@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.diagnose import explained
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
+from lockstep.parallel.driver import full_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -120,7 +120,7 @@ def final(
             summary = {"left": left.step}
         run = builder.run
         assert run is not None
-        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+        weights, _ = full_state(run.driver, keep=True)
         copies = {name: t.cpu().clone() for name, t in weights.items()}
         return {"weights": copies, "summary": summary, "resumed": run.resumed is not None}
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
+from lockstep.parallel.driver import full_state
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
@@ -159,7 +159,7 @@ def by_hand(world: World, store: Any, task: Tokens, values: dict[str, Any]) -> d
 
 def _outcome(run: Run | None, summary: dict[str, Any]) -> dict[str, Any]:
     assert run is not None
-    weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+    weights, _ = full_state(run.driver, keep=True)
     lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
     parameters = dict(run.driver.model.named_parameters())
     return {
@@ -300,8 +300,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors, _, _ = run.checkpoints.state.capture()
-        slices = run.checkpoints._slices(tensors)
-        mine = {part.name: part.tensor.numel() for part in slices}
+        mine = {name: shard.local.numel() for name, shard in run.checkpoints._shards(tensors).items()}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.storage import Checkpoint, MemoryStore
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.parallel.cudagraph.device import CudaDevice
 
 
@@ -30,17 +30,19 @@ def device(monkeypatch):
     return CudaDevice(torch.device("cuda"))
 
 
-def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collector_on(device, monkeypatch):
+def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collector_on(device, monkeypatch, tmp_path):
     """The writing thread decodes its manifest; a capture begins before it ends, and lasts longer."""
     decoding, capturing = threading.Event(), threading.Event()
 
-    def slow(_data):
+    def slow(_data, _checkpoint):
         decoding.set()
         assert capturing.wait(60)
         return "decoded"
 
     monkeypatch.setattr(manifest, "_decode", slow)
-    decode = threading.Thread(target=manifest.decode, args=(b"", Checkpoint(MemoryStore(), "step-00000001")))
+    decode = threading.Thread(
+        target=manifest.decode, args=(b"", Checkpoint(FileSystemStorage(tmp_path), "step-00000001"))
+    )
     decode.start()
     assert decoding.wait(60)
 

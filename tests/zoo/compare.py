@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-from lockstep.checkpoint.run_state import full_state
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
+from lockstep.parallel.driver import full_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool
@@ -66,7 +66,7 @@ def trained(world: World, store: Any, name: str, values: dict[str, Any]) -> tupl
         loop.fit(task, builder)
         run = builder.run
         assert run is not None
-        weights, _ = full_state(run.driver.model, keep=True, fetch=run.driver.fetch)
+        weights, _ = full_state(run.driver, keep=True)
         return initial, {key: tensor.cpu().clone() for key, tensor in weights.items()}
 
 

@@ -1,11 +1,12 @@
-"""Checkpoints: tensors and plain values, committed as a whole or not at all, and verified before they are used.
+"""Checkpoints: tensors and plain state, committed as a whole or not at all, and verified before they are used.
 
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
     latest                                     the name of the newest checkpoint, for people and the launcher
 
-`manager` decides when to save and how to resume; `run_state` captures and restores the state of a run, and `reshard`
-chooses which rank writes and reads which tensors. The modules below them do not depend on models: `saver` and `writer`
-write, `load` and `inspect` read, and all of them access the disk through the `Store` protocol of `storage`. The part of
-a tensor that one rank writes is called a slice in memory and a piece in a file.
+`manager` decides when to save and how to resume. `run_state` captures and restores the state of a run, with
+`optimizer_state` for its optimizers; `reshard` chooses which rank writes and reads which tensors. The other modules do
+not depend on models: `saver` and `writer` write, `load` and `inspect` read, and all of them access the disk through the
+protocol `CheckpointStorage` of `storage`. The part of a tensor that a rank writes is a `LocalShard` in memory and a
+`Piece` in a file.
 """

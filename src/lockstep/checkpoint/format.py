@@ -6,25 +6,29 @@ O_DIRECT. This module does not import torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from lockstep.checkpoint.manifest import (
-    SIZES,
+    DTYPES,
     Damaged,
     File,
+    InvalidCheckpoint,
     Manifest,
     Piece,
+    TensorEntry,
+    byte_count,
     check_counts,
     check_fields,
     open_file,
     parse_json,
     read_manifest,
     require,
-    verify_file,
 )
 from lockstep.checkpoint.storage import PAGE, Checkpoint
 
@@ -33,26 +37,11 @@ Header = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 @dataclass(frozen=True)
-class SliceSpec:
-    """The place of a slice in the tensor `name`: everything that the manifest says of it, except the file."""
-
-    name: str  # also its key in the file
-    dtype: str
-    full_shape: tuple[int, ...]  # of the tensor
-    offset: tuple[int, ...]  # of the slice in the tensor
-    shape: tuple[int, ...]  # of the slice
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
-
-
-@dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file: a header, and a data section with all slices, without gaps."""
+    """The layout of a file: a header, and a data section with one piece of each tensor, without gaps."""
 
-    slices: tuple[SliceSpec, ...]
-    starts: tuple[int, ...]  # the start of each slice in the data section
+    tensors: dict[str, TensorEntry]  # as in the manifest, but with the piece in this file only
+    byte_ranges: dict[str, slice]  # of each piece in the data section
     size: int  # of the data section
     header: bytes
 
@@ -65,37 +54,37 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def arrange(slices: Sequence[SliceSpec]) -> FileLayout:
-    """Lay out `slices`, largest dtypes first. This aligns every tensor without gaps, which the format forbids."""
+def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
+    """Lay out one piece of each tensor.
+
+    The largest dtype comes first, which aligns every piece without the gaps that safetensors forbids.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = [0] * len(slices)
+    assert not header.keys() & tensors.keys(), "safetensors reserves the name __metadata__"
+    byte_ranges = {}
     position = 0
 
-    for index in sorted(range(len(slices)), key=lambda index: -SIZES[slices[index].dtype]):
-        spec = slices[index]
-        if spec.name in header:
-            raise ValueError(f"a rank may write only one slice of a tensor, but there are two of {spec.name}")
-
-        starts[index] = position
-        position += spec.bytes
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "data_offsets": [starts[index], position],
-        }
+    for name, entry in sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].bytes):
+        [piece] = entry.pieces
+        start = position
+        position += byte_count(piece.shape, entry.dtype)
+        byte_ranges[name] = slice(start, position)
+        header[name] = {"dtype": entry.dtype, "shape": piece.shape, "data_offsets": [start, position]}
 
     # Pad the header so that the data section begins at a page, as direct writes require.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return FileLayout(tuple(slices), tuple(starts), position, len(text).to_bytes(8, "little") + text)
+    return FileLayout(tensors, byte_ranges, position, len(text).to_bytes(8, "little") + text)
 
 
-def verify(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> tuple[Manifest | None, list[Damaged]]:
+def verify(
+    checkpoint: Checkpoint, rank: int = 0, world_size: int = 1
+) -> tuple[Manifest | None, Sequence[InvalidCheckpoint]]:
     """Return the manifest, and the problems with it or with this rank's share of its files."""
     try:
         manifest = read_manifest(checkpoint)
-    except Damaged as damaged:
-        return None, [damaged]
+    except InvalidCheckpoint as problem:
+        return None, [problem]
     return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size])
 
 
@@ -119,6 +108,25 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
             problems.append(damaged)
 
     return problems
+
+
+def check_size(checkpoint: Checkpoint, file: File) -> None:
+    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
+    with open_file(checkpoint, file.name) as stream:
+        size = stream.seek(0, 2)
+    if size != file.size:
+        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
+
+
+def verify_file(checkpoint: Checkpoint, file: File) -> None:
+    """Read a whole file and raise Damaged if its size or digest is wrong."""
+    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
+    check_size(checkpoint, file)
+
+    with open_file(checkpoint, file.name) as stream:
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+    if digest.hexdigest() != file.digest:
+        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
 
 def read_header(checkpoint: Checkpoint, name: str) -> Header:
@@ -146,14 +154,12 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tupl
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], what, "shape")
     offsets = check_counts(fields["data_offsets"], what, "data_offsets")
-    require(dtype in SIZES and len(offsets) == 2, f"{what} has an unknown dtype, or not two offsets")
+    require(dtype in DTYPES and len(offsets) == 2, f"{what} has an unknown dtype, or not two offsets")
 
     # Python's integers do not overflow, so this also refuses a huge shape.
     start, end = offsets
-    require(
-        start + math.prod(shape) * SIZES[dtype] == end <= file_size - data_start,
-        f"{what} does not lie in the file",
-    )
+    fits = start + byte_count(shape, dtype) == end <= file_size - data_start
+    require(fits, f"{what} does not lie in the file")
     return dtype, shape, data_start + start
 
 

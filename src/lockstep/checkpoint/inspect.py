@@ -13,16 +13,17 @@ from typing import Any
 
 from rich.filesize import decimal as size_text
 
+from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_size, read_manifest
+from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
 from lockstep.checkpoint.storage import (
     Checkpoint,
-    FileStore,
+    CheckpointStorage,
     Retention,
-    Store,
     committed,
-    remove,
-    to_delete,
+    delete_checkpoint,
+    open_storage,
+    steps_to_delete,
 )
 from lockstep.errors import UserError, plural, printable
 
@@ -36,7 +37,7 @@ _PREFIX = "model."
 
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
-    checkpoints = committed(_store(path))
+    checkpoints = committed(_storage(path))
     rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
@@ -50,8 +51,8 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-    except Damaged as damaged:
-        return f"damaged: {damaged}", 1
+    except InvalidCheckpoint as problem:
+        return f"{problem.label}: {problem}", 1
 
     facts = [
         ("checkpoint", str(checkpoint.path)),
@@ -77,31 +78,36 @@ def show(path: Path) -> tuple[str, int]:
 
 
 def verify(path: Path) -> tuple[str, int]:
-    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is damaged."""
-    # One row for each checkpoint, followed by one row for each of its damaged files.
+    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is invalid."""
+    # One row for each checkpoint, followed by one row for each of its files with a problem.
     rows = []
-    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_store(path)):
+    exit_code = 0
+    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_storage(path)):
         _, problems = verify_checkpoint(checkpoint)
-        rows.append((checkpoint.name, "damaged" if problems else "ok"))
+        rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
+        exit_code |= bool(problems)
 
-    return _table(rows) if rows else "no checkpoints", int(any(state == "damaged" for _, state in rows))
+    return _table(rows) if rows else "no checkpoints", exit_code
 
 
 def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints. Damaged checkpoints do not count and are not deleted."""
+    """Delete all but the newest `keep` valid checkpoints. Invalid ones do not count and are not deleted."""
     # Raises an error for a bad count before anything is read.
     retention = Retention(last=keep)
 
     # Read every byte, since only valid checkpoints count.
-    store = _store(path)
-    names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
-    damaged = {step for step, name in names.items() if verify_checkpoint(Checkpoint(store, name))[1]}
-    lines = [f"{names[step]} is damaged and stays: lockstep ckpt verify {path}" for step in sorted(damaged)]
+    storage = _storage(path)
+    names = {checkpoint.step: checkpoint.name for checkpoint in committed(storage)}
+    problems = {step: verify_checkpoint(Checkpoint(storage, name))[1] for step, name in names.items()}
+    invalid = {step: found[0] for step, found in problems.items() if found}
+    lines = [
+        f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}" for step in sorted(invalid)
+    ]
 
-    for step in to_delete([(step, {}) for step in names if step not in damaged], retention):
+    for step in steps_to_delete([(step, {}) for step in names if step not in invalid], retention):
         if not dry_run:
-            remove(store, names[step], secrets.token_hex(8))
+            delete_checkpoint(storage, names[step], secrets.token_hex(8))
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
 
     return "\n".join(lines) or "nothing to delete", 0
@@ -166,10 +172,10 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
                 tensors[name] = reader.read(full_name)
-    except Damaged as damaged:
+    except InvalidCheckpoint as problem:
         raise UserError(
-            f"the checkpoint {checkpoint.path} is damaged and cannot be exported",
-            str(damaged),
+            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            str(problem),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None
 
@@ -181,7 +187,7 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     if _is_checkpoint(path) and step is None:
         return Checkpoint.at(path)
 
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(path))}
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_storage(path))}
     if not checkpoints:
         raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
@@ -193,11 +199,11 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
-def _store(path: Path) -> Store:
+def _storage(path: Path) -> CheckpointStorage:
     # `path` is the run's folder, or the folder of its checkpoints.
     for root in (path / "checkpoints", path):
         if root.name == "checkpoints" and root.is_dir():
-            return FileStore(root)
+            return open_storage(root)
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
@@ -213,8 +219,8 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         manifest = read_manifest(checkpoint)
         for file in manifest.files:
             check_size(checkpoint, file)
-    except Damaged as damaged:
-        return step, "", "", "", "", f"damaged: {damaged.file}: {damaged.why}"
+    except InvalidCheckpoint as problem:
+        return step, "", "", "", "", f"{problem.label}: {problem.file}: {problem.why}"
 
     return (
         step,

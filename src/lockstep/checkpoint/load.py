@@ -5,7 +5,6 @@ All files are verified against their digests before a tensor is used.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -14,83 +13,95 @@ import torch
 import xxhash
 
 from lockstep.checkpoint.format import locate, read_header, verify
-from lockstep.checkpoint.manifest import SIZES, Damaged, Manifest, Piece, TensorEntry, open_file
-from lockstep.checkpoint.state_tree import DTYPES
-from lockstep.checkpoint.storage import Checkpoint, Store, committed
+from lockstep.checkpoint.manifest import (
+    DTYPES,
+    Damaged,
+    InvalidCheckpoint,
+    Manifest,
+    Piece,
+    TensorEntry,
+    WrongFormat,
+    byte_count,
+    open_file,
+)
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.errors import UserError
 
-# How many damaged checkpoints in a row are examined before giving up.
-MAX_DAMAGED = 50
+# How many invalid checkpoints in a row are examined before giving up.
+MAX_INVALID = 50
 
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
 
 
-def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
+def find(
+    storage: CheckpointStorage, rank: int, world_size: int, gather: Gather, only: str | None = None
+) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result.
     """
-    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the store before.
-    listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
+    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the folder before.
+    listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
     names = gather(listed)[0]
 
     # Ranks with separate disks would resume separately. A rank has a different disk if
     # - it does not see what rank 0 listed,
-    # - it sees checkpoints where rank 0 sees none, or
-    # - its store has a different owner.
-    visible = sorted(set(names) & set(store.folders()))
-    sees_more = listed != [] and not names
-    views = gather([visible, sees_more, store.owner()])
+    # - rank 0 lists no checkpoint, but this rank does, or
+    # - it reads the name of a different owner.
+    visible = sorted(set(names) & set(storage.folders()))
+    sees_more = bool(listed) and not names
+    views = gather([visible, sees_more, storage.owner()])
     for other_rank, view in enumerate(views):
         if view != views[0]:
             raise _not_shared(f"rank {other_rank} finds different files there than rank 0")
 
     # The newest checkpoint comes first.
-    damaged: list[Damaged] = []
+    skipped: list[InvalidCheckpoint] = []
     for name in names:
-        checkpoint = Checkpoint(store, name)
+        checkpoint = Checkpoint(storage, name)
         manifest, problems = verify(checkpoint, rank, world_size)
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
-        digest = xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
-        results = gather([[[problem.file, problem.why] for problem in problems], digest])
-        bad = sorted({(file, why) for rank_problems, _ in results for file, why in rank_problems})
+        found = [[problem.label, problem.file, problem.why] for problem in problems]
+        results = gather([found, digest_of(manifest)])
+        bad = sorted({tuple(problem) for rank_problems, _ in results for problem in rank_problems})
 
         if manifest is not None and not bad:
             if len({rank_digest for _, rank_digest in results}) > 1:
                 raise _not_shared("the ranks read different manifests there")
-            return CheckpointReader(checkpoint, manifest, damaged)
+            return CheckpointReader(checkpoint, manifest, skipped)
 
-        # `Damaged` has one file, so its reason names the others.
-        first = bad[0][0]
-        reasons = "; ".join(f"{file}: {why}" for file, why in bad)
-        damaged.append(Damaged(checkpoint, first, reasons.removeprefix(f"{first}: ")))
+        # The exception names the first file; its reason lists the rest. Damage on any rank outranks a wrong format.
+        kind = Damaged if any(label == Damaged.label for label, _, _ in bad) else WrongFormat
+        first = bad[0][1]
+        reasons = "; ".join(f"{file}: {why}" for _, file, why in bad)
+        skipped.append(kind(checkpoint, first, reasons.removeprefix(f"{first}: ")))
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
-        if len(damaged) >= MAX_DAMAGED and len(names) > MAX_DAMAGED:
+        if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
             raise UserError(
-                f"the newest {MAX_DAMAGED} of {len(names)} checkpoints in {store.address} are damaged",
-                str(damaged[0]),
-                "remove them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
+                f"none of the newest {MAX_INVALID} of {len(names)} checkpoints in {storage.address} is valid",
+                str(skipped[0]),
+                "delete them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
             )
 
-    if not damaged:
-        return None
+    if skipped:
+        raise _none_valid(storage, skipped, only)
+    return None
 
-    found = "; ".join(map(str, damaged))
-    if only:
-        raise UserError(
-            f"the checkpoint {damaged[0].checkpoint.path} is damaged",
-            found,
-            "choose another checkpoint: lockstep ckpt ls RUN",
-        )
 
-    raise UserError(
-        f"every checkpoint in {store.address} is damaged",
-        found,
-        "start again in a new run_dir, or restore these files; a different format is read by the version that wrote it",
-    )
+def digest_of(manifest: Manifest | None) -> str:
+    """Return a digest by which ranks compare the manifests that they have read."""
+    return xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
+
+
+def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
+    verdicts = sorted({problem.verdict for problem in invalid})
+    what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {storage.address}"
+    fix = "use the version of Lockstep that wrote it" if WrongFormat.verdict in verdicts else "restore the files"
+    way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
+    return UserError(f"{what} {' or '.join(verdicts)}", "; ".join(map(str, invalid)), f"{fix}, or {way_out}")
 
 
 def _not_shared(found: str) -> UserError:
@@ -107,10 +118,10 @@ class CheckpointReader:
     It reads only the bytes that are needed, and does not check digests, which `find` has done.
     """
 
-    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, damaged: Sequence[Damaged] = ()):
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, skipped: Sequence[InvalidCheckpoint] = ()):
         self.checkpoint = checkpoint
         self.manifest = manifest
-        self.damaged = list(damaged)  # one entry for each newer checkpoint that `find` skipped
+        self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are invalid
         self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
 
     def names(self) -> list[str]:
@@ -140,12 +151,12 @@ class CheckpointReader:
             if (piece.offset, piece.shape) == (tuple(offset), tuple(shape)):
                 return self._rows(piece, entry.dtype, 0, shape[0] if shape else 1).view(piece.shape)
 
-        # Check all files before allocating, so that a forged manifest cannot cause a huge allocation.
+        # Check all files before allocating: the shape in a manifest may be larger than the files (see `manifest`).
         for piece in entry.pieces:
             self._locate(piece, entry.dtype)
 
         # Assemble the slice from the pieces that it overlaps. `low` and `high` are the corners of an overlap.
-        result = torch.empty(tuple(shape), dtype=DTYPES[entry.dtype])
+        result = torch.empty(tuple(shape), dtype=_torch_dtype(entry.dtype))
         for piece in entry.pieces:
             low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
             high = [min(a, b + n) for a, b, n in zip(ends, piece.offset, piece.shape, strict=True)]
@@ -160,7 +171,7 @@ class CheckpointReader:
     def _rows(self, piece: Piece, dtype: str, first: int, last: int) -> torch.Tensor:
         """Read the rows first .. last - 1 of a piece, which are contiguous in the file."""
         start = self._locate(piece, dtype)
-        row_bytes = math.prod(piece.shape[1:]) * SIZES[dtype]
+        row_bytes = byte_count(piece.shape[1:], dtype)
 
         # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
@@ -173,7 +184,7 @@ class CheckpointReader:
         # The header was valid, so the file was truncated after it was checked.
         if rest:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
-        return data.view(DTYPES[dtype]).view(last - first, *piece.shape[1:])
+        return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
 
     def _locate(self, piece: Piece, dtype: str) -> int:
         return locate(self.checkpoint, self._header(piece.file), piece, dtype)
@@ -183,6 +194,10 @@ class CheckpointReader:
             return self.manifest.tensors[self.original(name)]
         except KeyError:
             raise KeyError(f"the checkpoint {self.checkpoint.name} has no tensor {name!r}") from None
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, DTYPES[name].in_torch)
 
 
 def _between(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

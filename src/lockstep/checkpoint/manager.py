@@ -1,7 +1,7 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
     check_space, resume             before the first step
-    ensure_rewind                   before the first step: a policy that rewinds needs a checkpoint of the start
+    ensure_rewind_checkpoint        before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
@@ -25,16 +25,17 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.reshard import merge_plain_state, plain_sizes, slices_to_write
-from lockstep.checkpoint.run_state import Change, RunState
+from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
+from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
-    FileStore,
+    CheckpointStorage,
     Retention,
-    Store,
     committed,
+    open_storage,
     set_aside,
     set_aside_after,
 )
@@ -46,6 +47,7 @@ from lockstep.launch.run_dir import is_checkpoint, run_of
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.layout import LocalShard
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
@@ -59,7 +61,7 @@ MIB = 2**20
 class LoopState:
     """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
 
-    evaluation_due: bool = False  # whether the run was preempted before it could evaluate
+    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
 
@@ -91,51 +93,54 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        store: Store | None = None,
     ):
-        """`log_event(event, **fields)` logs an event. Without a `store`, checkpoints are in the run folder."""
+        """`log_event(event, **fields)` logs an event."""
         self.folder = folder
         self.state = state
         self.config = config
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.store = store or FileStore(folder.path / "checkpoints")
+        self.storage = open_storage(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
-        context = SaveContext(self.store, runtime.world.rank, runtime.world.size, folder.token, retention)
+        context = SaveContext(self.storage, runtime.world.rank, runtime.world.size, folder.token, retention)
         self.saver = Saver(context, settings.asynchronous)
 
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step of the last checkpoint in this run's folder; None without one, or if the last save was abandoned. And
-        # the time of that save, or of the resume.
+        # The step of the last checkpoint in this run's folder: None if there is none, or its save was abandoned.
         self._saved_step: int | None = None
+
+        # When it was saved or resumed.
         self._saved_at = time.monotonic()
 
         self._rewinds = 0  # since the last checkpoint
-        self._compared = False  # whether the state of the parts was compared between the ranks
+        self._parts_compared = False  # whether the ranks have compared the state of their parts
 
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Resume from this run's newest valid checkpoint, or else from `--resume PATH`. None: there is neither."""
+        """Claim the folder, and resume from this run's newest valid checkpoint, or else from `--resume PATH`.
+
+        Return None if neither exists.
+        """
         if self.runtime.is_main:
-            self.store.claim(self.folder.token)
+            self.storage.claim(self.folder.token)
 
         # After a restart, the run's own checkpoints are newer than the one that --resume named.
-        reader = self._find(self.store) if self.folder.continues else None
+        reader = self._find(self.storage) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
             # The origin is either a checkpoint, or a run, whose newest valid checkpoint is used.
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
-                reader = self._find(checkpoint.store, checkpoint.name)
+                reader = self._find(checkpoint.storage, checkpoint.name)
             else:
-                reader = self._find(FileStore(run_of(origin) / "checkpoints"))
+                reader = self._find(open_storage(run_of(origin) / "checkpoints"))
 
             if reader is None:
                 raise UserError(
@@ -165,7 +170,7 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
-        reader = self._find(self.store)
+        reader = self._find(self.storage)
         if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
@@ -190,20 +195,22 @@ class CheckpointManager:
         )
         return resumed
 
-    def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer damaged checkpoints are set aside if they belong to this run."""
+    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
-        reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        reader = find(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is None:
             return None
 
-        # Only rank 0 renames, and only its event is logged.
-        for damage in reader.damaged:
-            name = damage.checkpoint.name
-            text = f"checkpoint {name} is damaged: {damage.file}: {damage.why}; resuming from {reader.checkpoint.name}"
-            if self.runtime.is_main and store == self.store:
-                text += f". The damaged checkpoint is kept as {set_aside(store, name, 'damaged')}"
+        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `_load`
+        # sets it aside with all others that are newer.
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
+            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
+                text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
             self.log_event("warning", reason=text)
 
         return reader
@@ -233,11 +240,11 @@ class CheckpointManager:
         step = self.state.stepper.counters.step
 
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
-        # here, because none may save before that. The store of another run must not change.
-        in_own_store = reader.checkpoint.store == self.store
-        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else None)
+        # here, because none may save before that. The storage of another run must not change.
+        in_own_storage = reader.checkpoint.storage == self.storage
+        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.storage, step) if in_own_storage else None)
 
-        self._saved_step = step if in_own_store else None
+        self._saved_step = step if in_own_storage else None
         self._saved_at = time.monotonic()
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
@@ -248,7 +255,7 @@ class CheckpointManager:
             world_size=values["world"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
-            loop=LoopState.from_saved(values.get("loop", {})),
+            loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
         )
 
     # ---- before the first step ----
@@ -264,10 +271,10 @@ class CheckpointManager:
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
         sizes = self.state.bytes_at_start()
-        free, known, estimate = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
+        free, known, estimate = self.runtime.collectives.run_on_rank0(lambda: [self.storage.free_bytes(), *sizes])
         if free < known:
             raise UserError(
-                f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
+                f"there is no room for a checkpoint in {self.storage.address}: {size_text(free)} free",
                 f"{size_text(known)} needed for the weights alone",
                 f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
             )
@@ -280,7 +287,7 @@ class CheckpointManager:
                 f"for two, about {size_text(needed)}",
             )
 
-    def ensure_rewind(self, save: Callable[[], None]) -> None:
+    def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
         """If a policy is rewind and there is no checkpoint to go back to, call `save`."""
         policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
@@ -306,7 +313,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self.saver.prepare(self._slices(self.state.capture_tensors().tensors))
+        self.saver.prepare(self._shards(self.state.tensors()))
 
     # ---- saving ----
 
@@ -331,24 +338,30 @@ class CheckpointManager:
         generators, as a resume does.
         """
         self.settle()
-        heartbeat = self.runtime.heartbeat
-        phase_before = heartbeat.phase
         step = self.state.stepper.counters.step
-        heartbeat.beat("snapshot", step)
+        with self.runtime.heartbeat.visit("snapshot", step):
+            self._start_save(step, loop, metrics)
 
+        self._unsettled = True
+        self._saved_step = step
+        self._saved_at = time.monotonic()
+        self._rewinds = 0
+        seed_host(derive(self.config.seed, "checkpoint", step))
+
+    def _start_save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
+        """Collect what this rank writes, and start the save."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         tensors, aliases, plain_state = self.state.capture()
         if not self.state.same_on_all_ranks:
             plain_state = merge_plain_state(self.runtime.collectives.gather_json(plain_state))
 
         # Only the first save compares the parts between ranks, because the digests take time.
-        if not self._compared:
+        if not self._parts_compared:
             self._warn_of_differences()
-            self._compared = True
+            self._parts_compared = True
 
-        # These keys are part of the file format: do not rename them.
-        values = {
-            "state": plain_state,
+        # The keys are part of the file format (see CONTRIBUTING).
+        other_values = {
             "config": _as_typed(self.config),
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
@@ -356,18 +369,10 @@ class CheckpointManager:
             "loop": asdict(loop),
             "metrics": metrics,
         }
-        self.saver.save(step, self._slices(tensors), aliases, values, self.state.changed_only_by_update())
-
-        # The next update must wait until the optimizers' state has been copied.
-        self.state.stepper.update.before_update = self.saver.wait_for_copy
-
-        self._unsettled = True
-        self._saved_step = step
-        self._saved_at = time.monotonic()
-        self._rewinds = 0
-
-        seed_host(derive(self.config.seed, "checkpoint", step))
-        heartbeat.beat(phase_before)
+        other_tensors: dict[str, torch.Tensor] = {}
+        values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
+        assert not other_tensors, f"not in the state: {list(other_tensors)}"
+        self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
@@ -382,21 +387,17 @@ class CheckpointManager:
         if not self._unsettled:
             return True
 
-        heartbeat = self.runtime.heartbeat
-        phase_before = heartbeat.phase
-        heartbeat.beat("commit")
-
-        # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
-        self.saver.wait_for_own_file()
-        abandoned = self.abandon_if_failed()
-
-        # If all files are written, wait for the commit, which may still fail on rank 0.
-        if not abandoned:
-            self._log(self.saver.take_ended())
+        with self.runtime.heartbeat.visit("commit"):
+            # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
+            self.saver.wait_for_own_file()
             abandoned = self.abandon_if_failed()
 
+            # If all files are written, wait for the commit, which may still fail on rank 0.
+            if not abandoned:
+                self._log(self.saver.take_ended())
+                abandoned = self.abandon_if_failed()
+
         self._unsettled = False
-        heartbeat.beat(phase_before)
         return not abandoned
 
     def abandon_if_failed(self) -> bool:
@@ -435,16 +436,16 @@ class CheckpointManager:
         self.saver.close()
 
     def newest_path(self) -> Path | None:
-        return next((checkpoint.path for checkpoint in committed(self.store)), None)
+        return next((checkpoint.path for checkpoint in committed(self.storage)), None)
 
-    def _slices(self, tensors: dict[str, torch.Tensor]) -> list[Slice]:
+    def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self.runtime.world
-        sizes = plain_sizes(tensors)
+        sizes = replicated_sizes(tensors)
 
         # If all ranks hold the same tensors, no exchange is needed.
         same = self.state.same_on_all_ranks
         all_sizes = [sizes] * world.size if same else self.runtime.collectives.gather_json(sizes)
-        return slices_to_write(tensors, world.rank, all_sizes, self.state.duplicates)
+        return shards_to_write(tensors, world.rank, all_sizes, self.state.duplicates)
 
     def _warn_of_differences(self) -> None:
         """Warn if the state of a part differs between ranks, because only rank 0's is saved."""

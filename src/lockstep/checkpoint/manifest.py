@@ -1,40 +1,56 @@
-"""The manifest of a checkpoint: the position of each tensor, all plain values, and the size and digest of each file.
+"""The manifest of a checkpoint: the position of each tensor, all other values, and the size and digest of each file.
 
-A manifest is not trusted: every field is checked before it is used, and any error in it raises `Damaged` and no other
-exception. This module does not import torch.
+A manifest is not trusted: a checkpoint may have been downloaded, or may be in another user's folder. The digest shows
+that a disk has changed the manifest, but it has no key, so anyone can write one that is valid. Therefore every field is
+checked before it is used: a manifest cannot name a file outside its folder, leave a part of a tensor uninitialized, or
+claim more memory than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
 
-Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
-that could be mistaken for this never gets here: `state_tree.pack` encodes it.
+This module does not import torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
 from lockstep import garbage
 from lockstep.checkpoint.storage import Checkpoint, step_in
-from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST
 
-# The version of the manifest's format. Other versions are not read.
+# The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 2
 
-# Bytes of one element, by the dtype's name in safetensors.
-SIZES = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-    **{"I16": 2, "U16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "U32": 4, "F32": 4},
-    **{"I64": 8, "U64": 8, "F64": 8},
+
+class Dtype(NamedTuple):
+    in_torch: str  # its name in torch
+    bytes: int  # of one element
+
+
+# The dtypes that a checkpoint can hold, by their names in safetensors.
+DTYPES = {
+    "BOOL": Dtype("bool", 1),
+    "U8": Dtype("uint8", 1),
+    "I8": Dtype("int8", 1),
+    "F8_E4M3": Dtype("float8_e4m3fn", 1),
+    "F8_E5M2": Dtype("float8_e5m2", 1),
+    "I16": Dtype("int16", 2),
+    "U16": Dtype("uint16", 2),
+    "F16": Dtype("float16", 2),
+    "BF16": Dtype("bfloat16", 2),
+    "I32": Dtype("int32", 4),
+    "U32": Dtype("uint32", 4),
+    "F32": Dtype("float32", 4),
+    "I64": Dtype("int64", 8),
+    "U64": Dtype("uint64", 8),
+    "F64": Dtype("float64", 8),
 }
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
@@ -46,22 +62,37 @@ _MAX_MANIFEST_BYTES = 2**28
 # The most pieces of a tensor that may be off the grid: they are compared pairwise.
 _MAX_IRREGULAR_PIECES = 4096
 
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
+FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # The names of field types in messages.
 _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 
 @dataclass(eq=False)
-class Damaged(Exception):
-    """A checkpoint is damaged and must not be loaded. `why` describes the problem with its file `file`."""
+class InvalidCheckpoint(Exception):
+    """A checkpoint must not be loaded. `why` describes the problem with its file `file`."""
 
     checkpoint: Checkpoint
     file: str
     why: str
 
+    # The problem in a table, and in a sentence that begins with the name of the checkpoint.
+    label: ClassVar[str]
+    verdict: ClassVar[str]
+
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
+
+
+class Damaged(InvalidCheckpoint):
+    label = "damaged"
+    verdict = "is damaged"
+
+
+class WrongFormat(InvalidCheckpoint):
+    label = "wrong format"
+    verdict = "was written by another version of Lockstep"
 
 
 @dataclass(frozen=True)
@@ -74,7 +105,7 @@ class File:
 
 
 class Piece(NamedTuple):
-    """A slice of a tensor as one file stores it: it begins at `offset` in the full tensor."""
+    """A shard of a tensor as one file stores it: it begins at `offset` in the full tensor."""
 
     file: str
     key: str  # its name in the file
@@ -84,13 +115,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    dtype: str
+    dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # of all ranks; in one rank's `FileLayout` only the piece of this rank
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
+        return byte_count(self.shape, self.dtype)
+
+
+def byte_count(shape: Iterable[int], dtype: str) -> int:
+    return math.prod(shape) * DTYPES[dtype].bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +141,7 @@ class Manifest:
     # Other names of tied tensors: {name: name of the tensor that is stored}.
     aliases: dict[str, str] = field(default_factory=dict)
 
-    # Everything else that was saved.
+    # Everything else that was saved, as `state_tree.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,18 +151,16 @@ class Manifest:
     @property
     def metrics(self) -> dict[str, float]:
         metrics = self.values.get("metrics")
-        return metrics if isinstance(metrics, dict) else {}
+        return {name: float_of(metric) for name, metric in metrics.items()} if isinstance(metrics, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:
     """Return the contents of `manifest.json`, which include a digest of the rest."""
-    # Not `dataclasses.asdict`, which copies every number and takes longer than everything else here.
-    tensors = {
-        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
-        for name, entry in manifest.tensors.items()
+    content = {
+        **vars(manifest),
+        "files": [vars(file) for file in manifest.files],
+        "tensors": tensors_to_json(manifest.tensors),
     }
-    files = [vars(file) for file in manifest.files]
-    content = {**vars(manifest), "files": files, "tensors": tensors, "values": to_json(manifest.values)}
 
     # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
     text = _canonical(content)
@@ -135,33 +168,42 @@ def encode(manifest: Manifest) -> bytes:
     return b'{"content":%b,"digest":"%b","format":%d}' % (text, digest.encode(), FORMAT)
 
 
+def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode`.
+    return {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
+        for name, entry in tensors.items()
+    }
+
+
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Parse `data`, the contents of `manifest.json`. Raise Damaged if they are invalid in any way."""
+    """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
     try:
         # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
         # again and again, which takes as long as the rest.
         with garbage.paused():
-            return _decode(data)
+            return _decode(data, checkpoint)
     except (ValueError, RecursionError) as error:
         raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
 
 
-def _decode(data: bytes) -> Manifest:
-    outer = check_fields(parse_json(data), "the manifest", format=object, digest=object, content=object)
+def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
+    outer = parse_json(data)
 
-    # True equals 1, but is not a version.
-    version = outer["format"]
-    require(
-        version == FORMAT and not isinstance(version, bool),
-        f"format {str(version)[:40]}; this version of Lockstep reads format {FORMAT}",
-    )
+    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is not 1 here.
+    version = outer.get("format") if isinstance(outer, dict) else None
+    if type(version) is int and version != FORMAT:
+        age = "an older" if version < FORMAT else "a newer"
+        why = f"format {str(version)[:40]}, of {age} version of Lockstep; this version reads format {FORMAT}"
+        raise WrongFormat(checkpoint, MANIFEST, why)
 
+    check_fields(outer, "the manifest", format=int, digest=object, content=object)
     digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
     require(outer["digest"] == digest, "the digest does not match the contents")
     return _manifest(outer["content"])
 
 
-# ---- files ----
+# ---- reading ----
 
 
 @contextmanager
@@ -193,74 +235,12 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def check_size(checkpoint: Checkpoint, file: File) -> None:
-    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
-    with open_file(checkpoint, file.name) as stream:
-        size = stream.seek(0, 2)
-    if size != file.size:
-        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
+# ---- JSON ----
 
 
-def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a whole file and raise Damaged if its size or digest is wrong."""
-    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
-    check_size(checkpoint, file)
-
-    with open_file(checkpoint, file.name) as stream:
-        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
-    if digest.hexdigest() != file.digest:
-        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
-
-
-# ---- plain values as JSON ----
-
-
-def to_json(value: Any, where: str = "values") -> Any:
-    """Return a copy of `value` for JSON. Raise a UserError that names any item which JSON cannot represent."""
-    match value:
-        case None | bool() | str():
-            return value
-        case int():
-            # Subclasses, such as enums, become plain numbers.
-            return int(value)
-        case float():
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        case list() | tuple():
-            return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        case dict():
-            for key in value:
-                if not isinstance(key, str):
-                    raise _not_json(f"the key {key!r} of {where}", key)
-
-            # It would be read as a float.
-            if value.keys() == {"$float"}:
-                raise _not_json(where, value, 'dict whose only key is "$float"')
-            return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-
-    raise _not_json(where, value)
-
-
-def _not_json(where: str, value: object, kind: str = "") -> UserError:
-    return UserError(
-        f"{where} cannot be saved in a checkpoint: JSON has no {kind or type(value).__name__}",
-        "",
-        "keep state in tensors, numbers, strings, lists and dicts with string keys",
-    )
-
-
-def from_json(value: Any) -> Any:
-    """Undo `to_json`, except that tuples become lists. Raise ValueError if the encoding is wrong."""
-    match value:
-        case list():
-            return [from_json(item) for item in value]
-
-        case {"$float": item} if len(value) == 1:
-            require(isinstance(item, str) and item in _FLOATS, f"$float = {str(item)[:40]!r} is not a number")
-            return _FLOATS[item]
-        case dict():
-            return {key: from_json(item) for key, item in value.items()}
-        case _:
-            return value
+def float_of(value: Any) -> Any:
+    """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
+    return FLOATS[value["$float"]] if isinstance(value, dict) and "$float" in value else value
 
 
 def parse_json(data: bytes) -> Any:
@@ -351,8 +331,23 @@ def _manifest(content: Any) -> Manifest:
             f"the alias {name!r} has no valid target",
         )
 
-    values = _check(from_json(fields["values"]), dict, "values")
-    return Manifest(fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], values)
+    _check_floats(fields["values"])
+    return Manifest(
+        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"]
+    )
+
+
+def _check_floats(value: Any) -> None:
+    """Check the numbers in `values` that strict JSON lacks. The other markers are checked by what uses them."""
+    match value:
+        case {"$float": text}:
+            require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")
+        case dict():
+            for item in value.values():
+                _check_floats(item)
+        case list():
+            for item in value:
+                _check_floats(item)
 
 
 def _file(item: Any) -> File:
@@ -367,11 +362,11 @@ def _file(item: Any) -> File:
 def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
     dtype = fields["dtype"]
-    require(dtype in SIZES, f"{what} has the unknown dtype {dtype[:40]!r}")
+    require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
 
     # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
     shape = check_counts(fields["shape"], what, "shape")
-    require(math.prod(max(length, 1) for length in shape) * SIZES[dtype] <= _MAX_BYTES, f"{what} would be too large")
+    require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
 
     what_piece = f"a piece of {what}"
     pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])

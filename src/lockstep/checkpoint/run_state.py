@@ -10,25 +10,19 @@ Nothing in it depends on the number of ranks: any world can resume from a checkp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import parameter_of, read_into, read_state_like
-from lockstep.checkpoint.state_tree import digest, pack, unpack
+from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
+from lockstep.checkpoint.reshard import read_into
+from lockstep.checkpoint.state_tree import aliases_of, digest, identity, is_extra, pack, tied_names, unpack
 from lockstep.errors import UserError, plural
-from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.registry import state_copies
-from lockstep.runtime.layout import full_tensor, local
+from lockstep.runtime.layout import full_tensor
 from lockstep.task import BatchSource, Task
-
-# Plain state, as it is in the manifest.
-JsonDict = dict[str, Any]
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
@@ -49,11 +43,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+class StepCount(Protocol):
+    step: int  # the number of steps so far
+
+
 class SavedStepper(Stateful, Protocol):
     """The members of the engine's `Stepper` that checkpoints need."""
 
-    counters: Any  # `counters.step` is the number of steps so far
-    update: Any  # calls `update.before_update` before the next update of the parameters
+    @property
+    def counters(self) -> StepCount: ...
 
 
 class Change(NamedTuple):
@@ -95,12 +93,12 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """Store references to the objects of a run; nothing is copied.
+        """Keep references to the objects of a run; nothing is copied.
 
         `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: parameters whose shard a lower rank also holds; that rank saves it.
+        `duplicates`: parameters that this rank does not save, because a lower rank holds the same shard.
         """
         self.model = model
         self.optimizers = optimizers
@@ -109,21 +107,19 @@ class RunState:
         self.parts = parts
         self.duplicates = duplicates
 
-        # Whether all ranks capture the same plain state and the same plain tensors. DTensors may still differ.
+        # Whether all ranks capture the same plain state and the same replicated tensors. Shards may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
-        self._foreign = {name for name, ranks in (holders or {}).items() if rank not in ranks}
+        self._held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
+        self._optimizer_states = OptimizerStates(model, optimizers, self._held_elsewhere)
 
         # Frozen parameters for which a checkpoint holds only digests.
         self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-
-        # The parameter groups as the user's code created them. A resumed run compares them with the saved ones.
-        self._initial_groups = [_group_options(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
 
@@ -132,86 +128,66 @@ class RunState:
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self.capture_tensors()
-        return captured._replace(plain_state=captured.plain_state | {"stepper": self.stepper.state_dict()})
-
-    def capture_tensors(self) -> CapturedState:
-        """Like `capture`, but without the stepper's state, for which the host would wait. Collective like `capture`."""
-        # `pack` adds the tensors that it finds to this dict.
         tensors: dict[str, Tensor] = {}
+        model_state = self._model_state()
+        aliases = self._capture_model(model_state, tensors)
+        frozen = {
+            name: digest(full_tensor(self.model.get_parameter(name)))
+            for name in sorted(self._digest_only - self._held_elsewhere)
+        }
 
-        state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
-        aliases = _tied_names(state)
+        # The keys are part of the file format (see CONTRIBUTING).
+        plain_state: JsonDict = {
+            "model": {"extra": _capture_extra(model_state, tensors), "frozen_digests": frozen},
+            "optimizers": self._optimizer_states.capture(tensors),
+            "parts": self._capture_parts(tensors),
+            "stepper": pack(self.stepper.state_dict(), "stepper", tensors),
+            "next_samples": next_samples(self.source),
+        }
+        return CapturedState(tensors, aliases, plain_state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that `capture` returns. Local: it computes no digests, and the host does not wait."""
+        tensors: dict[str, Tensor] = {}
+        model_state = self._model_state()
+        self._capture_model(model_state, tensors)
+        _capture_extra(model_state, tensors)
+        self._optimizer_states.capture(tensors)
+        self._capture_parts(tensors)
+        return tensors
+
+    def _model_state(self) -> dict[str, Any]:
+        """Return the model's state dict, without the parameters of which only digests are saved."""
+        return {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
+
+    def _capture_model(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Add the parameters and buffers to `tensors`. Return the aliases of the tied ones."""
+        tied = tied_names(state)
         for name, value in state.items():
-            if is_extra(name) or name in aliases or name in self._foreign:
+            if is_extra(name) or name in tied or name in self._held_elsewhere:
                 continue
 
             # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
-            to_save = self._tensor_to_save(name, value)
+            to_save = self._master_or_parameter(name, value)
             if to_save is not None:
                 tensors[f"model.{name}"] = to_save.detach()
 
-        # These keys are part of the file format: do not rename them.
+        return {f"model.{name}": f"model.{first}" for name, first in tied.items()}
+
+    def _capture_parts(self, tensors: dict[str, Tensor]) -> JsonDict:
         parts = {"data": self.source, **self.parts}
-        plain_state: JsonDict = {
-            "model": {
-                "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "frozen_digests": {
-                    name: digest(full_tensor(self.model.get_parameter(name)))
-                    for name in sorted(self._digest_only - self._foreign)
-                },
-            },
-            "optimizers": [self._capture_optimizer(number, tensors) for number in range(len(self.optimizers.all))],
-            "parts": {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()},
-            "next_samples": next_samples(self.source),
-        }
-        aliases = {f"model.{name}": f"model.{first}" for name, first in aliases.items()}
-        return CapturedState(tensors, aliases, plain_state)
-
-    def _capture_optimizer(self, number: int, tensors: dict[str, Tensor]) -> JsonDict:
-        optimizer = self.optimizers.all[number]
-        names = self._names_by_id()
-
-        # State is saved by parameter name, since the order of the groups may change between two runs.
-        for key in optimizer.state:
-            if id(key) not in names:
-                raise UserError(
-                    f"the state of {type(optimizer).__name__} cannot be saved: it belongs to no parameter of the model",
-                    f"state of {key!r:.80}",
-                    "keep such state in the parameter groups, or in the task's state_dict()",
-                )
-
-        # Save the options as the user's code set them, and as they are now, since some optimizers change them.
-        prefix = f"optimizer.{number}"
-        state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
-        return {
-            "kind": type(optimizer).__name__,
-            "state": pack(state, prefix, tensors),
-            "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
-            "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
-            "settings": pack(_group_options(optimizer), f"{prefix}.settings", tensors),
-        }
+        return {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()}
 
     def changed_only_by_update(self) -> set[str]:
         """Return the names of tensors that only an update of the parameters changes: the optimizers' state.
 
         In contrast, a forward may change the model's buffers, and the user's code its parameters.
         """
-        names = self._names_by_id()
-        states = [
-            (f"optimizer.{number}.{names[id(p)]}", state)
-            for number, optimizer in enumerate(self.optimizers.all)
-            for p, state in optimizer.state.items()
-        ]
-        return {f"{prefix}.{key}" for prefix, state in states for key in state}
+        return self._optimizer_states.tensor_names()
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
-        tensors = {
-            name: tensor
-            for name, tensor in self.model.state_dict().items()
-            if not is_extra(name) and name not in self._digest_only
-        }
+        tensors = {name: tensor for name, tensor in self._model_state().items() if not is_extra(name)}
 
         # Only the tensors that `pack` adds are used here, not its result.
         for name, part in self.parts.items():
@@ -223,11 +199,7 @@ class RunState:
         if self.optimizers.masters:
             known += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
 
-        groups = [(optimizer, group) for optimizer in self.optimizers.all for group in optimizer.param_groups]
-        estimate = sum(
-            int(state_copies(optimizer, group) * p.nbytes) for optimizer, group in groups for p in group["params"]
-        )
-        return known, estimate
+        return known, self._optimizer_states.estimated_bytes()
 
     def digest_replicated(self) -> dict[str, str]:
         """Return a digest of each part whose state is replicated on every rank."""
@@ -243,18 +215,8 @@ class RunState:
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         self._restore_model(reader, plain_state["model"])
-
-        # Optimizers are matched by position, so the task must create them in the same order.
-        saved_optimizers = plain_state["optimizers"]
-        if len(saved_optimizers) != len(self.optimizers.all):
-            saved_count = plural(len(saved_optimizers), "optimizer")
-            raise _different_model(f"the checkpoint has {saved_count}, the task {len(self.optimizers.all)}")
-
-        changed = []
-        for number, saved in enumerate(saved_optimizers):
-            changed += self._restore_optimizer(number, saved, reader)
-
-        self.stepper.load_state_dict(plain_state["stepper"])
+        changed = self._optimizer_states.restore(plain_state["optimizers"], reader)
+        self.stepper.load_state_dict(unpack(plain_state["stepper"], reader.read, self._device))
         states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
 
@@ -299,14 +261,14 @@ class RunState:
         _check_same_ties(state, saved, reader)
 
         for name in saved:
-            if name in self._foreign:
+            if name in self._held_elsewhere:
                 continue
             read_into(state[name], f"model.{name}", reader)
 
-            # If the checkpoint holds a master, `read_into` above has rounded it for the parameter.
-            saved_tensor = self._tensor_to_save(name, state[name])
-            if saved_tensor is not None and saved_tensor is not state[name]:
-                read_into(saved_tensor, f"model.{name}", reader)
+            # The parameter is now the rounded copy; its float32 master is read separately.
+            master = self._master_or_parameter(name, state[name])
+            if master is not None and master is not state[name]:
+                read_into(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():
@@ -320,7 +282,7 @@ class RunState:
         # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         names = {name for name in state if not is_extra(name)}
         for name, saved_digest in digests.items():
-            if name not in names or name in self._foreign:
+            if name not in names or name in self._held_elsewhere:
                 continue
             if digest(full_tensor(self.model.get_parameter(name))) != saved_digest:
                 advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
@@ -340,120 +302,42 @@ class RunState:
             if missing
         ]
         if descriptions:
-            raise _different_model("; ".join(descriptions))
+            raise different_model("; ".join(descriptions))
 
         for name in saved:
             shape = reader.shape(f"model.{name}")
             if tuple(state[name].shape) != shape:
-                raise _different_model(
+                raise different_model(
                     f"{name!r} has shape {shape} in the checkpoint and {tuple(state[name].shape)} in this model"
                 )
 
-    def _restore_optimizer(self, number: int, saved: JsonDict, reader: CheckpointReader) -> list[str]:
-        optimizer = self.optimizers.all[number]
-        self._check_same_optimizer(number, saved)
-        changed, options = self._merge_group_options(number, saved, reader)
-
-        # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
-        names = self._names_by_id()
-        held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-        needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._foreign}
-        states = self._read_optimizer_state(number, needed, reader)
-
-        # torch numbers the parameters consecutively, over all groups.
-        numbers = itertools.count()
-        groups = [
-            {**chosen, "lr": group["lr"], "params": list(itertools.islice(numbers, len(group["params"])))}
-            for chosen, group in zip(options, optimizer.param_groups, strict=True)
-        ]
-
-        # Call the optimizer's own load_state_dict, with its hooks, since a subclass may compute more from the state.
-        by_number = {position: states[name] for position, name in enumerate(held) if name in states}
-        optimizer.load_state_dict({"state": by_number, "param_groups": groups})
-
-        # load_state_dict has cast the state to the dtype of the parameters. Put back the values as they were saved.
-        for name, state in states.items():
-            p, group = held[name]
-            optimizer.state[p].update({key: _on_device_of(p, key, value, group) for key, value in state.items()})
-
-        return changed
-
-    def _check_same_optimizer(self, number: int, saved: JsonDict) -> None:
-        kind = type(self.optimizers.all[number]).__name__
-        if saved["kind"] != kind:
-            raise UserError(
-                f"the checkpoint holds the state of {saved['kind']}, but the optimizer is now {kind}",
-                "",
-                "use the optimizer with which the run began, or start a new run from the exported weights",
-            )
-
-        # Compare the optimizer's parameters on all ranks; this rank may update only some of them.
-        names = self._names_by_id()
-        current = {names[id(p)] for group in self.optimizers.groups[number] for p in group}
-        differing = current ^ {name for group in saved["params"] for name in group}
-        if differing:
-            raise _different_model(f"optimizer {number} does not hold the same parameters, such as {min(differing)!r}")
-
-    def _read_optimizer_state(self, number: int, saved: JsonDict, reader: CheckpointReader) -> JsonDict:
-        # The compensation (the rounding errors of bfloat16 parameters) is dropped if this run does not add it back.
-        masters = self.optimizers.masters
-        if not (masters and masters.rounding == "compensated"):
-            saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
-
-        # State is sharded like its parameter, whose name is part of the tensor's name.
-        parameters = dict(self.model.named_parameters())
-        return unpack(
-            saved, lambda name: read_state_like(name, parameters.get(parameter_of(name)), reader), self._device
-        )
-
-    def _merge_group_options(
-        self, number: int, saved: JsonDict, reader: CheckpointReader
-    ) -> tuple[list[str], list[JsonDict]]:
-        """Return the user's changes to the parameter groups, and the options to use for each group.
-
-        An option that the user's code has changed keeps its new value. All other options get their values from the end
-        of the saved run, since some optimizers keep counters there.
-        """
-        options = _group_options(self.optimizers.all[number])
-        initial = unpack(saved["initial"], reader.read, self._device)
-        final = unpack(saved["settings"], reader.read, self._device)
-
-        # Groups have no names, so they cannot be matched if their number differs.
-        if len(initial) != len(options):
-            change = f"optimizer {number} has {len(options)} parameter groups, {len(initial)} when it was saved"
-            return [change], options
-
-        # Compare the options that the user's code sets now with those that it set when the run began.
-        changed = []
-        for group, (now, before) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
-            for key in options[group]:
-                if key in before and repr(before[key]) == repr(now[key]):
-                    options[group][key] = final[group][key]
-                elif key != "fused":  # depends on the device and does not change results
-                    changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now[key]}")
-
-        return changed, options
-
     # ---- parameters ----
 
-    def _tensor_to_save(self, name: str, value: Tensor) -> Tensor | None:
-        """Return the tensor to save for a parameter: its master, if it has one. None: another rank holds the master."""
+    def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
+        """Return the float32 master of a parameter, or `value` if it has none. None: another rank holds the master."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
             return value
         return masters.master_of(parameter)
 
-    def _names_by_id(self) -> dict[int, str]:
-        """Return the names of the optimizers' tensors, by id: the parameters or their float32 masters."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        masters = self.optimizers.masters
-        return names | masters.named() if masters else names
+
+def _capture_extra(model_state: dict[str, Any], tensors: dict[str, Tensor]) -> JsonDict:
+    """Return the extra state of the model's modules, and add its tensors to `tensors`."""
+    return {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
 
 
-def is_extra(name: str) -> bool:
-    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
-    return name.rpartition(".")[2] == "_extra_state"
+def merge_plain_state(by_rank: list[JsonDict]) -> JsonDict:
+    """Merge the plain state of all ranks, which differs only where the ranks hold different parameters."""
+    # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest rank's is used: it
+    # comes last here and overwrites the others.
+    model: JsonDict = {key: {} for key in by_rank[0]["model"]}
+    for plain_state in reversed(by_rank):
+        for key, entries in model.items():
+            entries.update(plain_state["model"][key])
+
+    optimizers = merge_optimizers([plain_state["optimizers"] for plain_state in by_rank])
+    return {**by_rank[0], "model": model, "optimizers": optimizers}
 
 
 def next_samples(source: BatchSource) -> str | None:
@@ -462,68 +346,14 @@ def next_samples(source: BatchSource) -> str | None:
     return digest(upcoming()) if upcoming else None
 
 
-def full_state(
-    model: nn.Module, keep: bool, fetch: Callable[[str, Tensor], Tensor]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
-
-    Ranks without `keep` get no tensors. `fetch` is `Driver.fetch`, which gathers one tensor.
-    """
-    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
-    state = model.state_dict()
-    aliases = _tied_names(state)
-    tensors = {}
-    for name, value in state.items():
-        if is_extra(name) or name in aliases:
-            continue
-        full = fetch(name, value)
-        if keep:
-            tensors[name] = (full if full is value else full.cpu()).contiguous()
-
-    return tensors, aliases
-
-
-def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    return _aliases({name: _identity(value) for name, value in state.items() if not is_extra(name)})
-
-
-def _aliases(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name with the same identity}, without the first names themselves."""
-    first_names: dict[Any, str] = {}
-    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
-    return {name: first for name, first in first_of.items() if first != name}
-
-
-def _identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for two tensors that share all their memory."""
-    tensor = local(tensor)
-
-    # An empty shard has no data pointer, but it has a storage object.
-    if tensor.numel() == 0:
-        return tensor.untyped_storage()._cdata
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
-    """Return a copy of the options of each parameter group, without the learning rate, which the schedule sets."""
-    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-
-
-def _on_device_of(parameter: Tensor, key: str, value: Any, group: JsonDict) -> Any:
-    """Move a value of an optimizer's state to the device of its parameter, without a cast."""
-    # As in torch, step counts stay on the host unless the optimizer's kernels read them.
-    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
-
-
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
-    tied_now = _aliases({name: _identity(state[name]) for name in saved})
-    tied_before = _aliases({name: reader.original(f"model.{name}") for name in saved})
+    tied_now = aliases_of({name: identity(state[name]) for name in saved})
+    tied_before = aliases_of({name: reader.original(f"model.{name}") for name in saved})
     for name in saved:
         if tied_now.get(name) != tied_before.get(name):
             here, there = "in this model", "in the checkpoint"
             tied, untied = (here, there) if name in tied_now else (there, here)
-            raise _different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")
+            raise different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")
 
 
 def _check_next_samples(saved: str | None, current: str | None, changed_settings: Sequence[Change]) -> None:
@@ -537,12 +367,4 @@ def _check_next_samples(saved: str | None, current: str | None, changed_settings
         "the order of the samples has changed since the checkpoint was written",
         "the next samples are not the ones that the saved run would have taken",
         f"{undo}; or start a new run from the exported weights",
-    )
-
-
-def _different_model(found: str) -> UserError:
-    return UserError(
-        "the model differs from the model in the checkpoint",
-        found,
-        "restore the task and its options as they were, or start a new run (leave --resume out)",
     )

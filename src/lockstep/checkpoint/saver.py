@@ -8,19 +8,26 @@
 `save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
 `wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
 committed, failed or abandoned. A failed save never raises, and does not affect the next one.
+
+A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
+
+    Save.fail                              records the error, and deletes this rank's staged files
+    CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
+    CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.manifest import from_json, to_json
-from lockstep.checkpoint.snapshot import BackgroundCopy, Slice, Snapshot
+from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.runtime.layout import LocalShard
 
 
 class Saver:
@@ -32,7 +39,7 @@ class Saver:
     def __init__(self, context: SaveContext, asynchronous: bool = True):
         self._context = context
         self._asynchronous = asynchronous
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(file_name(context.rank))
 
         # The last save, and its thread while it runs.
         self._last: Save | None = None
@@ -44,31 +51,31 @@ class Saver:
         self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
         self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
 
-    def prepare(self, slices: Sequence[Slice]) -> None:
-        """Allocate the buffer early, so that the first save of `slices` is as fast as later ones."""
+    def prepare(self, shards: Mapping[str, LocalShard]) -> None:
+        """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._join()
-        self._snapshot.fit(slices)
+        self._snapshot.fit(shards)
 
     def save(
         self,
         step: int,
-        slices: Sequence[Slice],
+        shards: Mapping[str, LocalShard],
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
         changed_only_by_update: Collection[str] = (),
     ) -> None:
         """Copy the state and start writing it.
 
-        `slices`: the slices that this rank writes. Only rank 0's `aliases` and `values` are used.
-        `changed_only_by_update`: the names of slices that may be copied while training continues; they must not change
+        `shards`: the shards that this rank writes, by tensor name.
+        `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+        Only rank 0's `aliases` and `values` are used.
+        `changed_only_by_update`: the names of tensors that may be copied while training continues; they must not change
         before `wait_for_copy`.
         """
         began = time.perf_counter()
         self._join()
 
-        # A copy, since training will change the values. Values that JSON cannot hold raise an error now.
-        plain = from_json(to_json(dict(values)))
-        layout = self._snapshot.fit(slices)
+        layout = self._snapshot.fit(shards)
 
         # From here on, `failed_save` refers to this save.
         self._saves += 1
@@ -76,12 +83,12 @@ class Saver:
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
-        free = self._context.store.free_bytes()
+        free = self._context.storage.free_bytes()
         if free < needed:
             save.refuse(needed - free)
         else:
-            self._copying = self._snapshot.take(slices, changed_only_by_update if self._asynchronous else ())
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -136,7 +143,7 @@ class Saver:
         """Abandon a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
         if self._thread is not None:
             self.abandon("the run ended before this checkpoint was written")
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(file_name(self._context.rank))
 
     def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None and self._last is not None:

@@ -3,46 +3,27 @@
 Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
 (`BackgroundCopy`).
 
-All copies lie in one buffer, which is the data section of the file and only has to be written. Tensors on the CPU must
-be copied too, because training changes them while they are written.
+All copies are in one buffer, which is written as it is: it is the data section of the file. Tensors on the CPU are
+copied too, because training may change them before they are written.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import torch
 
-from lockstep.checkpoint.format import FileLayout, SliceSpec, arrange
-from lockstep.checkpoint.state_tree import DTYPES, dtype_name
+from lockstep.checkpoint.format import FileLayout, arrange
+from lockstep.checkpoint.manifest import DTYPES, Piece, TensorEntry
 from lockstep.checkpoint.storage import PAGE
+from lockstep.errors import UserError
+from lockstep.runtime.layout import LocalShard
+
+_NAMES = {getattr(torch, dtype.in_torch): name for name, dtype in DTYPES.items()}
 
 # (view of the buffer, tensor to copy there), with equal shapes.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A slice of the tensor `name` that this rank writes: its shard, or the full tensor."""
-
-    name: str
-    tensor: torch.Tensor  # the slice itself; it may be on a GPU and need not be contiguous
-    full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the slice in the full tensor
-
-    @classmethod
-    def full(cls, name: str, tensor: torch.Tensor) -> Slice:
-        return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
-
-    @property
-    def spec(self) -> SliceSpec:
-        shape = tuple(self.tensor.shape)
-        assert len(shape) == len(self.full_shape) == len(self.offset), f"the offset or shape of {self.name} is wrong"
-        bounds = zip(self.offset, shape, self.full_shape, strict=True)
-        assert all(start + length <= limit for start, length, limit in bounds), f"{self.name} exceeds the full tensor"
-        return SliceSpec(self.name, dtype_name(self.tensor, self.name), self.full_shape, self.offset, shape)
 
 
 class Snapshot:
@@ -51,45 +32,45 @@ class Snapshot:
     Call `fit`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
     """
 
-    def __init__(self) -> None:
-        self.layout: FileLayout = arrange([])
+    def __init__(self, file: str):
+        self._file = file  # the name of the file that will hold the data
+        self.layout: FileLayout = arrange({})
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-        # Views of the buffer, one for each slice.
-        self._views: list[torch.Tensor] = []
+        # Views of the buffer, one for each shard.
+        self._views: dict[str, torch.Tensor] = {}
 
-    def fit(self, slices: Sequence[Slice]) -> FileLayout:
-        """Make room for `slices`. If they have the same layout as the last ones, there is nothing to do."""
-        specs = tuple(source.spec for source in slices)
-        if specs != self.layout.slices:
-            self.layout = arrange(specs)
-            self._views = []
+    def fit(self, shards: Mapping[str, LocalShard]) -> FileLayout:
+        """Make room for `shards`. If they have the same layout as the last ones, there is nothing to do."""
+        tensors = {name: _entry(name, shard, self._file) for name, shard in shards.items()}
+        if tensors != self.layout.tensors:
+            self.layout = arrange(tensors)
+            self._views = {}
 
         # A GPU can only copy to pinned memory while it computes.
-        pinned = any(source.tensor.is_cuda for source in slices)
+        pinned = any(shard.local.is_cuda for shard in shards.values())
         if self._buffer.numel() < self.layout.size or (pinned and not self._buffer.is_pinned()):
-            self._views = []
+            self._views = {}
 
             # Free the old buffer before allocating the new one.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = _allocate(self.layout.size, pinned)
 
         if not self._views:
-            self._views = [
-                self._buffer[start : start + spec.bytes].view(DTYPES[spec.dtype]).view(spec.shape)
-                for spec, start in zip(specs, self.layout.starts, strict=True)
-            ]
+            self._views = {
+                name: self._buffer[self.layout.byte_ranges[name]].view(shard.local.dtype).view(shard.local.shape)
+                for name, shard in shards.items()
+            }
 
         return self.layout
 
-    def take(self, slices: Sequence[Slice], later: Collection[str] = ()) -> BackgroundCopy:
-        """Copy `slices`, for which `fit` has made room, except those named in `later`.
+    def take(self, shards: Mapping[str, LocalShard], later: Collection[str] = ()) -> BackgroundCopy:
+        """Copy `shards`, for which `fit` has made room, except those named in `later`.
 
         The returned `BackgroundCopy` copies the latter. They must not change before its `wait` returns.
         """
-        pairs = list(zip(self._views, slices, strict=True))
-        _copy([(view, source.tensor) for view, source in pairs if source.name not in later])
-        return BackgroundCopy([(view, source.tensor) for view, source in pairs if source.name in later])
+        _copy([(self._views[name], shard.local) for name, shard in shards.items() if name not in later])
+        return BackgroundCopy([(self._views[name], shard.local) for name, shard in shards.items() if name in later])
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data
@@ -163,6 +144,24 @@ class BackgroundCopy:
             return stream.record_event()
 
 
+def _entry(name: str, shard: LocalShard, file: str) -> TensorEntry:
+    """Describe a tensor of which `file` will hold this shard."""
+    shape = tuple(shard.local.shape)
+    bounds = zip(shard.offset, shape, shard.full_shape, strict=True)
+    assert all(start + length <= limit for start, length, limit in bounds), f"{name} exceeds the full tensor"
+    return TensorEntry(_dtype_name(name, shard.local), shard.full_shape, (Piece(file, name, shard.offset, shape),))
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
+        raise UserError(
+            f"the tensor {name!r} cannot be saved in a checkpoint",
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)",
+        )
+    return _NAMES[tensor.dtype]
+
+
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
 
@@ -182,6 +181,6 @@ def _copy(pairs: Pairs) -> None:
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
 
-    # Host-device synchronisation: after it, training may change the tensors.
+    # Host-device synchronization: after it, training may change the tensors.
     for device in {source.device for _, source in pairs if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,11 +1,12 @@
-"""Convert state (nested dicts and lists of tensors and numbers) into named tensors and plain JSON, and back. No pickle.
+"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle.
 
-This module also has the table of the dtypes that a checkpoint can hold.
+Further below: the names of a model's state dict, and digests of any state.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,46 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
+from lockstep.runtime.layout import local
 
-# A dict with one of these keys, and no other, encodes a value that JSON cannot represent.
-# "$float" is the manifest's.
+# A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
+# format (see CONTRIBUTING).
 _MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
-
-# The dtypes that a checkpoint can hold, by their names in a safetensors file.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def dtype_name(tensor: Tensor, name: str) -> str:
-    """Return the safetensors name for the dtype of `tensor` (any shape), or raise an error that names the tensor."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
-        raise UserError(
-            f"the tensor {name!r} cannot be saved in a checkpoint",
-            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
-            "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)",
-        )
-    return _NAMES[tensor.dtype]
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON form of `value`, and add its tensors to `tensors`, under names that begin with `name`."""
+    """Return a copy of `value` as strict JSON. Its tensors are added to `tensors`, under names that begin with `name`.
+
+    This is the only encoder of what a manifest holds as `values`.
+    """
     # Names may collide: {"a": {"b": ...}, "a.b": ...} has two tensors with the same name.
     while name in tensors:
         name += "'"
@@ -67,10 +42,16 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             tensors[name] = torch.from_numpy(np.array(value))
             return {"$array": name}
 
-        case np.generic():
-            return value.item()
-        case None | bool() | int() | float() | str():
+        case np.generic() if not isinstance(value.item(), np.generic):
+            return pack(value.item(), name, tensors)
+        case None | bool() | str():
             return value
+        case int():
+            # Subclasses, such as enums, become plain numbers.
+            return int(value)
+        case float():
+            # Strict JSON has no NaN and no infinity.
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
 
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -104,6 +85,8 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return read(name).to(device)
         case {"$array": name}:
             return read(name).numpy()
+        case {"$float": text}:
+            return FLOATS[text]
         case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
         case {"$items": pairs}:
@@ -114,6 +97,33 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return [unpack(item, read, device) for item in value]
         case _:
             return value
+
+
+def is_extra(name: str) -> bool:
+    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the aliases of the tied tensors in a state dict: {other name: first name}."""
+    return aliases_of({name: identity(value) for name, value in state.items() if not is_extra(name)})
+
+
+def aliases_of(identities: Mapping[str, Any]) -> dict[str, str]:
+    """Return {name: first name with the same identity}, without the first names themselves."""
+    first_names: dict[Any, str] = {}
+    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
+    return {name: first for name, first in first_of.items() if first != name}
+
+
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for two tensors that share all their memory."""
+    tensor = local(tensor)
+
+    # An empty shard has no data pointer, but it has a storage object.
+    if tensor.numel() == 0:
+        return tensor.untyped_storage()._cdata
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def digest(data: Any) -> str:

@@ -1,4 +1,8 @@
-"""A trainer's state in a folder, in the core's format: committed by one rename, every byte checked when it is read."""
+"""A trainer's state in a folder, in the core's format: committed by one rename, every byte checked when it is read.
+
+A script may save or load on all ranks, or on one alone (`if rank == 0:`), and the ranks do not know which. So there is
+no collective here: a rank leaves a report of its call in the store of the process group, where others may wait for it.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,30 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import xxhash
 
 from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged, Manifest, encode
+from lockstep.checkpoint.load import CheckpointReader, digest_of, find
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.snapshot import Slice
-from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, delete_leftovers, open_storage
 from lockstep.checkpoint.writer import SaveContext
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import MANIFEST, is_checkpoint
+from lockstep.launch.run_dir import is_checkpoint
+from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World
 
 
 class CheckpointCalls:
-    """Tells one save or load of a trainer from another, by keys in the ranks' store.
+    """The saves and loads of one trainer, and the keys of their reports.
 
     A rank may save alone, so the ranks count their saves differently. They count steps alike, and a load may change the
     trainer's step, but not this count. Paths are in no key: the same folder may have another path on another machine.
@@ -42,7 +45,7 @@ class CheckpointCalls:
         self._steps = 0
 
         # Since the last step: each load with the folder it read, and for each writer the number of its saves whose
-        # outcome this rank has left in the store, or taken from it.
+        # report this rank has left in the store, or taken from it.
         self.loads: list[tuple[str, Path]] = []
         self.saves = Counter[int]()
         self._load_calls = 0
@@ -67,6 +70,36 @@ class CheckpointCalls:
     def of_all_ranks(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world.size)]
 
+    def leave(self, key: str, **report: Any) -> None:
+        if not self.world.alone:
+            self.store.set(key, json.dumps(report))
+
+    @contextmanager
+    def reporting(self, key: str, interrupted: list[str], **report: Any) -> Iterator[dict[str, Any]]:
+        """Leave a report when the block ends: what the block has added to it, and the UserError that ended the block.
+
+        `interrupted` stands for any other exception.
+        """
+        report["error"] = interrupted
+        try:
+            yield report
+            report["error"] = None
+        except UserError as error:
+            report["error"] = error.args
+            raise
+        finally:
+            self.leave(key, **report)
+
+    def read(self, key: str) -> dict[str, Any]:
+        return json.loads(self.store.get(key))
+
+
+def _checked(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of another rank, or raise the error that it reports."""
+    if report["error"] is not None:
+        raise UserError(*report["error"])
+    return report
+
 
 # ---- save ----
 
@@ -75,28 +108,36 @@ def save_state(state: RunState, calls: CheckpointCalls, folder: Path, writer: in
     """Save the state from one rank. Ranks that call it too return when it is committed, or raise the same error.
 
     The writer holds the whole state, so that `if rank == 0: save_checkpoint(path)` works too. It waits for other ranks
-    only while they may still load from this folder. The others wait for its outcome no longer than `limit`.
+    only while they may still load from this folder. The others wait for its report no longer than `limit`.
     """
     world = calls.world
     if not 0 <= writer < world.size:
         raise UserError(f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {world.size - 1}", "pass rank=0")
 
     if world.rank == writer:
-        # Whatever goes wrong, the other ranks raise it too.
-        outcome: dict[str, Any] = {"error": _not_written(folder, "it was interrupted")}
-        try:
-            outcome = _save_here(state, calls, folder, limit)
-        finally:
-            if not world.alone:
-                calls.store.set(calls.next_save(writer), json.dumps(outcome | {"folder": str(folder.resolve())}))
-                calls.saves[writer] += 1
+        report = _save_here(state, calls, folder, limit)
     else:
-        outcome = _outcome_of(calls, writer, folder, limit)
+        report = _wait_for_save(calls, folder, writer, limit)
+    return Checkpoint(open_storage(folder / "checkpoints"), report["checkpoint"]).path
 
-    if outcome["error"] is not None:
-        raise UserError(*outcome["error"])
 
-    return Checkpoint(FileStore(folder / "checkpoints"), outcome["checkpoint"]).path
+def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
+    """Write a checkpoint, and leave the report for the other ranks: whatever goes wrong, they raise it too."""
+    rank = calls.world.rank
+    key = calls.next_save(rank)
+    calls.saves[rank] += 1
+    interrupted = _not_written(folder, "it was interrupted")
+    with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
+        _wait_for_readers(calls, key, folder, limit)
+        report["token"] = secrets.token_hex(4)
+        try:
+            report["checkpoint"] = _write(
+                state, open_storage(folder / "checkpoints"), report["token"], calls.world.size
+            )
+        except OSError as error:
+            raise UserError(*_not_written(folder, str(error))) from error
+
+    return report
 
 
 def _not_written(folder: Path, why: str) -> list[str]:
@@ -104,31 +145,32 @@ def _not_written(folder: Path, why: str) -> list[str]:
     return [problem, why, "make room, or choose another folder"]
 
 
-def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
-    """Write a checkpoint and return the outcome for all ranks. Only what is no failure of the disk is raised."""
-    store = FileStore(folder / "checkpoints")
-    token = secrets.token_hex(4)
-    try:
-        _wait_for_readers(calls, folder, limit)
-        name, failure = _write(state, store, token, calls.world.size)
-    except UserError as error:
-        return {"error": error.args}
-    except OSError as error:
-        return {"error": _not_written(folder, str(error))}
+def _write(state: RunState, storage: CheckpointStorage, token: str, world_size: int) -> str:
+    """Write a checkpoint and return its name. Raise OSError if it cannot be written."""
+    # Each save counts as a new attempt: what an earlier one left half-written is removed.
+    storage.claim(token)
+    delete_leftovers(storage, token)
 
-    return {"checkpoint": name, "token": token, "error": None if name else _not_written(folder, str(failure))}
+    # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
+    tensors, aliases, plain_state = state.capture()
+    shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
+    saver = Saver(SaveContext(storage, 0, 1, token, Retention(3)), asynchronous=False)
+    saver.save(state.stepper.counters.step, shards, aliases, {"state": plain_state, "world": world_size})
+
+    [save] = saver.take_ended()
+    saver.close()
+    if save.checkpoint is None:
+        raise OSError(save.error)
+    return save.checkpoint.name
 
 
-def _wait_for_readers(calls: CheckpointCalls, folder: Path, limit: timedelta) -> None:
+def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:
     """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
-    if calls.world.alone:
-        return
-
     # A rank that waits for this save does not load, even if it has left out a load.
-    saving = calls.of_all_ranks(f"{calls.next_save(calls.world.rank)}/waits")
+    saving = calls.of_all_ranks(f"{save}/waits")
     target = (folder / "checkpoints").resolve()
     deadline = time.monotonic() + limit.total_seconds()
-    for load in [load for load, source in calls.loads if source == target]:
+    for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
         signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
         while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
             if time.monotonic() > deadline:
@@ -141,13 +183,13 @@ def _wait_for_readers(calls: CheckpointCalls, folder: Path, limit: timedelta) ->
             time.sleep(0.02)
 
 
-def _outcome_of(calls: CheckpointCalls, writer: int, folder: Path, limit: timedelta) -> dict[str, Any]:
-    """Wait for the outcome of the writer's save to this folder."""
+def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: timedelta) -> dict[str, Any]:
+    """Return the writer's report of its save to this folder."""
     deadline = time.monotonic() + limit.total_seconds()
     elsewhere: list[str] = []
     while True:
         key = calls.next_save(writer)
-        calls.store.set(f"{key}/waits/{calls.world.rank}", "")
+        calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
         if not wait_for(calls.store, [key], rest):
             others = f"; it has saved to {', '.join(elsewhere)}" if elsewhere else ""
@@ -157,40 +199,22 @@ def _outcome_of(calls: CheckpointCalls, writer: int, folder: Path, limit: timede
                 f"call save_checkpoint with the same folder on all ranks, or on rank {writer} alone",
             )
 
-        outcome = json.loads(calls.store.get(key))
+        report = calls.read(key)
         calls.saves[writer] += 1
-        if _is_to(outcome, folder):
-            return outcome
+        if _is_to(report, folder):
+            return _checked(report)
         # The writer may have saved alone to another folder.
-        elsewhere.append(outcome["folder"])
+        elsewhere.append(report["folder"])
 
 
-def _is_to(outcome: dict[str, Any], folder: Path) -> bool:
+def _is_to(report: dict[str, Any], folder: Path) -> bool:
     """Return whether a save was to this folder, which may have another path on the writer's machine."""
-    if outcome["folder"] == str(folder.resolve()):
+    if report["folder"] == str(folder.resolve()):
         return True
-    if outcome["error"] is None:
-        return FileStore(folder / "checkpoints").owner() == outcome["token"]
+    if report["error"] is None:
+        return open_storage(folder / "checkpoints").owner() == report["token"]
     # Nothing was written to know the folder by.
-    return Path(outcome["folder"]).name == folder.resolve().name
-
-
-def _write(state: RunState, store: Store, token: str, world_size: int) -> tuple[str | None, str | None]:
-    """Write a checkpoint. Return its name or None, and the error or None."""
-    # Each save counts as a new attempt: what an earlier one left half-written is removed.
-    store.claim(token)
-    clean(store, token)
-
-    # One rank writes everything, in this thread: the state is the same on all ranks.
-    tensors, aliases, plain_state = state.capture()
-    slices = [Slice.full(name, tensor) for name, tensor in tensors.items()]
-    saver = Saver(SaveContext(store, 0, 1, token, Retention(3)), asynchronous=False)  # the newest three stay
-    saver.save(state.stepper.counters.step, slices, aliases, {"state": plain_state, "world": world_size})
-
-    # A failed save is an outcome and not an exception: the other ranks wait for it.
-    [save] = saver.take_ended()
-    saver.close()
-    return save.checkpoint.name if save.checkpoint else None, save.error
+    return Path(report["folder"]).name == folder.resolve().name
 
 
 # ---- load ----
@@ -208,27 +232,14 @@ def load_state(
     """
     world = calls.world
     key = calls.next_load()
-    error: Sequence[str] | None = [
-        f"load_checkpoint({str(path)!r}) was interrupted on rank {world.rank}",
-        "",
-        "start again",
-    ]
-    try:
-        if not world.alone:
-            calls.store.set(f"{key}/called/{world.rank}", "")
+    calls.leave(f"{key}/called/{world.rank}")
+    with calls.reporting(f"{key}/read/{world.rank}", _interrupted(path, world.rank)):
         reader = _choose_for_all(calls, key, path) if world.rank == 0 else _chosen_by_rank_0(calls, key, path, limit)
 
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
-        calls.loads.append((key, _folder_of(reader)))
+        calls.loads.append((key, Path(reader.checkpoint.storage.address).resolve()))
         state.restore(reader, reader.manifest.values["state"])
-        error = None
-    except UserError as problem:
-        error = problem.args
-        raise
-    finally:
-        if not world.alone:
-            calls.store.set(f"{key}/read/{world.rank}", json.dumps(error))
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
     if not world.alone and wait_for(calls.store, calls.of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
@@ -236,53 +247,41 @@ def load_state(
     return stepper.counters.step
 
 
+def _interrupted(path: Path, rank: int) -> list[str]:
+    return [f"load_checkpoint({str(path)!r}) was interrupted on rank {rank}", "", "start again"]
+
+
 def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta) -> None:
     """Return when all ranks have read the checkpoint. Raise the error of the first that could not."""
-    read = calls.of_all_ranks(f"{key}/read")
-    if not wait_for(calls.store, read, limit):
-        [late, *_] = [rank for rank, name in enumerate(read) if not calls.store.check([name])]
+    reports = calls.of_all_ranks(f"{key}/read")
+    if not wait_for(calls.store, reports, limit):
+        [late, *_] = [rank for rank, report in enumerate(reports) if not calls.store.check([report])]
         raise UserError(
             f"load_checkpoint({str(path)!r}) waited for rank {late}, which has not finished reading",
             f"nothing from rank {late} within {limit}",
             "look at what this rank printed; timeout_mins sets how long the others wait",
         )
 
-    for name in read:
-        error = json.loads(calls.store.get(name))
-        if error is not None:
-            raise UserError(*error)
+    for report in reports:
+        _checked(calls.read(report))
 
 
 def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointReader:
-    """Choose the checkpoint, and leave the choice or the error in the store for the other ranks."""
-    choice: dict[str, Any] = {"error": ["load_checkpoint was interrupted on rank 0", "", "start again"]}
-    try:
-        reader = _choose(path)
-        choice = {
-            "checkpoint": reader.checkpoint.name,
-            "folder": str(_folder_of(reader)),
-            "digest": _digest(reader.manifest),
-            "saves": calls.saves[0],
-        }
-    except UserError as error:
-        choice = {"error": list(error.args)}
-        raise
-    finally:
-        if not calls.world.alone:
-            calls.store.set(f"{key}/choice", json.dumps(choice))
+    """Choose the checkpoint, and leave the choice for the other ranks."""
+    with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
+        storage, only = _at(path)
+        reader = find(storage, 0, 1, lambda value: [value], only)
+        if reader is None:
+            raise UserError(
+                f"load_checkpoint({str(path)!r}) found no checkpoint there",
+                "",
+                "give the folder that save_checkpoint was given",
+            )
+        choice["checkpoint"] = reader.checkpoint.name
+        choice["folder"] = str(Path(storage.address).resolve())
+        choice["digest"] = digest_of(reader.manifest)
+        choice["saves"] = calls.saves[0]
 
-    return reader
-
-
-def _choose(path: Path) -> CheckpointReader:
-    only = Checkpoint.at(path).name if is_checkpoint(path) else None
-    reader = find(_store_of(path), 0, 1, lambda value: [value], only)
-    if reader is None:
-        raise UserError(
-            f"load_checkpoint({str(path)!r}) found no checkpoint there",
-            "",
-            "give the folder that save_checkpoint was given",
-        )
     return reader
 
 
@@ -302,47 +301,38 @@ def _chosen_by_rank_0(calls: CheckpointCalls, key: str, path: Path, limit: timed
             "look at what rank 0 printed; if the disk is only slow, raise timeout_mins",
         )
 
-    choice = json.loads(calls.store.get(f"{key}/choice"))
-    if "error" in choice:
-        raise UserError(*choice["error"])
-
     # Saves that rank 0 made alone before this load are not those that this rank waits for after it.
+    choice = _checked(calls.read(f"{key}/choice"))
     calls.saves[0] = choice["saves"]
     return _same_checkpoint(path, choice, calls.world)
 
 
 def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> CheckpointReader:
     """Return a reader of what rank 0 chose, and raise if this rank was given another checkpoint or sees other files."""
-    checkpoint = Checkpoint(_store_of(path), choice["checkpoint"])
-    try:
-        # Rank 0 has verified all bytes that it sees. Another machine may read another disk, which its ranks verify
-        # together.
-        manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
-        if problems:
-            raise problems[0]
-        assert manifest is not None
-        if _digest(manifest) != choice["digest"]:
-            raise Damaged(checkpoint, MANIFEST, "another checkpoint of the same name")
-        if is_checkpoint(path) and Checkpoint.at(path).name != checkpoint.name:
-            raise Damaged(Checkpoint.at(path), MANIFEST, "another checkpoint")
-    except Damaged as damaged:
+    storage, only = _at(path)
+    checkpoint = Checkpoint(storage, choice["checkpoint"])
+
+    # Rank 0 has verified all bytes that it sees. Another machine may have its own disk, which its ranks verify.
+    manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
+    found = [str(problem) for problem in problems]
+    if digest_of(manifest) != choice["digest"]:
+        found.append(f"{checkpoint.path}: another checkpoint of the same name")
+    if only not in (None, checkpoint.name):
+        found.append(f"{path}: another checkpoint")
+
+    if manifest is None or found:
         raise UserError(
             f"load_checkpoint({str(path)!r}) on rank {world.rank} does not see {choice['checkpoint']}, "
             f"which rank 0 loads from {choice['folder']}",
-            str(damaged),
+            found[0],
             "give all ranks the same folder, on a file system that all machines share",
-        ) from None
-
+        )
     return CheckpointReader(checkpoint, manifest)
 
 
-def _store_of(path: Path) -> Store:
-    return Checkpoint.at(path).store if is_checkpoint(path) else FileStore(path / "checkpoints")
-
-
-def _folder_of(reader: CheckpointReader) -> Path:
-    return Path(reader.checkpoint.store.address).resolve()
-
-
-def _digest(manifest: Manifest) -> str:
-    return xxhash.xxh3_128(encode(manifest)).hexdigest()
+def _at(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return the storage of the checkpoints at `path`, and a name if `path` is a checkpoint itself."""
+    if is_checkpoint(path):
+        checkpoint = Checkpoint.at(path)
+        return checkpoint.storage, checkpoint.name
+    return open_storage(path / "checkpoints"), None

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from lockstep.errors import UserError, unknown_name
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import join
-from lockstep.runtime.environments import slurm, switched_off, torchrun
-from lockstep.runtime.world import World
+from lockstep.runtime.environments import rank_of, switched_off
+from lockstep.runtime.world import World, current_world
 
-BACKENDS = ("nccl", "gloo", "auto")
+BACKENDS = ("nccl", "gloo", "auto", "cpu:gloo,cuda:nccl", "mpi")
 
 
 class Membership:
@@ -48,7 +48,7 @@ class Membership:
         if dist.is_initialized():
             return dist.get_backend()
 
-        joined = join(world, device, asked="gloo" if backend == "gloo" else "auto", timeout=timeout)
+        joined = join(world, device, asked="auto" if backend == "nccl" else backend, timeout=timeout)
         self._joined = joined != "none"
         return joined
 
@@ -58,22 +58,6 @@ class Membership:
             Collectives(world, device).final_barrier()
             dist.destroy_process_group()
             self._joined = False
-
-
-def current_world() -> World:
-    """Return this process's rank and world, from the environment or the process group it is in."""
-    full_set = torchrun.is_rank(os.environ) and not switched_off(os.environ)
-    if full_set or not dist.is_initialized():
-        return World.from_env()
-
-    # The script joined by itself. Half a set of variables says less than the group.
-    rank, size = dist.get_rank(), dist.get_world_size()
-    started = None if switched_off(os.environ) else slurm.read(os.environ)
-    if started is not None and (started.rank, started.size) == (rank, size):
-        return started
-
-    # Without LOCAL_RANK we take all ranks to be on one machine.
-    return World(rank, size, rank, size)
 
 
 def started_world() -> World | None:
@@ -110,7 +94,7 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
         return
 
     # Scripts of Slurm often export WORLD_SIZE, and `srun` gives every process its number.
-    started = slurm.read(env)
+    started = rank_of(env)
     if started is not None and found == [f"WORLD_SIZE={started.size}"]:
         return
 

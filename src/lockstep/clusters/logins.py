@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words
 from lockstep.clusters.tether import SAVE_S, Training
-from lockstep.errors import Preempted, UserError, printable
+from lockstep.errors import ExitCode, UserError, printable
 
 # How long a host may take to answer before the job starts: a login, and an import.
 ANSWER_S = 60.0
@@ -236,8 +236,8 @@ class _Watch:
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
         known = set(self._ended.values())
-        refused = 2
-        return next((code for code in (0, refused, Preempted.INTERRUPTED, Preempted.CODE) if code in known), 1)
+        first = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART)
+        return next((code for code in first if code in known), ExitCode.FAILED)
 
     def _say(self, text: str) -> None:
         print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)

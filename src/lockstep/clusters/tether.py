@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import targets
-from lockstep.errors import Preempted, UserError, printable
+from lockstep.errors import ExitCode, UserError, printable
 from lockstep.runtime.machine import addresses_of_interfaces
 
 # No text of a job begins a line like this: U+001E is a separator of records.
@@ -148,9 +148,9 @@ def train(job: Training) -> int:
         )
     except UserError as error:
         print(printable(f"lockstep: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
-        return Preempted.INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 # ---- the tether ----
@@ -181,7 +181,7 @@ class Tether:
             except OSError as error:
                 answer({"problem": error.strerror or str(error)})
 
-        return Preempted.code_of("SIGTERM")  # the other side has ended before the job began
+        return ExitCode.RESTART  # the other side has ended before the job began
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "look" in request:

@@ -322,6 +322,9 @@ class RunConfig(Section):
         "auto", "kernels of scaled_dot_product_attention; auto: on Hopper cuDNN's first, elsewhere torch's choice"
     )
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "device to train on")
+    backend: Literal["auto", "nccl", "gloo", "cpu:gloo,cuda:nccl", "mpi"] = _key(
+        "auto", "backend of the process group; auto: nccl if every rank has a GPU of its own, otherwise gloo"
+    )
     gpu_memory: float | None = _key(None, "most GPU memory that a rank may allocate, in GiB", example=20, gt=0)
     exact: bool = _key(False, "give identical bits on any number of ranks, from 1 to the number of micro-batches")
     deterministic: bool = _key(False, "use deterministic kernels; fail where torch has none")

@@ -146,19 +146,26 @@ def collate_samples(
 
 def is_empty(batch: Any) -> bool:
     """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
-    lengths = list(_lengths(batch))
-    return batch is None or (bool(lengths) and not any(lengths))
+    return batch is None or _length(batch) == 0
 
 
-def _lengths(batch: Any) -> Any:
-    if isinstance(batch, Tensor) and batch.dim():
-        yield len(batch)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _lengths(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _lengths(value)
+def _length(batch: Any) -> int | None:
+    """Return the length of the first tensor inside `batch` that is not empty, 0 if all are, or None without tensors."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+
+    length = None
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    for value in batch:
+        found = _length(value)
+        if found:
+            return found
+        length = found if length is None else length
+
+    return length
 
 
 # ---- worker processes ----

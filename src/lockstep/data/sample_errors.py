@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def _structure(sample: Any) -> str:
     """Return text about a sample: its containers, the shapes of its tensors, and the types of everything else."""
     if isinstance(sample, Tensor | np.ndarray):
         return f"{sample.dtype} {tuple(sample.shape)}"
-    if isinstance(sample, dict):
+    if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {_structure(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, list | tuple):
         return f"{type(sample).__name__} of {len(sample)} ({', '.join(map(_structure, sample))})"

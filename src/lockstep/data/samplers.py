@@ -88,9 +88,11 @@ class ShuffledSampler:
 
         # Consecutive micro-batches usually lie in the same block, which is cached.
         first = start // BLOCK
-        blocks = [self._block(epoch, index) for index in range(first, max(start, stop - 1) // BLOCK + 1)]
-        joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return joined[start - first * BLOCK : stop - first * BLOCK]
+        last = max(start, stop - 1) // BLOCK
+        block = self._block(epoch, first)
+        if last > first:
+            block = np.concatenate([block, *(self._block(epoch, index) for index in range(first + 1, last + 1))])
+        return block[start - first * BLOCK : stop - first * BLOCK]
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
         positions = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)

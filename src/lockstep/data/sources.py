@@ -153,6 +153,7 @@ class MapSource:
             tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
         except Exception:  # the first step will report it
             return None
+
         return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
@@ -172,7 +173,7 @@ class MapSource:
 
     def check_dataset(self) -> None:
         """Raise if the dataset was changed in this process: its workers would still read the old one."""
-        for name in self._changed():
+        for name in self._changed() if self._copied_attributes else ():
             raise UserError(
                 f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
                 "they have copies of the dataset, and read ahead",
@@ -334,10 +335,12 @@ class MapSource:
                 "the order of additions follows the micro-batches",
                 "leave such samples out of the dataset, or leave exact out",
             )
+
         if self._padding_batch is None:
             with self.reading_here():
                 batch = self.reader.nonempty_batch(self.options.micro_batch)
             self._padding_batch = to_device(batch, self.options.device)
+
         micro.data, micro.padding = self._padding_batch, True
 
     def _prefetch(self, window: Window) -> Iterator[Any]:

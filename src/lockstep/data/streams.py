@@ -289,6 +289,7 @@ class _Shard(IterableDataset):
             except Exception as error:
                 name_samples(error, [position], self._where)
                 raise
+
             if position == 0:
                 self.beginning = self._comparable_copy(sample)
             yield position, sample
@@ -303,4 +304,5 @@ class _Shard(IterableDataset):
             check_sendable(copied, [0], "")
         except Exception:
             return None
+
         return copied

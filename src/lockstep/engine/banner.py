@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -88,7 +89,15 @@ def describe_run(
 def _world(runtime: Runtime) -> str:
     if runtime.world.alone:
         return f"1 process on {runtime.device}, {runtime.threads}"
-    return f"{runtime.world.size} processes over {runtime.backend}, this one on {runtime.device} with {runtime.threads}"
+
+    # Our own launcher is the usual case.
+    launcher = runtime.world.launcher
+    source = f" from {launcher}" if launcher not in ("", "lockstep") else ""
+    where = f"this one on {runtime.device} with {runtime.threads}"
+    if runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count():
+        # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
+        where += ", with more ranks than GPUs here" if runtime.backend == "gloo" else ""
+    return f"{runtime.world.size} processes{source} over {runtime.backend}, {where}"
 
 
 def _pids(runtime: Runtime) -> str:

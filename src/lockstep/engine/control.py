@@ -68,9 +68,9 @@ class StepControl:
         self.backwards_done = 0
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
-        # metrics are detached from the graph, and stay on the device.
+        # metrics are detached from the graph, and those on a GPU stay there.
         self.trained: list[MicroBatch] = []
-        self.losses: list[tuple[Tensor, Weight]] = []
+        self.losses: list[tuple[Weight, Weight]] = []
         self.metrics: list[Term] = []
 
         self.autocast = context.precision.autocast  # returns the context manager for forward and loss
@@ -113,7 +113,7 @@ class StepControl:
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
-        if self.needs_reference_weight:
+        if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
             context.metrics.seen.update(loss.metrics)
@@ -192,16 +192,17 @@ class StepControl:
         if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
             check_weight(float(loss.weight))
 
-        # Losses are only collected in a list: adding them would launch one more kernel per micro-batch.
+        # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
+        total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
         self.trained.append(MicroBatch(None, micro.index, micro.samples, micro.epoch, micro.ids))
-        self.losses.append((loss.total.detach(), loss.weight))
+        self.losses.append((total, loss.weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
 
         # The control word needs these sums.
         self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
         if self._context.word_has_loss:
-            self._loss = self._loss + self._as_float64(loss.total.detach(), LOSS_GRID)
+            self._loss = self._loss + self._as_float64(total, LOSS_GRID)
 
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:
         """Return the value as float64. `exact` rounds it to a grid, so that sums do not depend on the order."""
@@ -210,7 +211,7 @@ class StepControl:
 
 
 def _on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cuda"
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _check_loss(loss: Loss) -> None:
@@ -236,9 +237,10 @@ def _check_loss(loss: Loss) -> None:
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
 
+    # Plain numbers first: to ask for the protocol SupportsFloat takes many times as long.
     weight = loss.weight
     is_tensor = isinstance(weight, Tensor)
-    is_number = weight.numel() == 1 if is_tensor else isinstance(weight, SupportsFloat)
+    is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))
     if not is_number:
         shape = f" {tuple(weight.shape)}" if is_tensor else ""
         raise UserError(
@@ -248,7 +250,7 @@ def _check_loss(loss: Loss) -> None:
         )
 
     # A weight on the GPU is not checked, because the host would wait for it.
-    if not _on_gpu(weight) and not 0 <= float(weight) < math.inf:
+    if not (is_tensor and weight.is_cuda) and not 0 <= float(weight) < math.inf:
         raise UserError(
             f"the weight of a loss is the number of its terms; it cannot be {weight}",
             "",

@@ -97,6 +97,7 @@ class Exactness:
                 raise _changing_buffer(
                     f"the buffer {name!r} changed in the first step", "it depends on the samples that a rank has seen"
                 )
+
         self._first_buffers = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -197,6 +197,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))
+
         if optimizers.masters:
             state += optimizers.masters.persistent_tensors()
 

@@ -22,7 +22,7 @@ from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.driver import Driver, LossFn
+from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 
@@ -60,7 +60,7 @@ class Evaluator:
 
     config: RunConfig
     precision: Precision
-    driver: Driver
+    placed: PlacedModel
     runtime: Runtime
     recorder: Recorder
 
@@ -84,13 +84,13 @@ class Evaluator:
         check_data(data)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
-        self.driver.sync_buffers()
+        self.placed.sync_buffers()
 
         reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
 
         # Restore the mode module by module: some modules may be in eval mode on purpose.
-        modes = [(module, module.training) for module in self.driver.model.modules()]
-        self.driver.model.eval()
+        modes = [(module, module.training) for module in self.placed.model.modules()]
+        self.placed.model.eval()
         try:
             with torch.no_grad():
                 rows, samples = self._run_local_batches(reader, loss_fn, batch, may_preempt)
@@ -119,7 +119,7 @@ class Evaluator:
         collective. If it is (a sharded model), ranks with fewer batches repeat one and drop the result.
         """
         # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
-        role = self.driver.role
+        role = self.placed.role
         length = len(reader.dataset)
         count = math.ceil(length / batch)
         local_batches = rank_range(count, role.data_rank, role.data_size)
@@ -142,8 +142,9 @@ class Evaluator:
             if no_samples and not role.collective_forwards:
                 results.append([])
                 continue
+
             data = reader.nonempty_batch(batch) if no_samples else data
-            loss = self.driver.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+            loss = self.placed.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
             if no_samples:
                 results.append([])
             elif loss is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.engine.checks import check_before_batch, check_best, check_evaluations
+from lockstep.engine.checks.settings import check_before_batch, check_evaluations
 from lockstep.engine.evaluate import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
@@ -46,7 +46,6 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     # Check the evaluation data before the first step, not when the first evaluation is due.
     eval_data = _eval_data(task, run)
     evaluate_every = run.config.evaluate.every if eval_data is not None else None
-    check_evaluations(run.stepper.learning_rate.needs_evaluations, evaluate_every, eval_data is not None)
 
     run.check_start(task)
 
@@ -62,7 +61,6 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
         result = run.stepper.step(batches, task.loss)
         run.end_step(batches, result)
-
         step = run.stepper.counters.step
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
@@ -70,6 +68,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
             run.runtime.heartbeat.beat("user code", step)
             after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
+
         if evaluate_every and step % evaluate_every == 0:
             evaluate()
         # After the evaluation, so that the checkpoint holds its result.
@@ -95,7 +94,7 @@ def _eval_data(task: Task, run: Run) -> Any:
     if eval_data is not None:
         check_data(eval_data)
 
-    check_best(run.config, eval_data is not None)
+    check_evaluations(run.config, eval_data is not None, run.stepper.learning_rate.needs_evaluations)
     if eval_data is None and run.config.evaluate.every:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
     return eval_data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ MIN_LOSSES = 8  # spike detection needs this many losses
 MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Outcome:
     """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
 
@@ -41,19 +41,15 @@ class Outcome:
     word: ControlWord  # summed over all ranks
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.grad_norm)
+    finite: bool = field(init=False)  # whether the gradient is
+    mean_loss: float = field(init=False)  # for spike detection; 0 if detection is off
+    accepted: bool = field(init=False)  # the step is applied; `rejected_on_device` computes the opposite on the device
 
-    @property
-    def mean_loss(self) -> float:
-        """The mean loss, for spike detection; 0 if detection is off."""
-        return float(self.word.loss) / float(self.word.weight) if self.word.weight else 0.0
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the step is applied. `rejected_on_device` computes the opposite on the device."""
-        return self.finite and not (self.mean_loss > self.loss_limit)
+    def __post_init__(self) -> None:
+        word = self.word
+        self.finite = math.isfinite(self.grad_norm)
+        self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
+        self.accepted = self.finite and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""

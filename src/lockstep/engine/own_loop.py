@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lockstep.engine.checks import GradientGuard
+from lockstep.engine.checks.guards import GradientGuard
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
@@ -89,6 +89,7 @@ class OwnRun:
                 check_init(part, self._builder.config, trained=False)
                 if any(p.is_meta for p in part.parameters()):
                     fill_model(part, (), lambda _: None, self._builder.runtime)
+
             moved = [model.to(self.device) for model in models]
             return moved[0] if len(moved) == 1 else moved
 
@@ -159,6 +160,7 @@ class OwnRun:
                 yield step
             finally:
                 gradients.release()
+
             if not step.ended:
                 in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
                 raise UserError(
@@ -312,6 +314,7 @@ class OwnStep:
                     yield micro.data
             finally:
                 stop_watching()
+
             if self._control.backwards_done != self._yielded:
                 raise self._backward_count_error("0 times")
 
@@ -403,6 +406,7 @@ class OwnStep:
             self.ended = True
             self._saved_batches.clear()
             self._run.end_step(self._batches, self.result)
+
         self._run.runtime.heartbeat.beat("user code")
 
     def _check_pass(self, call: str) -> None:

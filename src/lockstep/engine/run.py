@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
-from lockstep.checkpoint.run_state import full_state
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
-from lockstep.engine.checks import TrainableGuard, check_replicas
+from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SpoiledStep
 from lockstep.engine.start_check import check as start_check
-from lockstep.engine.start_check.data import take_first_batches
+from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted
 from lockstep.observe.recorder import Recorder
@@ -35,7 +34,7 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import BaseDriver, LossFn
+from lockstep.parallel.driver import Driver, LossFn, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
@@ -47,7 +46,7 @@ MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor 
 class ModelSetup:
     """The model under its driver, with its optimizers, evaluator and guards."""
 
-    driver: BaseDriver
+    driver: Driver
     optimizers: Optimizers
     evaluator: Evaluator
     guard: TrainableGuard
@@ -101,7 +100,7 @@ class Run:
     _interval: Interval = field(init=False, default_factory=Interval)
 
     @property
-    def driver(self) -> BaseDriver:
+    def driver(self) -> Driver:
         return self.model_setup.driver
 
     # ---- the loop ----
@@ -121,23 +120,11 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
-        several = not self.runtime.world.alone or self.config.data.workers > 0
-        check_first = self.config.checks.first_batch and several
+        first = True
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
-
-            # Compare digests of the first batch between ranks and worker processes. Later batches follow from the same
-            # arithmetic and are not compared.
-            if check_first:
-                batches = take_first_batches(self.source, self.runtime, self.driver.role.data_rank)
-                check_first = False
-            else:
-                # In every step: user code may change the dataset at any time. `checks.first_batch=false` turns this
-                # off too.
-                if self.config.checks.first_batch and isinstance(self.source, MapSource):
-                    self.source.check_dataset()
-                batches = self.source.take()
-
+            batches = self._take(first)
+            first = False
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
@@ -186,12 +173,13 @@ class Run:
 
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
-        self.stepper.set_flags(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
+        save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
+        self.stepper.set_flags(save=save, save_failed=save_failed)
 
-    def maintain(self, repeat_evaluation: bool = False) -> None:
+    def maintain(self, evaluation_due: bool = False) -> None:
         """Rewind if the step was spoiled, save if a checkpoint is due, and end the process if it is preempted.
 
-        `repeat_evaluation`: the evaluation of this step was interrupted, so the resumed run must repeat it.
+        `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
@@ -212,9 +200,10 @@ class Run:
 
         if save_due:
             began = time.perf_counter()
-            self.save_checkpoint(repeat_evaluation)
+            self.save_checkpoint(evaluation_due)
             self._save_agreed = False
             self.stepper.set_flags(save=False)
+            self.runtime.notice.saved()
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
         elif step == (self.resumed.step if self.resumed else 0) + 1:
             # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it
@@ -225,8 +214,8 @@ class Run:
         if self._preempt_agreed:
             self._end_preempted()
 
-    def save_checkpoint(self, repeat_evaluation: bool = False) -> None:
-        """Save a checkpoint of the current state. `repeat_evaluation`: see `maintain`."""
+    def save_checkpoint(self, evaluation_due: bool = False) -> None:
+        """Save a checkpoint of the current state. `evaluation_due`: see `maintain`."""
         self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
 
         # Checkpoints hold the buffers of rank 0.
@@ -238,7 +227,7 @@ class Run:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
         interval = self.recorder.interval_state(self.stepper.sums)
-        self.checkpoints.save(LoopState(repeat_evaluation, interval, time.time() - self.started), metrics)
+        self.checkpoints.save(LoopState(evaluation_due, interval, time.time() - self.started), metrics)
 
     def evaluate(
         self,
@@ -263,7 +252,7 @@ class Run:
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluation is None:
             self._preempt_agreed = True
-            self.maintain(repeat_evaluation=True)
+            self.maintain(evaluation_due=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
@@ -319,7 +308,7 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
-        weights, aliases = full_state(self.driver.model, self.runtime.is_main, self.driver.fetch)
+        weights, aliases = full_state(self.driver, self.runtime.is_main)
         self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:
@@ -385,6 +374,21 @@ class Run:
 
     # ---- parts of a step ----
 
+    def _take(self, first: bool) -> StepBatches:
+        """Take this rank's batches of the next step, and check them as `checks.first_batch` says."""
+        if not self.config.checks.first_batch:
+            return self.source.take()
+
+        # Later batches follow from the same arithmetic as the first one, and are not compared.
+        several_readers = not self.runtime.world.alone or self.config.data.workers > 0
+        if first and several_readers:
+            return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
+
+        # In every step, because user code may change the dataset at any time.
+        if isinstance(self.source, MapSource):
+            self.source.check_dataset()
+        return self.source.take()
+
     def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
@@ -395,9 +399,11 @@ class Run:
 
             began = time.perf_counter()
             micro = next(iterator)
-            self.runtime.notice.waits = True  # from now on a signal takes effect after the step, with a save
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
+
+            # From now on a signal takes effect after the step, with a save.
+            self.runtime.notice.waits = True
             yield micro
 
     def _log(self, result: StepResult | None) -> None:

@@ -22,25 +22,25 @@ from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
-from lockstep.checkpoint.storage import clean
+from lockstep.checkpoint.storage import delete_leftovers
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import MapSource, open_source
 from lockstep.engine.banner import describe_resume, describe_run
-from lockstep.engine.checks import (
-    LateHooks,
-    TrainableGuard,
-    check_enough_micro_batches,
+from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
+from lockstep.engine.checks.model import (
     check_equal_work,
     check_instance_norms,
     check_not_wrapped,
-    check_replicas,
+    check_supported,
+    refuse_single_samples,
+)
+from lockstep.engine.checks.settings import (
+    check_enough_micro_batches,
     check_same_config,
     check_sample_log,
     check_steps_left,
-    check_supported,
-    refuse_single_samples,
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
@@ -61,7 +61,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import BaseDriver, Driver, LossFn, trainable
+from lockstep.parallel.driver import Driver, LossFn, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -91,7 +91,7 @@ class RunBuilder:
     parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
-    driver: BaseDriver | None = None
+    driver: Driver | None = None
     model_setup: ModelSetup | None = None
     evaluation: Evaluation | None = None  # made before the first step
 
@@ -128,17 +128,7 @@ class RunBuilder:
 
         check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
-        if self.precision.rounding:
-            check_batchnorm(model, self.precision)
-        else:
-            check_storage(model)
-
-        check_supported(model)
-        if not self.runtime.world.alone:
-            check_instance_norms(model)
-
-        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
-        check_replicas(model, self.runtime, only_frozen=True)
+        self._check_model(model)
 
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
@@ -157,7 +147,6 @@ class RunBuilder:
             wrapped.refuse_coupled("a stage of a pipeline")
 
         self._on_failure.callback(wrapped.release)
-
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
 
@@ -168,14 +157,27 @@ class RunBuilder:
             self.add_part("exact", exactness)
 
         self.model_setup = ModelSetup(
-            self.driver,
-            wrapped,
-            Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
-            TrainableGuard(model, late_hooks),
-            exactness,
-            user_schedulers,
+            driver=self.driver,
+            optimizers=wrapped,
+            evaluator=Evaluator(self.config, self.precision, self.driver, self.runtime, self.recorder),
+            guard=TrainableGuard(model, late_hooks),
+            exactness=exactness,
+            schedulers=user_schedulers,
         )
         return self.model_setup
+
+    def _check_model(self, model: nn.Module) -> None:
+        if self.precision.rounding:
+            check_batchnorm(model, self.precision)
+        else:
+            check_storage(model)
+
+        check_supported(model)
+        if not self.runtime.world.alone:
+            check_instance_norms(model)
+
+        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
+        check_replicas(model, self.runtime, only_frozen=True)
 
     def add_part(self, name: str, part: Stateful) -> None:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
@@ -236,7 +238,7 @@ class RunBuilder:
             evaluation=self.evaluation,
             _keep_alive=self,
         )
-        checkpoints.ensure_rewind(run.save_checkpoint)
+        checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
         # Set last: while `self.run` is None, an error counts as a set-up error.
         self.run = run
@@ -299,13 +301,13 @@ class RunBuilder:
             check_enough_micro_batches(plan)
 
         options = SourceOptions(
-            plan.global_batch,
-            plan.micro_batch,
-            config.tail,
-            config.data,
-            config.seed,
-            data_world,
-            self.runtime.device,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            tail=config.tail,
+            config=config.data,
+            seed=config.seed,
+            data_world=data_world,
+            device=self.runtime.device,
             interleaved=role.interleaved,
             collective_forwards=role.collective_forwards,
             exact=config.exact,
@@ -330,22 +332,26 @@ class RunBuilder:
         return sample_log
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
-        optimizers = setup.optimizers.all
         rate = make_learning_rate(
-            self.config.lr, self.resolved.sources, optimizers, setup.schedulers, plan.steps, plan.global_batch
+            self.config.lr,
+            self.resolved.sources,
+            optimizers=setup.optimizers.all,
+            schedulers=setup.schedulers,
+            total_steps=plan.steps,
+            global_batch=plan.global_batch,
         )
         self._on_failure.callback(rate.release)
         if isinstance(rate, SchedulerRate):
             self.add_part("scheduler", rate)
 
         return Stepper(
-            setup.driver,
-            setup.optimizers,
-            rate,
-            self.precision,
-            self.config,
-            self.runtime,
-            plan.global_batch,
+            driver=setup.driver,
+            optimizers=setup.optimizers,
+            learning_rate=rate,
+            precision=self.precision,
+            config=self.config,
+            runtime=self.runtime,
+            global_batch=plan.global_batch,
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             before_all_reduce=load_balancer.mark if load_balancer else None,
@@ -355,24 +361,34 @@ class RunBuilder:
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
     ) -> CheckpointManager:
         state = RunState(
-            setup.driver.model,
-            setup.optimizers,
-            stepper,
-            source,
-            self.parts,
+            model=setup.driver.model,
+            optimizers=setup.optimizers,
+            stepper=stepper,
+            source=source,
+            parts=self.parts,
             keep_frozen=self.config.checkpoint.frozen,
             holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
         )
-        checkpoints = CheckpointManager(self.folder, state, self.config, plan, self.runtime, self.recorder.event)
+        checkpoints = CheckpointManager(
+            folder=self.folder,
+            state=state,
+            config=self.config,
+            plan=plan,
+            runtime=self.runtime,
+            log_event=self.recorder.event,
+        )
+
+        # An update must wait until the optimizers' state has been copied for a save.
+        stepper.update.before_update = checkpoints.saver.wait_for_copy
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
         self._on_failure.callback(checkpoints.close, timeout=LAST_SAVE_S)
 
         # Free the space of what killed attempts left behind.
         if self.runtime.is_main:
-            clean(checkpoints.store, self.folder.token)
+            delete_leftovers(checkpoints.storage, self.folder.token)
 
         checkpoints.check_space()
         return checkpoints
@@ -422,7 +438,16 @@ def open_run(
     precision.set_tf32()
     folder = open_run_dir(config, name, runtime)
     recorder = Recorder(folder.path, runtime, config.checks.slow_rank, config.log.sinks)
-    builder = RunBuilder(resolved, runtime, name, unit, folder, recorder, precision, run_class)
+    builder = RunBuilder(
+        resolved=resolved,
+        runtime=runtime,
+        name=name,
+        unit=unit,
+        folder=folder,
+        recorder=recorder,
+        precision=precision,
+        run_class=run_class,
+    )
 
     # Write the launcher's settings where it reads them: it has no access to the task's defaults.
     launcher_folder = from_launcher(FOLDER)

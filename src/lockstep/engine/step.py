@@ -90,16 +90,16 @@ class Stepper:
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
 
+        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
+        # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
+        # skip on the device.
+        self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
+
         # Changed by every step.
         self.counters = Counters()
         self.sums = self._new_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
-
-        # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
-        # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
-        # skip on the device.
-        self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run a whole step. Return the newest known result.

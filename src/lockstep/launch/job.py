@@ -26,6 +26,9 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
+# Environment variable: what to type to resume the job, if it is not the command of this process.
+RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
+
 # The coordinating node's number. The others get theirs, from 1 on, in the order in which they join.
 COORDINATOR = 0
 
@@ -62,6 +65,9 @@ class Job:
     nnodes: Bounds = Bounds(1, 1)
     join: str | None = None  # HOST:PORT where the nodes meet, or several with commas between them
     host: str | None = None  # this node's name and address, where the default would be wrong
+
+    # This node's number, if a platform numbers its machines: then number 0 coordinates first, at the address of `join`.
+    node: int | None = None
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
     # the layers above it.

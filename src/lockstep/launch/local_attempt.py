@@ -82,7 +82,7 @@ class LocalAttempt:
             "MASTER_PORT": str(self._start.port),
             FOLDER: str(self.folder),
             ATTEMPT: str(self.number),
-            **(self._store_server(user, secret) if self._start.store else self._store_file(user)),
+            **(self._store_server(user, secret) if self._start.store_nonce else self._store_file(user)),
         }
 
     def _store_file(self, user: Mapping[str, str]) -> dict[str, str]:
@@ -100,7 +100,7 @@ class LocalAttempt:
         assert secret is not None
         key_file = self.folder / "store.key"
         key_file.touch(mode=0o600)
-        key_file.write_bytes(store_secret(secret, self._start.store).key)
+        key_file.write_bytes(store_secret(secret, self._start.store_nonce).key)
         store = {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.store_port)}
         return {**self._interfaces(user), **store}
 

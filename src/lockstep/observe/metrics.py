@@ -30,11 +30,11 @@ class Sums:
     """One rank's sums of the loss and of the task's own metrics, by name."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[Tensor, Weight]] = []
+        self._losses: list[tuple[Weight, Weight]] = []
         self._metrics: list[Term] = []
         self._folded: dict[str, tuple[Weight, Weight]] = {}
 
-    def add(self, losses: list[tuple[Tensor, Weight]], metrics: list[Term]) -> None:
+    def add(self, losses: list[tuple[Weight, Weight]], metrics: list[Term]) -> None:
         """Add the (sum, weight) of each micro-batch of a step, and its metrics, without waiting for the device."""
         # Nothing is added up yet: that would be one more kernel per micro-batch.
         self._losses += losses
@@ -78,7 +78,8 @@ class Sums:
             self._folded[name] = (before[0] + total, before[1] + weight)
 
     def _take_terms(self) -> list[Term]:
-        collected = [*(("loss", total, weight) for total, weight in self._losses), *self._metrics]
+        collected: list[Term] = [("loss", total, weight) for total, weight in self._losses]
+        collected += self._metrics
         self._losses = []
         self._metrics = []
         return collected
@@ -169,7 +170,7 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
 def _add_up(values: list[Weight]) -> Weight:
     """Return the sum of tensors of shape () and plain numbers: a tensor if any of them is one."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    plain = float(sum(value for value in values if not isinstance(value, Tensor)))
+    plain = float(sum([value for value in values if not isinstance(value, Tensor)]))
     return torch.stack(tensors).sum() + plain if tensors else plain
 
 

@@ -93,6 +93,7 @@ class Adafactor(torch.optim.Optimizer):
             # The mean of all elements is the mean of the column means, which every rank has.
             columns = local(state["columns"])
             square = local(state["rows"]).unsqueeze(-1) * (columns / columns.mean(-1, keepdim=True))
+
         return local(p.grad) * square.rsqrt()  # pyrefly: ignore[bad-argument-type]
 
 

@@ -33,6 +33,7 @@ class MasterWeights:
         self.rounding = rounding
         self.persistent = rounding == "master"  # whether masters keep their memory between two steps
         self.seed = seed
+
         self.names = {id(p): name for name, p in model.named_parameters()}
         self._masters: dict[int, nn.Parameter] = {}  # by the id of the parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by the id of the master
@@ -127,6 +128,7 @@ class MasterWeights:
                 if part and size + master.numel() > CHUNK_ELEMENTS:
                     yield group, part
                     part, size = [], 0
+
                 part.append(master)
                 size += master.numel()
 

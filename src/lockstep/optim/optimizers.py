@@ -105,6 +105,7 @@ class Optimizers:
                 raise _cannot_step(
                     optimizer, f"{owner} steps only some of the parameters", reason, f"{HOOK_FIX}; or set strategy=ddp"
                 )
+
             if has_trainable and not _is_trusted(optimizer):
                 try:
                     check_independent(optimizer)

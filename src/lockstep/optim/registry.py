@@ -127,6 +127,7 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
                     "the hook would never be called",
                     f"{HOOK_FIX}; or set optimizer={OWN}",
                 )
+
             keys = ("params", *kind.options)
             groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
             built.append(resolve_name(kind.path)(groups, **kind.arguments))

@@ -98,10 +98,16 @@ class GuardedRates:
 
     def note(self) -> None:
         """Record the current rates as the expected ones."""
-        self._expected = [_identity(group["lr"]) for group in self.groups]
+        self._expected = self._identities()
+
+    def _identities(self) -> list[Any]:
+        return [_identity(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def check(self) -> None:
         """Raise if a rate has changed since `note`."""
+        if self._identities() == self._expected:
+            return
+
         for number, (group, expected) in enumerate(zip(self.groups, self._expected, strict=True)):
             if _identity(group["lr"]) != expected:
                 before = "" if isinstance(expected, tuple) else f"; Lockstep set {expected:.6g}"

@@ -66,6 +66,7 @@ class InitialState:
     def __init__(self, schedulers: list[LRScheduler], groups: list[dict[str, Any]]):
         self.states = [state_of(scheduler) for scheduler in schedulers]
         self._functions = [_function_settings(scheduler) for scheduler in schedulers]
+
         # OneCycleLR and CyclicLR also set momenta, and store their bounds in the groups.
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._rates = [float(group["lr"]) for group in groups]
@@ -79,7 +80,9 @@ class InitialState:
         before = {"": saved["states"][number], "function": saved["functions"][number]}
         now = {"": self.states[number], "function": self._functions[number]}
         differences = [*_differences("", before, now)]
-        if by_evaluations and saved["rates"] != self._rates:  # its state has no initial rates
+
+        # The state of ReduceLROnPlateau has no initial rates.
+        if by_evaluations and saved["rates"] != self._rates:
             differences.append(("lr", saved["rates"], self._rates))
 
         # Private attributes are derived from public ones, which say more to the user.
@@ -93,6 +96,7 @@ class InitialState:
         """Restore the initial state of schedulers and groups."""
         for scheduler, state in zip(schedulers, self.states, strict=True):
             load(scheduler, state)
+
         for group, options, rate in zip(groups, self._options, self._rates, strict=True):
             group.update({key: value for key, value in options.items() if key != "lr"})
             set_rate(group, rate)
@@ -106,9 +110,12 @@ def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
     if isinstance(old, dict) and isinstance(new, dict) and not isinstance(new, Counter):
         for key in [*old, *(key for key in new if key not in old)]:
             yield from _differences(f"{name}.{key}" if name else str(key), old.get(key), new.get(key))
+
+    # The schedulers inside a scheduler, or the functions of a LambdaLR.
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and isinstance((new or [0])[0], dict):
         for index, pair in enumerate(zip(old, new, strict=True)):
             yield from _differences(f"{name}.{index}", *pair)
+
     elif repr(_plain(old)) != repr(_plain(new)):
         yield name, _plain(old), _plain(new)
 
@@ -139,6 +146,7 @@ def _bound_values(function: Any) -> dict[str, Any]:
         values = {name: _content(cell) for name, cell in cells}
     else:
         return {}
+
     return {str(name): value for name, value in values.items() if isinstance(value, bool | int | float | str)}
 
 

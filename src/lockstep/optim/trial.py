@@ -80,7 +80,8 @@ def _copy(
     made: list[nn.Parameter] = []
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # what a copy of the settings refers to in place of a parameter
+
     for group in optimizer.param_groups:
         parameters: list[nn.Parameter] = []
         by_dim: dict[int, list[nn.Parameter]] = {}
@@ -89,17 +90,22 @@ def _copy(
             if p.dim() not in by_dim:
                 by_dim[p.dim()] = [_synthetic(p, dtype, generator) for _ in range(2)]
                 parameters += by_dim[p.dim()]
+
                 for tensor in by_dim[p.dim()]:
                     if optimizer.state.get(p):
                         state[tensor] = {key: _state_like(v, p, tensor) for key, v in optimizer.state[p].items()}
+
             memo[id(p)] = by_dim[p.dim()][0]
+
         settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
         groups.append({"params": parameters} | settings)
         made += parameters
+
+        # A warm-up may have set the rate to 0, and then no parameter would change.
         if "lr" in group:
-            # A warm-up may have set the rate to 0, and then no parameter would change.
             groups[-1]["lr"] = torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
 
+    # Without its constructor, whose arguments are unknown. The user's hooks are not called in a trial.
     copied = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):

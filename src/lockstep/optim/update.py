@@ -34,7 +34,7 @@ class Update:
         self._clip = clip
         self._replicated = replicated
         self._norms = norms
-        self._device = device
+        self._divisor = torch.ones((), device=device)  # the inverse of a step's factor
         self._clips_elements = clip.value is not None or clip.adaptive is not None
 
         # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
@@ -63,7 +63,7 @@ class Update:
         self.before_update()
         if self._fused:
             # The optimizers divide, hence the inverse.
-            self._optimizers.step(update_count, indices, torch.tensor(1.0 / factor, device=self._device))
+            self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
             return
 
         # A pipeline stage may have no trainable parameters.

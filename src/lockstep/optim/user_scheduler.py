@@ -257,6 +257,7 @@ def _check_kind(scheduler: Any, alone: bool) -> None:
             "",
             "pass a torch.optim.lr_scheduler.LRScheduler, or a function of the step that returns a share of the peak",
         )
+
     if not (alone or isinstance(scheduler, LRScheduler)):
         raise UserError(
             "a function of the step sets the rates of all optimizers, and a second scheduler was passed with it",

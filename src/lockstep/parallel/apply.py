@@ -17,7 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
-from lockstep.parallel.driver import BaseDriver, SingleDriver
+from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.driver import (
     OrderedDDPDriver,
@@ -43,7 +43,7 @@ def apply(
     task: Any = None,
     log_event: EventLogger = lambda *_, **__: None,
     data: Callable[[], Any] | None = None,
-) -> BaseDriver:
+) -> Driver:
     """Apply the configured parallelism to `model`, in place, and return the driver that executes it.
 
     `task` may define how the model is sharded or staged. `log_event` receives decisions that are made later, while the
@@ -122,7 +122,7 @@ def _make_driver(
     axes: Axes | None,
     compiled: bool,
     data: Callable[[], Any] | None,
-) -> BaseDriver:
+) -> Driver:
     # config/conflicts.py has already refused exact mode with tp or pp.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver

@@ -1,9 +1,9 @@
-"""The Driver: the interface through which a step executes a model, whatever the strategy.
+"""The Driver: how a step executes a model, whatever the strategy.
 
-`Driver` is what steps, evaluations and checkpoints see. All drivers derive from `BaseDriver`, which runs one
-micro-batch after another, and adds what set-up and custom loops call. Its subclasses sum over ranks: in one process
-(`SingleDriver`) there is nothing to sum, `FlatReduceDriver` in ddp/driver.py is a small example for replicas, and
-`ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
+`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `Driver` adds the step: it runs one
+micro-batch after another. Its subclasses sum over ranks: in one process (`SingleDriver`) there is nothing to sum,
+`FlatReduceDriver` in ddp/driver.py is a small example for replicas, and `ShardedDriver` is the base class for sharded
+parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.state_tree import is_extra, tied_names
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import InnerGradient, asked_for, refuse_backward, watch_loss
+from lockstep.parallel.inner_gradients import TORCH_ENGINE, InnerGradient, asked_for, refuse_backward, watched_engine
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -103,51 +105,13 @@ class Control(Protocol):
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
 
-class Driver(Protocol):
-    """Executes a model: forward and backward of a step's micro-batches, with gradients summed over all ranks."""
-
-    role: RankRole
-    model: nn.Module  # the user's model, unwrapped: parameter names are relative to it
-    module: nn.Module  # the module that the task calls
-    parts: Mapping[str, Any]  # further objects with state_dict and load_state_dict, for the checkpoint
-
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
-        """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
-
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
-
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the full tensor of the model's parameter or buffer `name`. Collective: every rank must call it."""
-
-    def sync_buffers(self) -> None:
-        """Make buffers equal on all ranks, before evaluating or saving.
-
-        BatchNorm's running statistics are combined over the ranks; all other buffers are copied from rank 0.
-        """
-
-    def many_forwards(self) -> AbstractContextManager[str | None]:
-        """Return a context for many small forwards without gradients. It yields a warning for the user, or None.
-
-        Every rank that runs these forwards must enter it. An error on one rank ends it on all of them.
-        """
-
-
-class BaseDriver(Driver):
-    """Runs one micro-batch after another. Subclasses sum over ranks, in `_backward` or in `_reduce`.
-
-    A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
-    """
+class PlacedModel:
+    """A model where its strategy has put it: what set-up, evaluations and checkpoints see of a driver."""
 
     role = RankRole()
-    parts: Mapping[str, Any] = {}
+    parts: Mapping[str, Any] = {}  # further objects with state_dict and load_state_dict, for the checkpoint
     facts: Mapping[str, str] = {}  # lines for the banner
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
-    to_sum = 1.0
-    _packed: Tensor  # [LENGTH]: the reduced control word of the latest step
 
     def __init__(
         self,
@@ -161,28 +125,104 @@ class BaseDriver(Driver):
         replicas: the ranks that train the same layers on different samples; None: all ranks
         held: the names of the tensors that this rank holds; None: it holds all of them
         """
-        self.model = model
-        self.module: nn.Module = model
+        self.model = model  # the user's, unwrapped: parameter names are relative to it
+        self.module: nn.Module = model  # what the task calls
         self.runtime = runtime
         self.statistics = running_statistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
-        self.codec = ControlWordCodec(runtime.device, torch.float64)
+
+    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
+        """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
+        with autocast():
+            # Not `self.module`: a wrapper's forward is collective, and ranks may evaluate different numbers of batches.
+            return loss_fn(self.model, data)
+
+    def many_forwards(self) -> AbstractContextManager[str | None]:
+        """Return a context for many small forwards without gradients. It yields a warning for the user, or None.
+
+        Every rank that runs these forwards must enter it. An error on one rank ends it on all of them.
+        """
+        return nullcontext()
+
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
+        # Squares overflow in float16 and lose precision in bfloat16.
+        half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
+        return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
+
+    def fetch(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the full tensor of the model's parameter or buffer `name`. Collective: every rank must call it."""
+        return full_tensor(tensor)
+
+    def sync_buffers(self) -> None:
+        """Make buffers equal on all ranks, before evaluating or saving.
+
+        BatchNorm's running statistics are combined over the ranks; all other buffers are copied from rank 0.
+        """
+        if self.statistics:
+            self.statistics.combine()
+        self._broadcast_buffers()
+        if self.statistics:
+            self.statistics.forget()
+
+    def _broadcast_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks."""
+        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+
+    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+        """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in hooks:
+                hooks[name].register(parameter)
+
+    def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
+        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
+        torch.autograd._engine_run_backward = self._watched_engine  # pyrefly: ignore[missing-attribute]
+        try:
+            return loss_fn(module, data)
+        finally:
+            torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+
+    @cached_property
+    def _watched_engine(self) -> Callable[..., Any]:
+        return watched_engine(self.before_inner_gradient)
+
+    def before_inner_gradient(self, inner: InnerGradient) -> None:
+        """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
+        refuse_backward(inner, self.leaf_names())
+
+    def leaf_names(self) -> dict[int, str]:
+        """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
+        return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
+
+
+class Driver(PlacedModel):
+    """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
+
+    A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
+    """
+
+    to_sum = 1.0  # see `Reduced`
+    _word_and_norms: tuple[Tensor, Tensor | None]  # from `_reduce`, of the latest step
+
+    @cached_property
+    def codec(self) -> ControlWordCodec:
+        return ControlWordCodec(self.runtime.device, torch.float64)
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+        """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
-        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
         for micro in batches.micro_batches:
             self.before_forward(micro, control)
             with control.autocast():
-                loss = loss_fn(self.module, micro.data)
+                loss = self.call_loss(loss_fn, self.module, micro.data)
 
             self.backward(loss, control)  # outside autocast, as torch recommends
 
         return self.reduced()
 
-    # ---- one micro-batch at a time ----
-
     def begin(self) -> None:
+        """Begin a step, without gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -203,19 +243,11 @@ class BaseDriver(Driver):
         self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
 
         if word is not None:
-            self._reduce(word)
+            self._word_and_norms = self._reduce(word)
             if self.statistics:
                 self.statistics.end_step(control.batches)
 
         control.backwards_done += 1
-
-    def before_inner_gradient(self, inner: InnerGradient) -> None:
-        """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
-        refuse_backward(inner, self.leaf_names())
-
-    def leaf_names(self) -> dict[int, str]:
-        """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
-        return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
     def reduced(self) -> Reduced:
         """Return the reduced gradients, after the last backward."""
@@ -228,45 +260,10 @@ class BaseDriver(Driver):
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
 
-        norms = self._gradient_norms([p.grad for p in parameters])  # pyrefly: ignore[bad-argument-type]
-        return Reduced(parameters, names, norms, self._packed, self.codec, self.to_sum)
-
-    # ---- outside a step ----
-
-    def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
-        with autocast():
-            # Not `self.module`: a wrapper's forward is collective, and ranks may evaluate different numbers of batches.
-            return loss_fn(self.model, data)
-
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        # Squares overflow in float16 and lose precision in bfloat16.
-        half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
-        return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
-
-    def fetch(self, name: str, tensor: Tensor) -> Tensor:
-        return full_tensor(tensor)
-
-    def sync_buffers(self) -> None:
-        if self.statistics:
-            self.statistics.combine()
-        self._broadcast_buffers()
-        if self.statistics:
-            self.statistics.forget()
-
-    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if name in hooks:
-                hooks[name].register(parameter)
-
-    def many_forwards(self) -> AbstractContextManager[str | None]:
-        return nullcontext()
-
-    # ---- for subclasses ----
-
-    def _broadcast_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks."""
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        packed, norms = self._word_and_norms
+        if norms is None:
+            norms = torch.stack(self.norms([p.grad for p in parameters]))  # pyrefly: ignore[bad-argument-type]
+        return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         """Backpropagate `total * grad_output` (both scalars).
@@ -274,28 +271,40 @@ class BaseDriver(Driver):
         Override it to reduce gradients while the backward runs. In the last backward of a step `word` is this rank's
         control word, which may be reduced with them.
         """
-        torch.autograd.backward(total, grad_output)
+        backward((total,), (grad_output,))
 
-    def _reduce(self, word: ControlWord) -> None:
-        """Reduce over ranks what the backwards of the step have not, and set `_packed`."""
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
+        """Reduce over ranks what the backwards of the step have not.
+
+        Return the summed control word [LENGTH], and the norms of the gradients; None if this rank can compute them by
+        itself, because it holds full gradients.
+        """
         raise NotImplementedError
 
-    def _sum_with_word(self, word: ControlWord, numbers: Tensor) -> Tensor:
-        """Return the sums of `numbers` over all ranks. The control word travels in the same collective."""
-        packed = self.codec.pack(word, times=1.0)
-        sums = self.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
-        self._packed = sums[:LENGTH]
-        return sums[LENGTH:]
 
-    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack(self.norms(grads))  # the gradients are already reduced: the same bits on every rank
+def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
+    """Backpropagate: `torch.autograd.backward`, without its checks of types and shapes, about 9 us.
+
+    The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
+    """
+    if type(outputs[0]) is Tensor:
+        TORCH_ENGINE(outputs, grad_outputs, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(outputs, grad_outputs)
 
 
-class SingleDriver(BaseDriver):
+def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over all ranks of the control word [LENGTH] and of `numbers`, from one collective."""
+    packed = driver.codec.pack(word, times=1.0)
+    sums = driver.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
+    return sums[:LENGTH], sums[LENGTH:]
+
+
+class SingleDriver(Driver):
     """Runs the model in one process, where there is nothing to sum."""
 
-    def _reduce(self, word: ControlWord) -> None:
-        self._packed = self.codec.pack(word, times=1.0)
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
+        return self.codec.pack(word, times=1.0), None
 
 
 def no_gradient() -> UserError:
@@ -312,7 +321,7 @@ class RanksDiffer(Exception):
     """The ranks run different forwards inside `many_forwards`."""
 
 
-class ShardedDriver(BaseDriver):
+class ShardedDriver(Driver):
     """The base class of drivers with sharded parameters. A subclass shards the model before it calls `__init__`.
 
     Forward and backward run as in a single process. Gradients are summed over ranks and never divided, and the squared
@@ -355,11 +364,12 @@ class ShardedDriver(BaseDriver):
         squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         self._reduce_gradients()
         self._call_hooks()
         squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
-        self._squared_norms = self._sum_with_word(word, squared)
+        packed, squared = sum_with_word(self, word, squared)
+        return packed, squared.sqrt()
 
     def _reduce_gradients(self) -> None:
         """Complete the gradient sums over all ranks, for subclasses whose backward does not."""
@@ -370,9 +380,6 @@ class ShardedDriver(BaseDriver):
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if name in self._hooks:
                     self._hooks[name].change_sum(parameter)
-
-    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return self._squared_norms.sqrt()
 
     def _check_same_action(self, action: str) -> None:
         """Raise RanksDiffer on all ranks unless all of them passed the same `action`. Collective."""
@@ -398,3 +405,22 @@ def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
     """Copy rank 0's trainable parameters and buffers to all ranks. Frozen parameters must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))
+
+
+def full_state(driver: Driver, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
+
+    Ranks without `keep` get no tensors.
+    """
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    state = driver.model.state_dict()
+    aliases = tied_names(state)
+    tensors = {}
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
+            continue
+        full = driver.fetch(name, value)
+        if keep:
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
+
+    return tensors, aliases

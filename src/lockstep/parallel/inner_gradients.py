@@ -11,7 +11,6 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from lockstep.errors import UserError
 from lockstep.task import Loss
 
-_TORCH_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+TORCH_ENGINE = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 # The nodes between shards and full tensors in the graph of a layer that is sharded, by the names that torch gives them.
@@ -74,8 +73,8 @@ def watch_loss(loss_fn: Callable[[Any, Any], Loss], before: Callback) -> Callabl
     return call
 
 
-def start_watching(before: Callback) -> None:
-    """From now on, call `before` before each gradient that is computed."""
+def watched_engine(before: Callback) -> Callable[..., Any]:
+    """Return what takes the place of torch's engine, and calls `before` before each gradient that is computed."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.
@@ -83,24 +82,32 @@ def start_watching(before: Callback) -> None:
             _, retains_graph, creates_graph, inputs = args[:4]
             accumulates = bool(kwargs.get("accumulate_grad"))
             before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
-            return _TORCH_ENGINE(outputs, *args, **kwargs)
+            return TORCH_ENGINE(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run  # pyrefly: ignore[missing-attribute]
+    return run
+
+
+def start_watching(before: Callback) -> None:
+    """From now on, call `before` before each gradient that is computed."""
+    torch.autograd._engine_run_backward = watched_engine(before)  # pyrefly: ignore[missing-attribute]
 
 
 def stop_watching() -> None:
-    torch.autograd._engine_run_backward = _TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
+    torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
-@contextmanager
-def pause_watching() -> Iterator[None]:
-    """Stop watching inside the `with` block, and afterwards restore the previous state."""
-    engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
-    stop_watching()
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = engine  # pyrefly: ignore[missing-attribute]
+class pause_watching:
+    """Stop watching inside the `with` block, and afterwards restore the previous state.
+
+    A class, because a generator takes several times as long, and a custom loop enters this for every micro-batch.
+    """
+
+    def __enter__(self) -> None:
+        self._engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+        stop_watching()
+
+    def __exit__(self, *_: object) -> None:
+        torch.autograd._engine_run_backward = self._engine  # pyrefly: ignore[missing-attribute]
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:

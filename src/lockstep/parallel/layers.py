@@ -67,6 +67,7 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
                 "SyncBatchNorm would replace that forward, with everything else that it computes",
                 "use nn.BatchNorm and a separate module for the rest, or leave ddp.sync_batchnorm out",
             )
+
         module.__class__ = kind
         vars(module)["process_group"] = None  # all ranks
 
@@ -85,5 +86,6 @@ def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) ->
                 "its forward waits for all ranks, but the ranks of other stages never call it",
                 "use nn.BatchNorm or GroupNorm; or set strategy=ddp",
             )
+
         if runtime.device.type != "cuda" and module.process_group is None:
             module.__class__ = HostSyncBatchNorm  # pyrefly: ignore[bad-argument-type]

@@ -39,14 +39,11 @@ class Collectives:
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
         """Show the launcher where this rank waits for the others."""
-        # The phase is restored afterwards, so that the time of a collective is not counted as time of its caller. There
-        # is no `finally`: after an error the heartbeat still shows the launcher in which collective this rank failed.
-        before = self.heartbeat.phase
-        self.heartbeat.beat("collective")
-        self.heartbeat.set_detail(collective)
-        yield
-        self.heartbeat.set_detail("")
-        self.heartbeat.beat(before)
+        # The phase is restored afterwards, so that the time of a collective is not counted as time of its caller.
+        with self.heartbeat.visit("collective"):
+            self.heartbeat.set_detail(collective)
+            yield
+            self.heartbeat.set_detail("")
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code."""
@@ -69,7 +66,7 @@ class Collectives:
             return [json.loads(bytes(text[:size].cpu().tolist())) for text, size in zip(texts, sizes, strict=True)]
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Add `values` (any shape) over all ranks, in place and on their device: no host synchronisation."""
+        """Add `values` (any shape) over all ranks, in place and on their device: no host synchronization."""
         if not self.world.alone:
             with self._waiting_in("sum"):
                 dist.all_reduce(values, group=self.group)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep import faults
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
@@ -139,7 +139,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         # The launcher should notice a hang before a collective times out, because it can say what each rank does. A
         # compilation may take longer than NCCL's default timeout.
         timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
-        backend = join(world, device, store, timeout=timeout)
+        backend = join(world, device, store, config.backend, timeout)
 
     try:
         with ExitStack() as stack:
@@ -185,32 +185,61 @@ def join(
     # Our launcher has checked its own environment before it started ranks.
     if from_launcher(FOLDER) is None:
         check_interfaces(os.environ)
+    # Before the ranks meet: all of them have the same setting.
+    check_backend(asked, device)
 
     if store is None:
         store = open_store(world, timeout)
 
-    backend = asked if asked != "auto" else _backend_for(world, device, store)
+    backend = _backend_for(world, device, store, asked)
     dist.init_process_group(
         backend,
         store=store,
         rank=world.rank,
         world_size=world.size,
         # Without a device NCCL would guess one, and every rank would open a context on GPU 0.
-        device_id=device if backend == "nccl" else None,
+        device_id=device if "nccl" in backend else None,
         timeout=timeout,
     )
 
     return backend
 
 
-def _backend_for(world: World, device: torch.device, store: dist.Store) -> str:
-    if device.type != "cuda":
-        return "gloo"
+def check_backend(asked: str, device: torch.device) -> None:
+    """Refuse a backend that this build of torch, or this rank's device, does not have."""
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    available = [name for name, is_built in built.items() if is_built and (name != "nccl" or device.type == "cuda")]
+
+    # "cpu:gloo,cuda:nccl" names one for each kind of device.
+    names = [part.rpartition(":")[2] for part in asked.split(",")] if asked != "auto" else []
+    if missing := [name for name in names if name not in available]:
+        why = "this rank has no GPU" if built.get(missing[0]) else f"torch {torch.__version__} was built without it"
+        raise UserError(
+            f"backend={asked} cannot be used here: {missing[0]} is not available, {why}",
+            f"available: {', '.join(available)}",
+            "set backend=auto, or leave it out",
+        )
+
+
+def _backend_for(world: World, device: torch.device, store: dist.Store, asked: str) -> str:
+    if asked in ("gloo", "mpi") or device.type != "cuda":
+        return "gloo" if asked == "auto" else asked
 
     # NCCL refuses two ranks on one GPU; gloo carries CUDA tensors through host memory. If this rank sees fewer GPUs
     # than this machine has ranks, then either ranks share a GPU, or each rank sees only its own.
     may_share = world.local_size > torch.cuda.device_count()
-    return "gloo" if may_share and share_devices(world, device_name(device), store) else "nccl"
+    shared = may_share and share_devices(world, device_name(device), store)
+    if asked == "auto":
+        return "gloo" if shared else "nccl"
+
+    if shared:
+        raise UserError(
+            f"backend={asked} needs a GPU for each rank: NCCL refuses ranks that share one",
+            f"{world.local_size} ranks and {plural(torch.cuda.device_count(), 'GPU')} on this machine",
+            f"start {plural(torch.cuda.device_count(), 'rank')} here, or set backend=gloo to share the GPUs",
+        )
+
+    return asked
 
 
 def share_devices(world: World, name: str, store: dist.Store) -> bool:

@@ -10,7 +10,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,6 +116,15 @@ class Heartbeat:
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
+
+    @contextmanager
+    def visit(self, phase: str, step: int | None = None) -> Iterator[None]:
+        """Enter `phase` for the duration of a block, and then return to the phase before it."""
+        # There is no `finally`: after an error the heartbeat still shows the launcher in which phase this rank failed.
+        before = self.phase
+        self.beat(phase, step)
+        yield
+        self.beat(before)
 
     def set_detail(self, text: str) -> None:
         """Set the detail of the phase: the name of a collective, for example."""

@@ -1,4 +1,4 @@
-"""Where the shards of a tensor lie.
+"""Which shards of a tensor are where.
 
 A rank holds a plain tensor in full; a DTensor is sharded or replicated over a device mesh. These functions return which
 slice of the full tensor a rank holds, and which of several copies is saved, or counted in a norm.
@@ -37,10 +37,11 @@ def balance(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]
 
 @dataclass(frozen=True)
 class LocalShard:
-    local: Tensor  # shares the DTensor's memory
+    """The shard of a tensor that one rank holds. The shard of a replicated tensor is the full tensor."""
+
+    local: Tensor  # shares the memory of the DTensor; it need not be contiguous
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the shard starts in the full tensor
-    first_copy: bool  # whether this rank is the first of the ranks that hold this shard, and saves it
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -77,16 +78,21 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return shard.to(tensor.device)
 
 
-def shard_of(tensor: DTensor) -> LocalShard:
+def shard_of(tensor: Tensor) -> LocalShard:
     offset = [0] * tensor.dim()
-    for split in _splits(tensor):
-        offset[split.dim] += split.start
+    if isinstance(tensor, DTensor):
+        for split in _splits(tensor):
+            offset[split.dim] += split.start
 
+    return LocalShard(local(tensor), tuple(tensor.shape), tuple(offset))
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Return whether this rank is the first of the ranks that hold the same shard."""
     # Along replicated axes, inside the tensor's mesh or outside, only coordinate 0 counts as the first copy.
     replicated = [axis for axis, placement in enumerate(tensor.placements) if placement == Replicate()]
     copies = [tensor.device_mesh.get_local_rank(axis) for axis in replicated] + _coordinates_outside(tensor)
-
-    return LocalShard(tensor.to_local(), tuple(tensor.shape), tuple(offset), first_copy=not any(copies))
+    return not any(copies)
 
 
 def _chunk(size: int, shards: int, index: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep import api
+from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
@@ -176,9 +177,9 @@ class RecordedRun(Run):
         self._steps.append({"micros": self._micros, "settings": settings})
         super().end_step(batches, result)
 
-    def maintain(self, repeat_evaluation: bool = False) -> None:
+    def maintain(self, evaluation_due: bool = False) -> None:
         self.model_setup.guard.check_structure()  # after every step, before a checkpoint fails for that reason
-        super().maintain(repeat_evaluation)
+        super().maintain(evaluation_due)
 
     def end_training(self) -> None:
         """Do nothing: a trial needs no weights."""
@@ -286,6 +287,7 @@ def _storable(tensor: Tensor) -> Tensor:
 
 def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the counters and settings in a packed state, at any depth."""
+    plain = float_of(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
     elif isinstance(plain, dict | list):

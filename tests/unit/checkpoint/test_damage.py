@@ -21,8 +21,18 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.format import file_name, find_problems
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged, File, Manifest, Piece, TensorEntry, decode, encode, read_manifest
-from lockstep.checkpoint.storage import Checkpoint, FileStore
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    File,
+    Manifest,
+    Piece,
+    TensorEntry,
+    WrongFormat,
+    decode,
+    encode,
+    read_manifest,
+)
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.errors import UserError
 
 FILES = ["manifest.json", file_name(0), file_name(1)]
@@ -82,8 +92,8 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
     found, loaded = load(root)
     assert found.manifest.step == 10
     assert same(loaded, state(10))
-    assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [("step-00000020", file)]
-    assert found.damaged[0].why
+    assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [("step-00000020", file)]
+    assert found.skipped[0].why
     assert not marker.exists()
 
 
@@ -96,22 +106,22 @@ def test_a_manifest_of_another_step_is_damaged(root):
     shutil.copy(root / "step-00000010" / "manifest.json", root / "step-00000020" / "manifest.json")
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert (found.damaged[0].file, found.damaged[0].why[:21]) == ("manifest.json", "belongs to step 10: t")
+    assert (found.skipped[0].file, found.skipped[0].why[:21]) == ("manifest.json", "belongs to step 10: t")
 
 
 def test_every_bad_file_is_named(root):
     for file in (file_name(0), file_name(1)):
         (root / "step-00000020" / file).write_bytes(b"")
     found, _ = load(root)
-    assert found.damaged[0].file == file_name(0)
-    assert file_name(1) in found.damaged[0].why
+    assert found.skipped[0].file == file_name(0)
+    assert file_name(1) in found.skipped[0].why
 
 
 def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
     shutil.copytree(root / "step-00000010", root / "step-99999999")
     found, _ = load(root)
     assert found.checkpoint.name == "step-00000020"
-    assert [str(damaged) for damaged in found.damaged] == [
+    assert [str(damaged) for damaged in found.skipped] == [
         "step-99999999/manifest.json: belongs to step 10: the folder was renamed, or is a copy"
     ]
 
@@ -134,7 +144,7 @@ def test_a_manifest_that_cannot_be_read_to_its_end_is_damaged(root, how):
             os.truncate(path, 2**40)  # it has no blocks on the disk
     found, loaded = load(root)
     assert same(loaded, state(10))
-    assert re.match("cannot be read: not a regular file|more than", found.damaged[0].why)
+    assert re.match("cannot be read: not a regular file|more than", found.skipped[0].why)
 
 
 def test_nobody_looks_at_thousands_of_damaged_checkpoints(root):
@@ -155,18 +165,62 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
-    found = find(FileStore(root), 0, 1, alone, only)
+    found = find(FileSystemStorage(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
-        find(FileStore(root), 0, 1, alone, only)
+        find(FileSystemStorage(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
-        find(FileStore(root), 0, 1, alone, "step-00000011")
+        find(FileSystemStorage(root), 0, 1, alone, "step-00000011")
+
+
+def other_format(root: Path, step: int, version: int) -> None:
+    """Replace a manifest by one of another version of Lockstep, whose other fields may have any names."""
+    (root / f"step-{step:08}" / "manifest.json").write_text(json.dumps({"format": version, "contents": {}}))
+
+
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, age):
+    other_format(root, 20, version)
+    found, loaded = load(root)
+    assert same(loaded, state(10))
+    [skipped] = found.skipped
+    assert isinstance(skipped, WrongFormat)
+    assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
+
+    with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
+        find(FileSystemStorage(root), 0, 1, alone, "step-00000020")
+    other_format(root, 10, version)
+    with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
+        load(root)
+    (root / "step-00000010" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged or was written by another version"):
+        load(root)
+
+
+def test_damage_on_one_rank_is_damage_whatever_the_format(root):
+    def seen_by(rank, gather):
+        if rank == 1:  # its disk fails
+            gather_all = gather
+
+            def gather(value):
+                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], list):
+                    value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
+                return gather_all(value)
+
+        return find(FileSystemStorage(root), rank, 2, gather)
+
+    other_format(root, 20, 1)
+    for found in together(2, seen_by):
+        [skipped] = found.skipped
+        assert isinstance(skipped, Damaged)
+        assert "cannot be read" in skipped.why
+        assert "an older version" in skipped.why
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert find(FileStore(tmp_path / "checkpoints"), 0, 1, alone) is None
+    assert find(FileSystemStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
 # ---- several ranks ----
@@ -176,10 +230,10 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / file_name(1), 150)
-    answers = together(size, lambda rank, gather: find(FileStore(root), rank, size, gather))
+    answers = together(size, lambda rank, gather: find(FileSystemStorage(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
-        assert [(damaged.checkpoint.name, damaged.file) for damaged in found.damaged] == [
+        assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
             ("step-00000020", file_name(1))
         ]
 
@@ -187,7 +241,7 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
-    together(2, lambda rank, gather: find(FileStore(pristine), rank, 2, gather))
+    together(2, lambda rank, gather: find(FileSystemStorage(pristine), rank, 2, gather))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
@@ -196,9 +250,9 @@ def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, first, second):
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
-    FileStore(tmp_path / "claimed by another").claim("other")
+    FileSystemStorage(tmp_path / "claimed by another").claim("other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
-    for answer in together(2, lambda rank, gather: find(FileStore(places[rank]), rank, 2, gather)):
+    for answer in together(2, lambda rank, gather: find(FileSystemStorage(places[rank]), rank, 2, gather)):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
 
@@ -208,7 +262,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
-    answers = together(2, lambda rank, gather: find(FileStore([root, other][rank]), rank, 2, gather))
+    answers = together(2, lambda rank, gather: find(FileSystemStorage([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
 
@@ -241,7 +295,7 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
         assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
     else:
-        assert found.damaged[0].file == file
+        assert found.skipped[0].file == file
         assert same(loaded, state(10))
     shutil.rmtree(root)
 
@@ -259,7 +313,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
 
 
 def surgery(data: st.DataObject, document: dict) -> None:
-    """Replace, remove, repeat or swap something somewhere."""
+    """Replace, delete_checkpoint, repeat or swap something somewhere."""
     for _ in range(data.draw(st.integers(1, 3))):
         found = places(document)
         if not found:
@@ -374,7 +428,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     [
         (b'{"format": NaN, "digest": "", "content": {}}', "NaN is not JSON"),
         (b'{"format": 1, "format": 1, "digest": "", "content": {}}', "a key occurs twice"),
-        (b'{"format": 3, "digest": "", "content": {}}', "format 3; this version"),
+        (b'{"format": true, "digest": "", "content": {}}', "format is not a count"),
         (b"[" * 100_000, "recursion|nested"),
         (b'{"format": ' + b"9" * 5000 + b"}", "digits"),
         (b"\xff", "decode"),

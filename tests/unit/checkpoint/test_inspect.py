@@ -16,7 +16,7 @@ from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.inspect import export_weights
-from lockstep.checkpoint.storage import FileStore, committed
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
 from lockstep.cli import main
 from lockstep.errors import UserError
 
@@ -63,6 +63,22 @@ def test_show_describes_the_newest_or_the_one_given(run, capsys):
     assert ["step", "5"] in [
         line.split() for line in lockstep(capsys, "ckpt", "show", run / "checkpoints/step-00000005")[1].splitlines()
     ]
+
+
+def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_path):
+    checkpoint = run / "checkpoints" / "step-00000015"
+    (checkpoint / "manifest.json").write_text('{"format": 1}')
+    why = "format 1, of an older version of Lockstep; this version reads format 2"
+    assert f"wrong format: manifest.json: {why}" in lockstep(capsys, "ckpt", "ls", run)[1]
+    assert lockstep(capsys, "ckpt", "show", run) == (1, f"wrong format: step-00000015/manifest.json: {why}\n")
+    code, text = lockstep(capsys, "ckpt", "verify", run)
+    assert code == 1
+    assert text.splitlines()[0].split() == ["step-00000015", "wrong", "format"]
+    text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")[1]
+    assert "step-00000015 was written by another version of Lockstep and stays" in text
+    assert "deleted step-00000005" in text
+    with pytest.raises(UserError, match="was written by another version of Lockstep and cannot be exported"):
+        export_weights(Checkpoint.at(checkpoint), tmp_path)
 
 
 def test_verify_names_every_bad_file_and_fails(run, capsys):
@@ -113,16 +129,16 @@ def test_export_writes_the_newest_or_the_step_asked_for(run, tmp_path, capsys):
 
 
 def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
-    store = FileStore(run / "checkpoints")
+    storage = FileSystemStorage(run / "checkpoints")
     assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1", "--dry-run")
     assert (code, text) == (0, "would delete step-00000005\nwould delete step-00000010\n")
-    assert len(committed(store)) == 3
+    assert len(committed(storage)) == 3
     damage(run, 15)
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
     assert "step-00000015 is damaged and stays" in text
     assert "deleted step-00000005" in text
-    assert [checkpoint.name for checkpoint in committed(store)] == ["step-00000015", "step-00000010"]
+    assert [checkpoint.name for checkpoint in committed(storage)] == ["step-00000015", "step-00000010"]
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
     assert code == 2
 

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import load, same, state
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.storage import FileStore, clean, committed
+from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers
 from lockstep.launch.run_dir import latest_step
 
 HERE = Path(__file__).parent
@@ -65,18 +65,18 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
             os.kill(pid, signal.SIGKILL)
             assert victim.stdout.readline() == "dead\n"
             half += any(".tmp-" in path.name for path in root.iterdir())
-            known = committed(FileStore(root))
+            known = committed(FileSystemStorage(root))
             longest *= 0.9 if known and known[0].step > newest else 1.3
             if not known:
                 continue
             found, loaded = load(root)
-            assert found.damaged == []  # a kill damages nothing that was committed
+            assert found.skipped == []  # a kill damages nothing that was committed
             assert found.manifest.step >= newest
             assert found.manifest.values == {"step": found.manifest.step}
             assert same(loaded, state(found.manifest.step))
             resumed += found.manifest.step > newest
             newest = found.manifest.step
-            clean(FileStore(root), "none")
+            delete_leftovers(FileSystemStorage(root), "none")
             assert not [path for path in root.iterdir() if ".tmp-" in path.name]
         victim.stdin.close()
     assert resumed > 5  # else nothing was tested
@@ -103,7 +103,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
     subprocess.run([sys.executable, "-c", script, str(HERE), str(tmp_path)], check=True)
     for phase, step in [("write", 1), ("rename", 1), ("latest", 2), ("committed", 2)]:
         found, loaded = load(tmp_path / phase)
-        assert (found.manifest.step, found.damaged) == (step, [])
+        assert (found.manifest.step, found.skipped) == (step, [])
         assert same(loaded, state(step))
     assert latest_step(tmp_path / "latest") == 1  # no reader trusts it, so this does no harm
     assert latest_step(tmp_path / "committed") == 2

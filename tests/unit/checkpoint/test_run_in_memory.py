@@ -1,19 +1,22 @@
-"""The checkpoint manager in whole runs: any store will do, such as one in memory; other runs are left alone."""
+"""The checkpoint manager in whole runs: any storage will do, such as one in memory; other runs are left alone."""
 
 from __future__ import annotations
 
-from functools import partial
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory_storage import MemoryStorage
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
-from lockstep.checkpoint.storage import MemoryStore, committed
+from lockstep.checkpoint.snapshot import BackgroundCopy
+from lockstep.checkpoint.storage import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
 from lockstep.engine import setup
@@ -40,8 +43,8 @@ class Dropped(lockstep.Task):
 def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
-    store = MemoryStore()
-    monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
+    storage = MemoryStorage()
+    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -49,10 +52,25 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     assert preempted.value.checkpoint.endswith("memory:checkpoints/step-00000005")
     resumed = lockstep.fit(Dropped(), run_dir=run_dir, resume="auto")
 
-    assert [checkpoint.step for checkpoint in committed(store)] == [12, 5]
+    assert [checkpoint.step for checkpoint in committed(storage)] == [12, 5]
     assert list((run_dir / "checkpoints").iterdir()) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not begin before the update waits for it. Otherwise the update would change what is copied."""
+    waits = threading.Event()
+    run, wait = BackgroundCopy.run, BackgroundCopy.wait
+    monkeypatch.setattr(BackgroundCopy, "run", lambda copy: (waits.wait(2), run(copy)))
+    monkeypatch.setattr(BackgroundCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, checkpoint={"every": 5, "at_end": False})
+    events = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert waits.is_set()
+    assert "checkpoint" in events
+    assert "warning" not in events
 
 
 def test_settings_saved_under_a_former_name_are_compared_under_the_present_one():
@@ -81,11 +99,11 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room for all checkpoints of the run once the staged folder is deleted."""
-    store = MemoryStore(capacity=200_000)
-    store.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(setup, "CheckpointManager", partial(CheckpointManager, store=store))
+    storage = MemoryStorage(capacity=200_000)
+    storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
+    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
-    assert store.folders() == ["step-00000012"]
+    assert storage.folders() == ["step-00000012"]
 
 
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
@@ -100,6 +118,17 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     [warning] = [e["reason"] for e in read_jsonl(tmp_path / "new" / "events.jsonl") if e["event"] == "warning"]
     assert warning.startswith("checkpoint step-00000012 is damaged: ")
     assert warning.endswith("resuming from step-00000006")
+
+
+def test_a_checkpoint_of_another_version_is_passed_over_and_kept(tmp_path: Path) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000012" / "manifest.json").write_text('{"format": 3}')
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 was written by another version of Lockstep: manifest.json: ")
+    assert warning.endswith("resuming from step-00000006")
+    assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.undone"}
 
 
 def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
@@ -117,12 +146,12 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
 
     monkeypatch.setattr(setup, "CheckpointManager", keep)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
-    [manager] = managers
+    [only] = managers
     reasons: list[str] = []
-    manager.log_event = lambda event, reason: reasons.append(reason)
+    only.log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
-        monkeypatch.setattr(manager.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert manager.abandon_if_failed()
+        monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
+        assert only.abandon_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lockstep.engine.checks import _check_same_sources, digests_of_sources
+from lockstep.engine.checks.settings import _check_same_sources, digests_of_sources
 from lockstep.errors import UserError
 
 
@@ -15,7 +15,7 @@ def test_only_the_users_own_modules_are_compared(tmp_path, monkeypatch):
 
     digests = digests_of_sources()
     assert digests["own_model"]
-    assert not {"os", "torch", "lockstep.engine.checks", "pytest"} & digests.keys()
+    assert not {"os", "torch", "lockstep.engine.checks.settings", "pytest"} & digests.keys()
 
     # Another content, another digest; a file that is gone says nothing.
     (tmp_path / "own_model.py").write_text("WIDTH = 4\n")

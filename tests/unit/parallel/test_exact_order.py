@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.run_state import _identity
+from lockstep.checkpoint.state_tree import identity
 from lockstep.config import resolve
 from lockstep.data.shard import rank_range
 from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
@@ -191,8 +191,8 @@ def test_a_local_batch_is_refused() -> None:
 def test_parts_without_rows_are_told_apart() -> None:
     """Ranks with nothing of two parameters must not take them for one: they would gather fewer than the others."""
     one, other = torch.empty(0, 3), torch.empty(0, 3)
-    assert len({_identity(tensor.detach()) for tensor in (one, other) for _ in range(10)}) == 2
-    assert _identity(one.detach()) == _identity(one.view(0, 3))
+    assert len({identity(tensor.detach()) for tensor in (one, other) for _ in range(10)}) == 2
+    assert identity(one.detach()) == identity(one.view(0, 3))
 
 
 def _config(**values: object):

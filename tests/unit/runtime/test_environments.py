@@ -1,4 +1,4 @@
-"""How a process learns that it is a rank: the variables of torchrun and of Slurm, and of neither."""
+"""How a process learns that it is a rank: the variables of torchrun, Slurm, MPI, jsrun, and of none of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.runtime.environments import READERS, detect
+from lockstep.runtime.environments import NODES, RANKS, detect
 from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, TERM_FILE, from_launcher
-from lockstep.runtime.environments.slurm import FIRST_PORT, PORTS, first_host, tasks_per_node
+from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS
+from lockstep.runtime.environments.slurm import first_host, tasks_per_node
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.world import World
 from ports import free_port
@@ -38,12 +39,42 @@ SLURM = {
 }
 
 
+# Rank 3 of `mpirun -n 4` on two machines.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-4711@1",
+    "PMIX_RANK": "3",
+    "MASTER_ADDR": "node0",
+}
+INTEL_MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node0"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+}
+PALS = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "node0"}
+# Task 3 of `jsrun -n 4` with two tasks on each of two hosts; the script itself runs on a third one.
+JSRUN = {
+    "LSB_JOBID": "77",
+    "LSB_MCPU_HOSTS": "batch1 1 c05 42 c06 42",
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+
+
 def test_without_variables_there_is_one_process() -> None:
     assert detect({}) == World.from_env({}) == World()
 
 
 def test_every_reader_ignores_an_empty_environment() -> None:
-    assert [read({}) for read in READERS] == [None, None]
+    assert all(read({}) is None for read in (*RANKS, *NODES))
 
 
 def test_torchrun() -> None:
@@ -197,6 +228,66 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
 @pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("3,2", [3, 2])])
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "host"),
+    [
+        (OPEN_MPI, "mpirun (Open MPI)", "node0"),
+        (INTEL_MPI, "mpirun (MPICH or Intel MPI)", "node0"),
+        (MVAPICH, "mpirun (MVAPICH)", "node0"),
+        (PALS, "mpirun (a PMI launcher)", "node0"),
+        (JSRUN, "jsrun", "c05"),
+        (TORCHRUN, "RANK and WORLD_SIZE", "10.0.0.1"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun", "10.0.0.1"),
+        (TORCHRUN | {"RAY_RAYLET_PID": "4711", "NODE_RANK": "1"}, "Ray Train", "10.0.0.1"),
+        (TORCHRUN | {"LOCKSTEP_STORE_FILE": "/a/store", "RAY_RAYLET_PID": "4711"}, "lockstep", "10.0.0.1"),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "5"}, "srun", "gpu07"),  # srun --mpi=pmi2
+    ],
+)
+def test_a_rank_knows_what_made_it_one(env: dict[str, str], launcher: str, host: str) -> None:
+    world = World.from_env(env)
+    size = 5 if launcher == "srun" else 4
+    local = (0, 2) if launcher == "srun" else (1, 2)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (3, size, *local)
+    assert (world.launcher, world.master_addr) == (launcher, host)
+    assert World.launched(env) == ("RANK" in env)
+
+
+def test_ranks_of_mpi_on_one_machine_meet_there_and_two_jobs_do_not() -> None:
+    one = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    del one["MASTER_ADDR"]
+    worlds = [World.from_env(one | {"PMIX_NAMESPACE": f"prterun-host-{pid}@1"}) for pid in (4711, 4711, 4712)]
+    assert {world.master_addr for world in worlds} == {"127.0.0.1"}
+    assert worlds[0].master_port == worlds[1].master_port != worlds[2].master_port
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "mpirun -x MASTER_ADDR=HOST"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 is not a rank"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set"),
+        (JSRUN | {"JSM_NAMESPACE_RANK": "4"}, "JSM_NAMESPACE_RANK=4 is not"),
+        (JSRUN | {"LSB_MCPU_HOSTS": ""}, "the hosts of this LSF job are not known"),
+    ],
+)
+def test_half_sets_of_mpi_and_lsf(env: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        World.from_env(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"LSB_JOBID": "77", "LSB_MCPU_HOSTS": "c05 8 c06 8"},  # the script of bsub
+    ],
+)
+def test_one_process_of_mpi_or_lsf_stays_one_process(env: dict[str, str]) -> None:
+    assert World.from_env(env) == World()
 
 
 TASK = """

@@ -73,7 +73,7 @@ def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfac
         address="10.0.0.2",
         port=1,
         store_port=2,
-        store="s",
+        store_nonce="s",
     )
     attempt = LocalAttempt(start, "host-b", tmp_path)
     secret = Secret(b"0" * 32, "a test")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import recipes
+from lockstep.checkpoint.storage import Checkpoint, committed, open_storage, step_in
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
@@ -46,7 +46,7 @@ class Recording(HRM):
         try:
             loss = super().eval_loss(model, batch)
         finally:
-            hook.remove()
+            hook.delete_checkpoint()
 
         answer = {"inputs": batch["inputs"], "labels": batch["labels"], **last}
         self.answers = [*getattr(self, "answers", []), {name: rows.cpu() for name, rows in answer.items()}]
@@ -103,16 +103,14 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
-    if _step_of(checkpoint) is None:
+    if step_in(checkpoint.name) is None:
         run = checkpoint
-        folders = list((run / "checkpoints").glob("step-*"))
+        found = committed(open_storage(run / "checkpoints"))
     else:
         run = checkpoint.resolve().parent.parent
-        folders = [checkpoint]
+        found = [Checkpoint.at(checkpoint)]
 
-    # A killed run may have left an unfinished checkpoint, whose name does not end with the step.
-    steps = {step: path for path in folders if (step := _step_of(path)) is not None}
-    if not steps or not (run / "config.yaml").exists():
+    if not found or not (run / "config.yaml").exists():
         raise UserError(
             f"checkpoint={checkpoint} is not a run with a checkpoint",
             "" if checkpoint.exists() else "no such folder",
@@ -121,7 +119,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
 
     if other := _other_recipe(run):
         raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
-    return run, steps[max(steps)], max(steps)
+    return run, found[0].path, found[0].step
 
 
 def _other_recipe(run: Path) -> str | None:
@@ -136,8 +134,3 @@ def _other_recipe(run: Path) -> str | None:
             return package.name
 
     return None
-
-
-def _step_of(path: Path) -> int | None:
-    name = re.fullmatch(r"step-(\d+)", path.name)
-    return int(name[1]) if name else None

@@ -53,10 +53,12 @@ def as_one_rank() -> Iterator[None]:
         for name, answer in answers.items():
             stack.callback(setattr, dist, name, getattr(dist, name))
             setattr(dist, name, answer)
+
         for name, text in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
             if name in os.environ:
                 stack.callback(os.environ.__setitem__, name, os.environ[name])
                 os.environ[name] = text
+
         yield
 
 
@@ -81,6 +83,7 @@ def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         if name in COPIES:
             source, target = (given.get(argument) for argument in COPIES[name])
             _copy(source, target)
+
         return _Done() if given.get("async_op") else None
 
     return answer

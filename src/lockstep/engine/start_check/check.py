@@ -84,6 +84,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
             cause = None if alone else data.find_difference(run, source, request, samples)
             if cause:
                 return cause
+
         if task is None or not _can_call(run, task):
             return None
         if isinstance(source, StreamSource):

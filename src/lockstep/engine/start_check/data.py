@@ -54,25 +54,15 @@ def _sample_differs(run: Run, source: MapSource, request: Request, digests: list
 # ---- different samples ----
 
 
-def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
-    """Take the batches of the first step and check that the ranks read different samples. Collective.
+def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> StepBatches:
+    """Take the batches of the first step, and check that the ranks have read different samples. Collective.
 
     If two ranks read the same samples, these count twice, and nothing else would reveal it. Ranks with the same
     `data_rank` (one tp or pp group) must read the same samples.
     """
-    batches: StepBatches | None = None
-    problem: UserError | None = None
-    local_digest: str | None = None
-    beginning: str | None = None
+    batches, local_digest, beginning, problem = None, None, None, None
     try:
-        batches = source.take()
-        # Read all batches now: an error is gathered below and raised on every rank.
-        batches.micro_batches = micro_batches = list(batches)
-        local_digest = None if micro_batches[0].padding else digest(micro_batches[0].data)
-        if local_digest and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
-            _check_workers(source, micro_batches[0], local_digest)
-        if isinstance(source, StreamSource) and source.beginning is not None:
-            beginning = digest(source.beginning)
+        batches, local_digest, beginning = _take_and_digest(source)
     except UserError as error:
         problem = error
 
@@ -108,6 +98,23 @@ def take_first_batches(source: BatchSource, runtime: Runtime, data_rank: int) ->
         )
 
     return batches
+
+
+def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str | None]:
+    """Return the batches of a step, and digests of the first one and of the first sample of a stream.
+
+    A digest is None for padding, or if the source is no stream.
+    """
+    batches = source.take()
+
+    # Read all of them now: an error must be raised on every rank.
+    batches.micro_batches = micro_batches = list(batches)
+    first = None if micro_batches[0].padding else digest(micro_batches[0].data)
+    if first and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
+        _check_workers(source, micro_batches[0], first)
+
+    beginning = source.beginning if isinstance(source, StreamSource) else None
+    return batches, first, None if beginning is None else digest(beginning)
 
 
 def _check_one_stream(beginnings: Sequence[str | None]) -> None:

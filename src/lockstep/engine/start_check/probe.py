@@ -90,6 +90,7 @@ class Probe:
             if self.inner and self._sharded:
                 reason = f"it computes gradients itself ({self.inner.call_site}), and parameters are sharded"
                 raise Inconclusive(reason) from error
+
             raise Inconclusive(f"it raises {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def seed(self) -> None:
@@ -152,6 +153,7 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
                 norm._buffers["running_mean"] = torch.zeros(norm.num_features, device=like.device, dtype=like.dtype)
                 norm._buffers["running_var"] = torch.ones(norm.num_features, device=like.device, dtype=like.dtype)
                 stack.callback(norm._buffers.update, running_mean=None, running_var=None)
+
         yield
 
 

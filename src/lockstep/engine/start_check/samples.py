@@ -43,11 +43,13 @@ class Samples:
             chosen = [self._samples[position] for position in positions or range(self.count)]
         else:
             chosen = self._samples if positions is None else tree_map(_rows(list(positions)), self._samples)
+
         # A copy, because the loss may change its batch in place.
         try:
             chosen = copy.deepcopy(chosen)
         except Exception:  # some objects cannot be copied
             pass
+
         return chosen if self._collate is None else self._collate(chosen)
 
     @property
@@ -107,4 +109,5 @@ def _size(sample: Any) -> int:
             size += int(np.count_nonzero(leaf))
         elif isinstance(leaf, str | bytes):
             size += len(leaf)
+
     return size

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lockstep.engine.checks import checksums
+from lockstep.engine.checks.guards import checksums
 
 # Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.
 MAX_RATIO = 4
@@ -53,15 +53,20 @@ class StateSnapshot:
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
         self._checksums = checksums(self._parameters.values())
         self._copies = {name: p.detach().clone() for name, p in self._parameters.items()} if copies_parameters else {}
+
+        # The options of the optimizers' parameter groups.
         self._settings = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._old_settings = [_plain_settings(group) for group in self._settings]
 
+        # The attributes of every module and of the task. Large ones are not copied.
         max_bytes = MAX_RATIO * sum(p.nbytes for p in self._parameters.values()) + MIN_BYTES
         self._owners: list[tuple[str, dict[str, Any]]] = [
             *((f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()),
             *([("self", vars(task))] if hasattr(task, "__dict__") else []),
         ]
         self._attributes = [_copy_attributes(attributes, model, max_bytes) for _, attributes in self._owners]
+
+        # What helps to tell a moving average from something that is only recomputed.
         self._recomputed = set(_recomputed(model))
         self._shapes = {p.shape for p in self._parameters.values() if p.dim() > 1}
         self._changed: dict[str, tuple[dict[str, Any], str, Any]] = {}  # see `settled`
@@ -70,6 +75,7 @@ class StateSnapshot:
         """Return the names of everything that differs from the snapshot."""
         changes = Changes()
         changes.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
+
         now = checksums(self._parameters.values())
         changes.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
 
@@ -77,6 +83,7 @@ class StateSnapshot:
         changes.model += [
             name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
         ]
+
         for group, old in zip(self._settings, self._old_settings, strict=True):
             changes.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
@@ -148,6 +155,7 @@ def _recomputed(model: nn.Module) -> Iterator[str]:
                 key = hook.name
             elif isinstance(hook, prune.BasePruningMethod):
                 key = hook._tensor_name
+
             if key is not None:
                 yield f"model.{path}.{key}" if path else f"model.{key}"
 

@@ -13,17 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
-from lockstep.launch import records
+from lockstep.errors import ExitCode, UserError
 from lockstep.launch.agent import Agent
-from lockstep.launch.coordinator import TURN_S, Coordinator, say
+from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.door import Door, find_secret
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -35,8 +36,8 @@ from lockstep.launch.wire.messages import (
     Welcome,
 )
 
-# Set by a platform that puts what all launchers of a job print into one log: then the coordinator alone prints what
-# concerns the whole job.
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node.
 ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 
@@ -64,7 +65,7 @@ class NodeLauncher:
 
     def run(self) -> JobEnd:
         try:
-            next_step = self._search().begin()
+            next_step = self._search().find_coordinator()
             while not isinstance(next_step, JobEnd):
                 if isinstance(next_step, CoordinatorRole):
                     next_step = self._coordinate(next_step)
@@ -104,7 +105,7 @@ class NodeLauncher:
         self._signals[:0] = coordinator.received_signals
         say("lockstep: another node has taken over this job while this one did not answer: the ranks here were stopped")
         self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search().begin_again(self._membership, "it was superseded")
+        return self._search().after_loss(self._membership, "it was superseded")
 
     # ---- following ----
 
@@ -114,7 +115,7 @@ class NodeLauncher:
             try:
                 orders = self._join(connection)
                 assert self._agent is not None
-                return self._execute_orders(self._agent, connection, orders)
+                return self._carry_out_orders(self._agent, connection, orders)
             except ConnectionLost as lost:
                 if self._agent is not None:
                     self._agent.stop()
@@ -122,9 +123,10 @@ class NodeLauncher:
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership
                 if isinstance(lost, Garbled):
-                    return self._search().end_alone(str(lost), last.term.address if last else "")
+                    address = last.term.address if last else ""
+                    return self._search().end_alone(str(lost), address, ExitCode.FAILED)
 
-                return self._search().begin_again(last, str(lost)) if last else self._search().begin()
+                return self._search().after_loss(last, str(lost)) if last else self._search().find_coordinator()
 
     def _join(self, connection: Connection) -> list[Message]:
         """Join the job and adopt the coordinator's choices. Returns the first orders."""
@@ -155,10 +157,10 @@ class NodeLauncher:
         return orders
 
     def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
-        # The report was made under the node's old number; a node gets a new number each time that it joins.
+        # The file has the node's old number; a node gets a new number each time that it joins.
         last = self._membership
         if last is not None:
-            election.withdraw_report(self._job.run_dir, last.term.number, last.number)
+            election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
         job = adopt(self._job, welcome)
         if self._agent is not None and job != self._job:
@@ -171,7 +173,7 @@ class NodeLauncher:
         reconnects = last.reconnects if last is not None and last.term == welcome.term else []
         self._membership = Membership(welcome.term, welcome.number, state, local_address, reconnects)
 
-    def _execute_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
+    def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
         assert self._membership is not None
         next_beat = 0.0
@@ -186,14 +188,14 @@ class NodeLauncher:
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
                     case _:
-                        agent.do(message)
+                        agent.carry_out(message)
 
             # A signal at any node is meant for the whole job.
             while self._signals:
                 connection.send(SignalReceived(self._signals.pop(0)))
 
-            for event in agent.poll():
-                connection.send(event)
+            for message in agent.poll():
+                connection.send(message)
 
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
@@ -213,5 +215,5 @@ def adopt(job: Job, welcome: Welcome) -> Job:
 
 def received(connection: Connection, *others: Any) -> list[Message]:
     """Return the messages that arrive within a moment; return early if one of the `others` becomes readable."""
-    records.wait_readable([connection, *others], TURN_S)
+    wait_readable([connection, *others], WAIT_S)
     return connection.receive(time.monotonic())

@@ -16,10 +16,9 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch import records
 from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
-from lockstep.launch.wire.lines import LineReader
+from lockstep.launch.wire.lines import LineReader, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 
@@ -174,7 +173,7 @@ class Hub:
 
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
-            records.wait_readable(self._connections.values(), left)
+            wait_readable(self._connections.values(), left)
             self._read_all(time.monotonic())
 
         for number in list(self._connections):

@@ -1,7 +1,6 @@
-"""The messages that the launchers of a job send to each other, and the commands of the state machine.
+"""The messages that the launchers of a job send to each other; `connections.py` sends them.
 
 A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received (`records.parse`).
-A command is what the state machine wants done on the coordinating node. `connections.py` sends the messages.
 """
 
 from __future__ import annotations
@@ -65,9 +64,10 @@ class RanksGone(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class ZygoteLost(AttemptMessage):
+class ZygoteLost(Message):
     """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
 
+    attempt: int | None  # None if no ranks were started before
     why: str
     hopeless: bool
 
@@ -93,7 +93,7 @@ class NodeBeat(Message):
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
-    attempt: int = -1  # the newest attempt whose ranks the node has started
+    attempt: int | None = None  # the newest attempt whose ranks the node has started
 
 
 # ---- from the coordinator to a node ----
@@ -118,7 +118,7 @@ class CoordinatorState(Message):
     """
 
     members: list[int]  # the numbers of all nodes
-    attempt: int = -1  # the newest attempt
+    attempt: int | None = None  # the newest attempt
     restarts: int = 0
     recent: list[float] = field(default_factory=list)
     culprits: list = field(default_factory=list)
@@ -154,7 +154,7 @@ class Start(AttemptMessage):
     address: str
     port: int  # for MASTER_PORT: free when the attempt began
     store_port: int  # 0 for ranks on one machine
-    store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
+    store_nonce: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
 
 
 @dataclass(frozen=True)
@@ -172,40 +172,7 @@ class CollectStacks(AttemptMessage):
     """Ask every rank for its stack and its last collectives."""
 
 
-# ---- commands of the state machine ----
-
-
-@dataclass(frozen=True)
-class StartAttempt:
-    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
-
-    attempt: int
-    counts: dict[int, int]
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a node, which may be the coordinating one itself."""
-
-    node: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class DropNode:
-    """Close the connection to a node that does not belong to the job any more."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class LogEvent:
-    """Append an event to the run's events.jsonl."""
-
-    event: dict[str, Any]
-
-
-# ---- commands that are also sent to all other nodes ----
+# ---- from the coordinator to all other nodes, which it also carries out itself ----
 
 
 @dataclass(frozen=True)
@@ -217,17 +184,11 @@ class Announce(Message):
 
 @dataclass(frozen=True)
 class JobEnd(Message):
-    """The job is over.
+    """The job is over."""
 
-    Codes: 0 finished, 1 failed, 2 an error that the user can fix, 75 preempted after a save, 130 the same by Ctrl-C.
-    """
-
-    code: int
+    code: int  # an `ExitCode`
     failure: Failure | None = None
     restarts: int = 0
-
-
-Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----

@@ -217,6 +217,7 @@ class RunningStatistics:
                     "running statistics that are part moving average and part mean cannot be combined over the ranks",
                     "set momentum in model(), and later change it only to other numbers",
                 )
+
             self._momenta = momenta
             device = self._values.device
             self._cumulative = torch.tensor(cumulative, device=device)

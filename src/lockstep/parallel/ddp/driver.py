@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import BaseDriver, Control, broadcast_model, no_gradient
+from lockstep.parallel.driver import Control, Driver, backward, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.task import MicroBatch
@@ -49,6 +51,14 @@ class _WithControlWord(Wrapper):
     named_parameters = nn.Module.named_parameters
 
 
+@dataclass(slots=True)
+class Calls:
+    """The calls of a model in one micro-batch. Not attributes of the module itself, which take long to set."""
+
+    any: bool = False
+    with_gradients: bool = False  # DDP prepares its reducer in a forward with gradients, and nowhere else
+
+
 class Replica(Wrapper, DistributedDataParallel):
     """The module that the task calls. It has the attributes, parameters and names of the user's model."""
 
@@ -60,8 +70,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self.prepared_for_backward = False
-        self.called = False  # whether the model was called in this micro-batch
+        self.calls = Calls()
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -70,9 +79,9 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # DDP prepares its reducer in a forward with gradients, and nowhere else.
-        self.prepared_for_backward |= torch.is_grad_enabled()
-        self.called = True
+        calls = self.calls
+        calls.any = True
+        calls.with_gradients |= torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 
     def user_model(self) -> nn.Module:
@@ -88,7 +97,7 @@ class Replica(Wrapper, DistributedDataParallel):
             super().__setattr__(name, value)
 
 
-class DDPDriver(BaseDriver):
+class DDPDriver(Driver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs."""
 
     leaves_sums = False  # whether gradients are sums over ranks; DDP and its hooks leave the mean
@@ -98,13 +107,8 @@ class DDPDriver(BaseDriver):
         super().__init__(model, runtime)
         self.to_sum = 1.0 if self.leaves_sums else float(runtime.world.size)
 
-        # bfloat16 has too few bits for the integers of a control word.
-        last_dtype = self.parameters[-1].dtype
-        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
-        self.codec = ControlWordCodec(runtime.device, dtype)
-
         # The control word is one more parameter. Frozen tensors are not reduced.
-        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=dtype, device=runtime.device))
+        carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
         self._word_parameter = carrier.word_holder[0]
         self._frozen = _frozen_names(model)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -139,15 +143,23 @@ class DDPDriver(BaseDriver):
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 
+    @cached_property
+    def codec(self) -> ControlWordCodec:
+        # The word shares a bucket with the last parameter, but bfloat16 has too few bits for its integers.
+        last_dtype = self.parameters[-1].dtype
+        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
+        return ControlWordCodec(self.runtime.device, dtype)
+
     def begin(self) -> None:
         super().begin()
         self._word_parameter.grad = None
 
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
-        self._replica.require_backward_grad_sync = control.is_last_micro_batch
-        self._replica.prepared_for_backward = False
-        self._replica.called = False
+        replica = self._replica
+        replica.calls.any = replica.calls.with_gradients = False
+        if replica.require_backward_grad_sync != control.is_last_micro_batch:
+            replica.require_backward_grad_sync = control.is_last_micro_batch
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -155,8 +167,8 @@ class DDPDriver(BaseDriver):
         self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        if not self._replica.prepared_for_backward:
-            if self._replica.called:
+        if not self._replica.calls.with_gradients:
+            if self._replica.calls.any:
                 raise no_gradient()
             raise UserError(
                 "the loss was computed without calling the model that Lockstep passed in",
@@ -172,18 +184,18 @@ class DDPDriver(BaseDriver):
 
         # Before the last backward of the step, gradients only accumulate on this rank.
         if word is None:
-            torch.autograd.backward(total, grad_output)
+            backward((total,), (grad_output,))
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, times=self.to_sum)
-        torch.autograd.backward((total, self._word_parameter), (grad_output, packed))
+        backward((total, self._word_parameter), (grad_output, packed))
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # DDP has reduced everything in the last backward.
         self._check_complete()
         assert self._word_parameter.grad is not None
-        self._packed = self._word_parameter.grad
+        return self._word_parameter.grad, None
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
@@ -207,7 +219,7 @@ class DDPDriver(BaseDriver):
             check_reached([name for name, p in pairs if id(p) not in self._reached], len(self.names))
 
 
-class FlatReduceDriver(BaseDriver):
+class FlatReduceDriver(Driver):
     """Replicas whose gradients are all reduced at once, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
@@ -219,13 +231,13 @@ class FlatReduceDriver(BaseDriver):
         self.broadcasts_buffers = broadcast_buffers
         broadcast_model(model, runtime.collectives)
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # The first sum carries the control word and counts the ranks that used each parameter.
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.float64)
-        users = self._sum_with_word(word, used).tolist()
+        packed, users = sum_with_word(self, word, used)
 
         # A parameter that no rank uses gets no gradient, so that the optimizer skips it, as in a single process.
-        used_anywhere = [p for p, count in zip(self.parameters, users, strict=True) if count > 0]
+        used_anywhere = [p for p, count in zip(self.parameters, users.tolist(), strict=True) if count > 0]
 
         # One all-reduce for each dtype, in the same order on all ranks (which a set would not guarantee).
         for dtype in dict.fromkeys(p.dtype for p in used_anywhere):
@@ -237,6 +249,8 @@ class FlatReduceDriver(BaseDriver):
             flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad = summed.view_as(p)
+
+        return packed, None
 
 
 def _frozen_names(model: nn.Module) -> list[str]:

@@ -18,12 +18,12 @@ from lockstep.config import DDPConfig, RunConfig
 from lockstep.data.shard import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver, check_reached
-from lockstep.parallel.driver import BaseDriver, Control, ShardedDriver, SingleDriver, no_gradient
+from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver, no_gradient, sum_with_word
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
+from lockstep.parallel.fsdp.collective_check import END
 from lockstep.parallel.fsdp.driver import FSDPDriver
-from lockstep.parallel.fsdp.uniform_use import END
 from lockstep.parallel.mesh import Axes
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord
@@ -31,7 +31,7 @@ from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
-class _FullParameters(BaseDriver):
+class _FullParameters(Driver):
     """The base class of drivers with full parameters on every rank: a tree of gradients, and norms.
 
     Norms are computed by rows, as for sharded parameters, so that they have the same bits.
@@ -68,11 +68,12 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
         super()._backward(total, grad_output, word)
         self._push_gradients()
 
-    def _reduce(self, word: ControlWord) -> None:
-        super()._reduce(word)
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         summed = self.tree.finish()
         for parameter in self.parameters:
             parameter.grad = summed.get(id(parameter))
+
+        return super()._reduce(word)
 
 
 class OrderedDDPDriver(_FullParameters, DDPDriver):
@@ -122,7 +123,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         if self._subtree is not None:
             self._push_gradients()
 
-    def _reduce(self, word: ControlWord) -> None:
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         ranks, rank = self.runtime.world.size, self.runtime.world.rank
         ranges = [rank_range(self._total, r, ranks) for r in range(ranks)]
         roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
@@ -135,7 +136,8 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
             local_flags[index] = torch.tensor([id(p) in gradients for p in self.parameters])
 
         # On a GPU the host waits here, because the sizes of the messages below depend on the result.
-        has_gradient = self._sum_with_word(word, local_flags.flatten()).view_as(local_flags).bool().cpu()
+        packed, counts = sum_with_word(self, word, local_flags.flatten())
+        has_gradient = counts.view_as(local_flags).bool().cpu()
 
         # Parameters of the same dtype, with gradients in the same roots, are exchanged together.
         groups: dict[tuple[torch.dtype, tuple[bool, ...]], list[nn.Parameter]] = {}
@@ -149,6 +151,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
             self._add_in_order(parameters, local_roots, roots_by_rank, present)
 
         self.tree.roots.clear()
+        return packed, None
 
     def _add_in_order(
         self,
@@ -249,8 +252,8 @@ class OrderedFSDPDriver(FSDPDriver):
         no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.runtime.device)
         return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
 
-    def _reduce(self, word: ControlWord) -> None:
-        self._uniform_use.compare(END)
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        self._collective_check.compare(END)
 
         # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
         if any(reduction.tree.roots for reduction in self._reductions):
@@ -268,11 +271,8 @@ class OrderedFSDPDriver(FSDPDriver):
             raise no_gradient()
 
         words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
-        self._packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
-        self._norms = torch.stack([norm_of_rows(norms) for norms in rows])
-
-    def _gradient_norms(self, grads: list[Tensor]) -> Tensor:
-        return self._norms
+        packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
+        return packed, torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _store_scalar_gradients(self) -> None:
         """Store this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.

@@ -1,4 +1,4 @@
 """Sharded parameters, gradients and optimizer state: torch's FSDP2, used for sums of gradients instead of means.
 
-uniform_use.py checks that all ranks use the same parameters, because torch does not.
+collective_check.py checks that all ranks use the same parameters, because torch does not.
 """

@@ -26,7 +26,7 @@ from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
 from lockstep.parallel.driver import ShardedDriver, broadcast_model
-from lockstep.parallel.fsdp.uniform_use import END, UniformUse
+from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
@@ -71,7 +71,7 @@ class FSDPDriver(ShardedDriver):
 
         super().__init__(model, runtime, self._replicas)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
-        self._uniform_use = UniformUse(model, runtime)
+        self._collective_check = CollectiveCheck(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
         self.facts = describe_blocks(len(blocks), len(separate_blocks))
 
@@ -80,7 +80,7 @@ class FSDPDriver(ShardedDriver):
 
     def begin(self) -> None:
         super().begin()
-        self._uniform_use.begin_step()
+        self._collective_check.begin_step()
 
     def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
@@ -89,8 +89,8 @@ class FSDPDriver(ShardedDriver):
             return
 
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
-        # inside the private `post_backward`, which uniform_use.py wraps too. If a block is called more than once, its
-        # gradient may come in parts; for a linear hook that makes no difference.
+        # inside the private `post_backward`, which collective_check.py wraps too. If a block is called more than once,
+        # its gradient may come in parts; for a linear hook that makes no difference.
         named = zip(self.names, self.parameters, strict=True)
         by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
         for module in self._sharded_modules():
@@ -164,7 +164,7 @@ class FSDPDriver(ShardedDriver):
             self._backward_through_gradients(total, grad_output)
         else:
             super()._backward(total, grad_output, word)
-        if self._uniform_use.steps == 1:
+        if self._collective_check.steps == 1:
             self._check_reduced()
 
     def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
@@ -205,7 +205,7 @@ class FSDPDriver(ShardedDriver):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_gradients(self) -> None:
-        self._uniform_use.compare(END)
+        self._collective_check.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
             broadcast_unsharded_gradients(self.parameters, self._tp)
@@ -244,6 +244,7 @@ def _hook_then_reduce(
             full = getattr(parameter, "_unsharded_param", None)
             if full is not None and full.grad is not None:
                 full.grad = hooks(full.grad, lambda full=full: full)
+
     post_backward(*args)
 
 

@@ -72,6 +72,7 @@ def problem_with(on_gradient: Hooks, after_accumulation: Hooks, parameter: nn.Pa
         if not _close(parameter.detach(), weights, 0.0):
             parameter.copy_(weights)
             return "it changes the parameter itself"
+
         return problem
 
 

@@ -68,6 +68,7 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
                 "",
                 "set init=meta, and construct it in `with run.init_module():`",
             )
+
         return
 
     _check_strategy(config)
@@ -78,12 +79,14 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
                 "",
                 "give the module its size, or set init=host",
             )
+
         if not p.is_meta and trained:
             raise UserError(
                 f"init=meta cannot be used: {kind} already has weights",
                 f"{name!r} is on {p.device}",
                 "construct it in `with run.init_module():`, or set init=host",
             )
+
         if p.is_meta and not memories.is_empty(p):
             raise different_weights(
                 f"{name!r} of {kind} was constructed on the meta device, so that its initialisation was not recorded",

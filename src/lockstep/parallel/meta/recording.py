@@ -136,6 +136,7 @@ class _PretendHost(TorchFunctionMode):
             memory = memories.of(args[0])
             if memory:
                 memory.exposed = True
+
         # torch would convert the number to a tensor on the meta device, where its value is lost.
         if func is Tensor.__setitem__ and isinstance(args[2], int | float | complex) and memories.is_empty(args[0]):
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=CPU)
@@ -185,6 +186,7 @@ class _Recorder(TorchDispatchMode):
                     "has registered it",
                     "change it before that, or with torch",
                 )
+
             memory.saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,6 +291,7 @@ class _Recorder(TorchDispatchMode):
                 recipe = memories.recipe(leaf)
                 self._trimmer.add(recipe.peak)
                 return recipe.make(View.of(leaf))
+
             return CPU if _is_device(leaf, "meta") else leaf
 
         return tree_map(materialize, tree)

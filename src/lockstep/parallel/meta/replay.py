@@ -99,6 +99,7 @@ class Call:
                 if leaf.memory not in storages:
                     storages[leaf.memory] = torch.UntypedStorage(leaf.memory.nbytes)
                 return leaf.view.tensor(storages[leaf.memory])
+
             return leaf.make() if isinstance(leaf, GeneratorState) else leaf
 
         args, kwargs = tree_map(argument, (self.args, self.kwargs), is_leaf=is_leaf)

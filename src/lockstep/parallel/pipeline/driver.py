@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient
-from lockstep.parallel.fsdp.uniform_use import END, UniformUse
-from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
+from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient, sum_with_word
+from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
+from lockstep.parallel.inner_gradients import InnerGradient
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
@@ -97,8 +98,10 @@ class PipelineDriver(ShardedDriver):
             for stage in local_stages:
                 stage.compile()
 
-        facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
-        self._uniform_use = UniformUse(model, runtime, local_stages, self._replicas) if self._sharded else None
+        self._collective_check = None
+        if self._sharded:
+            self.facts = shard_stages(local_stages, model, held, config, axes)
+            self._collective_check = CollectiveCheck(model, runtime, local_stages, self._replicas)
 
         super().__init__(model, runtime, self._replicas, held=kept)
         self._held = [name in held for name in self.names]
@@ -114,7 +117,6 @@ class PipelineDriver(ShardedDriver):
             holders=holders,
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
-        self.facts = facts
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(
@@ -131,12 +133,12 @@ class PipelineDriver(ShardedDriver):
     def begin(self) -> None:
         super().begin()
         self._foreign.begin_step()
-        if self._uniform_use:
-            self._uniform_use.begin_step()
+        if self._collective_check:
+            self._collective_check.begin_step()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
         self.begin()
-        loss_fn = watch_loss(loss_fn, self.before_inner_gradient)
+        loss_fn = partial(self.call_loss, loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
@@ -146,6 +148,7 @@ class PipelineDriver(ShardedDriver):
                 loss = self._pipeline.forward(loss_fn, micros[0].data, loss_gradients=True)
             except UserError as error:
                 self._pipeline.refusal = error  # all ranks raise it, at the end of the step
+
             control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micros, loss_fn, control)
@@ -153,7 +156,7 @@ class PipelineDriver(ShardedDriver):
             self.statistics.end_step(batches)
 
         control.backwards_done = batches.count
-        self._reduce(control.before_reduce())
+        self._word_and_norms = self._reduce(control.before_reduce())
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -230,14 +233,15 @@ class PipelineDriver(ShardedDriver):
 
     # ---- after the last backward ----
 
-    def _reduce(self, word: ControlWord) -> None:
-        if self._uniform_use:
-            self._uniform_use.compare(END)
+    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        if self._collective_check:
+            self._collective_check.compare(END)
 
         # First sum the control word, together with flags that say which parameters a rank used.
         used = [held and p.grad is not None for held, p in zip(self._held, self.parameters, strict=True)]
         flags = torch.tensor([*self._pipeline.step_flags(), *used, *self._foreign.used()], dtype=torch.float64)
-        refused, reached, *used_anywhere = [count > 0 for count in self._sum_with_word(word, flags).tolist()]
+        packed, counts = sum_with_word(self, word, flags)
+        refused, reached, *used_anywhere = [count > 0 for count in counts.tolist()]
         if refused:
             self._raise_refusal()
 
@@ -257,7 +261,7 @@ class PipelineDriver(ShardedDriver):
             copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
             squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
 
-        self._squared_norms = self.runtime.collectives.sum_(squared)
+        return packed, self.runtime.collectives.sum_(squared).sqrt()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""

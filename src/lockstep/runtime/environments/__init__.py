@@ -1,32 +1,55 @@
-"""Tell a process which rank it is: one reader per kind of launcher, tried in the order of the table.
+"""Tell a process what it is: one reader per launcher or platform, tried in the order of the tables.
 
-A reader is a function from environment variables to a `World`, or to None if the variables of its launcher are missing.
-It raises a `UserError` for contradictory variables: a rank that took itself for a single process would train alone, and
+A reader is a function of environment variables. It returns None if the variables of its launcher are missing, and
+raises a `UserError` if they contradict each other: a rank that took itself for a single process would train alone, and
 overwrite the files of the others.
+
+`RANKS` are launchers that make a process a rank (a `World`). `NODES` are platforms that start one command on each
+machine (`Nodes`), which becomes the launcher of that machine.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
-from lockstep.runtime.environments import slurm, torchrun
+from lockstep.errors import UserError
+from lockstep.runtime.environments import clouds, kubernetes, lsf, mpi, slurm, torchrun
+from lockstep.runtime.environments.nodes import Nodes
 from lockstep.runtime.world import World
 
-# The most explicit reader first: inside a Slurm job, the variables of our launcher and of torchrun take precedence.
-READERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (torchrun.read, slurm.read)
+Found = TypeVar("Found")
+
+# The most explicit reader first: inside a Slurm job, the variables of our launcher and of torchrun take precedence, and
+# `srun --mpi=pmi2` sets the variables of PMI as well.
+RANKS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (torchrun.read, slurm.read, lsf.read, mpi.read)
+
+# What was set for this job alone comes first. SkyPilot may run on Kubernetes or Slurm.
+NODES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
+    kubernetes.read_own_job,
+    clouds.read_skypilot,
+    kubernetes.read_kubeflow,
+    clouds.read_dstack,
+    clouds.read_lepton,
+    clouds.read_pai_dlc,
+    lsf.read_nodes,
+    slurm.read_nodes,
+)
 
 
 def launched(env: Mapping[str, str]) -> bool:
     """Return whether a launcher (ours, torchrun, a hand-written one) set WORLD_SIZE, RANK and LOCAL_RANK.
 
-    Slurm's variables do not count here: `srun lockstep train --nproc 8 --nnodes 2 --join ...` starts a launcher in each
+    The variables of Slurm, LSF and MPI do not count here: `srun lockstep train --nproc 8` starts a launcher in each
     task, and only a plain script is itself a rank. Raises a UserError if some of the three variables are missing.
     """
     if switched_off(env):
         return False
 
-    # Inside a Slurm step, Slurm's variables say which rank this is.
-    if not torchrun.is_rank(env) and slurm.read(env) is None:
+    # Inside a Slurm step, Slurm's variables say which rank this is; a platform may mean machines.
+    if not torchrun.is_rank(env) and rank_of(env) is None and _first(NODES, env) is None:
         torchrun.refuse_half_a_set(env)
 
     return torchrun.is_rank(env)
@@ -34,6 +57,11 @@ def launched(env: Mapping[str, str]) -> bool:
 
 def switched_off(env: Mapping[str, str]) -> bool:
     return env.get("LOCKSTEP_ENVIRONMENT") == "none"
+
+
+def rank_of(env: Mapping[str, str]) -> World | None:
+    """Return the world of the first launcher that has made this process a rank, or None."""
+    return _first(RANKS, env)
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -44,9 +72,91 @@ def detect(env: Mapping[str, str]) -> World:
     if switched_off(env):
         return World()
 
-    worlds = (read(env) for read in READERS)
-    found = next((world for world in worlds if world is not None), None)
-    if found is None:
-        torchrun.refuse_half_a_set(env)
+    found = rank_of(env)
+    if found is not None:
+        return found
 
-    return found or World()
+    # The same command runs on the other machines: each process would train alone.
+    nodes = _first(NODES, env)
+    if nodes is None:
+        torchrun.refuse_half_a_set(env)
+    elif nodes.several:
+        raise UserError(
+            f"{nodes.platform} runs this command on {nodes.count} machines, and this process is no rank",
+            "without a launcher on each machine, each of these processes would train alone",
+            "use `lockstep train TARGET --nproc auto`, or torchrun; to train alone on each machine, set "
+            "LOCKSTEP_ENVIRONMENT=none",
+        )
+
+    return World()
+
+
+def _first(readers: tuple[Callable[[Mapping[str, str]], Found | None], ...], env: Mapping[str, str]) -> Found | None:
+    return next((found for read in readers if (found := read(env)) is not None), None)
+
+
+# ---- what `lockstep train` starts ----
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The processes that `lockstep train` was asked for, with what the platform adds: as typed after the options."""
+
+    nproc: str | int | None
+    nnodes: str | None
+    join: str | None
+    node: int | None = None  # this machine's number, if the platform says where the machines meet
+    source: str = ""  # a line for people about what the platform has added
+
+    @property
+    def here(self) -> bool:
+        """Whether this process trains, without a launcher."""
+        return self.nproc is None and self.nnodes is None
+
+
+def place(
+    nproc: str | int | None, nnodes: str | None, join: str | None, env: Mapping[str, str] = os.environ
+) -> Placement:
+    """Return what to start: what was typed, and what the platform says about the rest.
+
+    Nothing that was typed is replaced. Without --nproc and --nnodes a process that is a rank trains.
+    """
+    typed = Placement(nproc, nnodes, join)
+    if switched_off(env) or (nnodes is not None and (join is not None or nnodes == "1")):
+        return typed
+
+    if typed.here and rank_of(env) is not None:
+        return typed
+
+    nodes = _first(NODES, env)
+    if nodes is None:
+        _refuse_ranks_of_mpi(typed, env)
+        return typed
+
+    # `--nproc auto` is the number that the platform was asked for, where it says one.
+    if nproc == "auto" or (nproc is None and nodes.several):
+        nproc = nodes.nproc or nproc
+    if not nodes.several:
+        source = f"processes from {nodes.platform}: {nproc}" if nproc != typed.nproc else ""
+        return Placement(nproc, nnodes, join, source=source)
+
+    if nproc is None:
+        raise UserError(
+            f"{nodes.platform} runs this command on {nodes.count} machines, and says no number of processes",
+            "no --nproc",
+            "add --nproc auto; to train alone on each machine, set LOCKSTEP_ENVIRONMENT=none",
+        )
+
+    # A meeting point that was typed need not be on the platform's machine 0.
+    number = None if join else nodes.number
+    return Placement(nproc, nnodes or nodes.count, join or nodes.join, number, str(nodes))
+
+
+def _refuse_ranks_of_mpi(typed: Placement, env: Mapping[str, str]) -> None:
+    """Refuse to start processes in each rank of mpirun, whose launchers would not know of each other."""
+    if not torchrun.is_rank(env) and (world := mpi.read(env)) is not None:
+        raise UserError(
+            f"--nproc cannot be used here: {world.launcher} has already made this process a rank",
+            f"rank {world.rank} of {world.size}",
+            "leave --nproc out; or start one process on each machine, with --nnodes M and --join HOST:PORT",
+        )

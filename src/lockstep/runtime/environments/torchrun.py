@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.errors import UserError
-from lockstep.runtime.environments.launcher import STORE_FILE, STORE_KEY_FILE, STORE_PORT, from_launcher
+from lockstep.runtime.environments.launcher import STORE_FILE, STORE_KEY_FILE, STORE_PORT, TORCHRUN_ID, from_launcher
 from lockstep.runtime.world import World, whole_number
+
+# Set by Ray in its workers; Ray Train sets RANK and its relatives there.
+RAY_WORKER = "RAY_RAYLET_PID"
 
 # The variables that make a process a rank. The first two alone may describe a machine: some clouds set them so.
 FULL_SET = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -57,4 +60,14 @@ def read(env: Mapping[str, str]) -> World | None:
         store_file=ours.get(STORE_FILE),
         key_file=ours.get(STORE_KEY_FILE),
         store_port=whole_number(ours, STORE_PORT, 0),
+        launcher=_launcher(env),
     )
+
+
+def _launcher(env: Mapping[str, str]) -> str:
+    if TORCHRUN_ID in env:
+        return "torchrun"
+    if STORE_FILE in env or STORE_KEY_FILE in env:
+        return "lockstep"
+
+    return "Ray Train" if RAY_WORKER in env else "RANK and WORLD_SIZE"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -20,11 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.errors import PeersMissing, UserError, listed_ranks
 from lockstep.runtime.environments.launcher import TORCHRUN_RESTARTS
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 from lockstep.runtime.world import World
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+# How long the ranks of another launcher wait for each other before the first collective, and after how long they say
+# for whom. The ranks of our launcher need no limit: the launcher sees which of them have ended.
+MEET_LIMIT = timedelta(minutes=5)
+PATIENCE_S = 15.0
+CONNECT_S = 10.0  # for one try to connect
 
 # How long the launcher may take to answer beyond the timeout of the request: it may be collecting stacks.
 ANSWER_S = 60.0
@@ -53,18 +61,104 @@ def open_store(world: World, timeout: timedelta | None) -> dist.Store:
         guarded = GuardedStore(world.master_addr, world.store_port, secret, timeout)
         return dist.PrefixStore(f"lockstep/{next(_TIMES_OPENED)}", guarded)
 
-    # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
-    agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        world.master_addr,
-        world.master_port,
-        world.size,
-        is_master=world.rank == 0 and not agent_hosts_store,
-        timeout=timeout,
-    )
+    limit = min(timeout, MEET_LIMIT)
+    store = _torch_store(world, limit)
 
     # torchrun keeps one store for all its restarts, and new ranks must not read the addresses of dead ranks.
-    return dist.PrefixStore(f"lockstep/{os.environ.get(TORCHRUN_RESTARTS, '0')}", store)
+    attempt = os.environ.get(TORCHRUN_RESTARTS, "0")
+    store = dist.PrefixStore(f"lockstep/{attempt}/{next(_TIMES_OPENED)}", store)
+    try:
+        _meet(store, world, limit)
+    except dist.DistNetworkError:
+        raise PeersMissing(
+            f"rank 0 has ended while rank {world.rank} of {world.size} waited for the others",
+            f"its store at {world.master_addr}:{world.master_port} is gone",
+            "look at the output of rank 0",
+        ) from None
+
+    store.set_timeout(timeout)
+    return store
+
+
+def _torch_store(world: World, limit: timedelta) -> dist.Store:
+    """Return torch's own store, which rank 0 serves. Raises a UserError if that is not possible within the limit."""
+    assert world.master_addr is not None
+    assert world.master_port is not None
+
+    # torchrun's agent may already listen on MASTER_PORT and serve the store itself.
+    agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = world.rank == 0 and not agent_hosts_store
+    if not serves:
+        _wait_for_server(world, limit)
+
+    try:
+        # The ranks are not counted here: `_meet` says which of them are missing.
+        return dist.TCPStore(world.master_addr, world.master_port, is_master=serves, timeout=limit)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        what = "served" if serves else "used"
+        raise UserError(
+            f"rank {world.rank}: the ranks' store cannot be {what} at {world.master_addr}:{world.master_port}",
+            str(error).partition("\n")[0],
+            "set MASTER_ADDR to the machine of rank 0, and MASTER_PORT to a port that is free there, for every rank",
+        ) from None
+
+
+def _wait_for_server(world: World, limit: timedelta) -> None:
+    """Wait until something listens where rank 0 should: torch would not say what is wrong with the address."""
+    where = f"{world.master_addr}:{world.master_port}"
+    began, noted = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((world.master_addr, world.master_port), CONNECT_S).close()
+            return
+        except OSError as error:
+            problem = error.strerror or str(error)
+
+        waited = time.monotonic() - began
+        if waited > limit.total_seconds():
+            raise PeersMissing(
+                f"rank 0 of {world.size} is missing: it did not answer rank {world.rank} at {where} within "
+                f"{limit.total_seconds():g} s",
+                problem,
+                "start all ranks; set MASTER_ADDR to the machine of rank 0, by a name that every machine knows",
+            )
+        if waited > PATIENCE_S and not noted:
+            noted = True
+            _note(f"rank {world.rank} waits for rank 0 at {where} ({problem}), up to {limit.total_seconds():g} s")
+
+        time.sleep(0.1)
+
+
+def _meet(store: dist.Store, world: World, limit: timedelta) -> None:
+    """Wait until all ranks are here. Raises a UserError that names the missing ranks.
+
+    Torch would wait for them in the first collective, for up to half an hour, and would not say for whom.
+    """
+    store.set(f"here/{world.rank}", "")
+    if store.add("count", 1) == world.size:
+        store.set("complete", "")
+
+    began, noted = time.monotonic(), False
+    while not store.check(["complete"]):
+        waited = time.monotonic() - began
+        if waited > limit.total_seconds():
+            missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
+            raise PeersMissing(
+                f"{listed_ranks(missing)} of {world.size} did not come within {limit.total_seconds():g} s",
+                f"{world.size} ranks are announced by {world.launcher or 'the environment'}",
+                "start all ranks, or look at the output of those that are missing",
+            )
+        if waited > PATIENCE_S and not noted and world.rank == 0:
+            noted = True
+            missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
+            _note(f"waiting for {listed_ranks(missing)} of {world.size}, up to {limit.total_seconds():g} s")
+
+        # Thousands of ranks ask one server.
+        time.sleep(min(0.02 + waited / 50, 1.0))
+
+
+def _note(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:

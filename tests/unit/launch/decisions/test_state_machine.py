@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.schema import RestartConfig
+from lockstep.errors import ExitCode
 from lockstep.launch.decisions import state_machine as module
 from lockstep.launch.decisions.cluster import Node, divide
+from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import Failure, Kind, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     CoordinatorState,
-    DropNode,
     JobEnd,
     Kill,
-    LogEvent,
     NodeBeat,
     Preempt,
     Prepare,
     RankExited,
-    Send,
     Stacks,
-    StartAttempt,
     ZygoteLost,
     decode,
     encode,
@@ -64,7 +64,8 @@ class Stage:
 
     def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
-        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
+        origin = "signal" if code < 0 else "exception"
+        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         self.state_machine.rank_exited(
             RankExited(self.state_machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
@@ -421,8 +422,14 @@ def test_enough_nodes_wait_a_moment_for_more():
 def test_too_few_nodes_do_not_wait_for_ever():
     stage = nodes(2, 2, 1)
     assert stage.tick(299) == []
-    assert stage.tick(2)[-1].code == 1
+    assert stage.tick(2)[-1].code == ExitCode.RESTART
     assert "only 1 node came within 300 s" in stage.said
+
+
+def test_no_restarts_at_all_means_none_by_the_platform_either():
+    stage = nodes(2, 2, 1)
+    stage.state_machine.settings = Settings(restart=RestartConfig(per_hour=0))
+    assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
 def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
@@ -434,7 +441,7 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert stage.said.startswith("lockstep: node 1 (host-1) vanished: no heartbeat for 5 s")
     stage.ranks_gone()
     (ending,) = stage.tick()
-    assert (ending.code, ending.failure.kind) == (1, "node")
+    assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
 
 def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
@@ -499,7 +506,7 @@ def test_a_node_lost_while_the_others_stop():
     stage.exit(1, -9)
     stage.state_machine.node_lost(2, "vanished", stage.now)
     stage.ranks_gone(0)
-    assert [stage.tick(), stage.of(JobEnd)][1][0].code == 1
+    assert [stage.tick(), stage.of(JobEnd)][1][0].code == ExitCode.RESTART
 
 
 def test_a_node_lost_while_the_job_waits_for_more():
@@ -509,7 +516,7 @@ def test_a_node_lost_while_the_job_waits_for_more():
     stage.ranks_gone(0, 1)
     stage.tick()
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    assert stage.tick()[-1].code == 1
+    assert stage.tick()[-1].code == ExitCode.RESTART
 
 
 def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
@@ -527,7 +534,7 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
-    stage.state_machine.beat_received(1, NodeBeat(attempt=-1), stage.now)  # it is alive, but does nothing
+    stage.state_machine.beat_received(1, NodeBeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
     assert not stage.of(DropNode)
     stage.tick(0.2)
@@ -574,7 +581,7 @@ def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
-    new.state_machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
+    new.state_machine.took_over(Failure.noticed(Kind.NODE, "host-1 takes over from host-0", host="host-0"), new.now)
     return new
 
 
@@ -659,7 +666,7 @@ def test_too_few_that_are_left_wait():
     new.join(1)
     new.state_machine.node_lost(1, "vanished", new.now)
     assert not [new.tick(), new.of(JobEnd)][1]
-    assert [new.tick(2), new.of(JobEnd)][1][0].code == 1
+    assert [new.tick(2), new.of(JobEnd)][1][0].code == ExitCode.RESTART
 
 
 # Hangs
@@ -811,7 +818,7 @@ def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, exit_line="task.py:12")
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
     stage.tick()
-    assert "(sys.exit at task.py:12)" in stage.said
+    assert "(sys.exit at task.py:12; if" in stage.said
 
 
 def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from lockstep.errors import UserError
-from lockstep.parallel.fsdp.uniform_use import UniformUse
+from lockstep.parallel.fsdp.collective_check import CollectiveCheck
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool
@@ -122,10 +122,10 @@ def test_what_is_typed_then_trains(pool: Pool) -> None:
 def test_over_nccl_the_first_steps_are_compared() -> None:
     for backend, compared in {"gloo": [True] * 5, "nccl": [True] * 3 + [False] * 2}.items():
         runtime: Any = SimpleNamespace(backend=backend, collectives=None)
-        uniform = UniformUse(nn.Linear(1, 1), runtime)
+        check = CollectiveCheck(nn.Linear(1, 1), runtime)
         found = []
-        for uniform.steps in range(1, 6):
-            found.append(uniform.compares)
+        for check.steps in range(1, 6):
+            found.append(check.compares)
         assert found == compared
 
 
@@ -152,7 +152,7 @@ class RecordedReduce(DefaultReduceScatter):
 
 
 def plain_fsdp(world: World, store: Any, part: str) -> tuple[list[int], list[int]]:
-    """Without uniform_use: what torch gathers and reduces in one step that leaves `part` out on all ranks."""
+    """Without collective_check: what torch gathers and reduces in one step that leaves `part` out on all ranks."""
     with context.start(world, configured(VALUES).config, store=store) as runtime:
         mesh = init_device_mesh(runtime.device.type, (world.size,))
         model = Halved(lambda name: name == part, since=1).to(runtime.device)
@@ -169,7 +169,7 @@ def plain_fsdp(world: World, store: Any, part: str) -> tuple[list[int], list[int
 
 
 def test_torch_exchanges_what_each_rank_has_used(pool: Pool) -> None:
-    """The behaviour of torch that uniform_use.py is for. If this fails, torch exchanges the same on ranks that use
+    """The behaviour of torch that collective_check.py is for. If this fails, torch exchanges the same on ranks that use
     different parameters, and the module may be deleted."""
     everything, *_ = pool.run(plain_fsdp, "", world=2)
     without_block, *_ = pool.run(plain_fsdp, "block 1", world=2)

@@ -10,8 +10,8 @@ A part that no rank uses in a step is fine: it is not gathered and gets no gradi
 stage are compared.
 
 There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
-gradient before they are reduced, so we wrap the private `FSDPParamGroup.post_backward`. tests/ranks/test_uniform_use.py
-shows what torch does without this module, and fails when torch no longer needs it.
+gradient before they are reduced, so we wrap the private `FSDPParamGroup.post_backward`. What torch does without this
+module is in tests/ranks/test_collective_check.py, which fails when torch no longer needs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ END, GATHER, REDUCE = range(3)  # the next action of a rank; END: it has finishe
 VERBS = ("is done", "is about to use", "has a gradient for")
 
 
-class UniformUse:
+class CollectiveCheck:
     """Compares the next collective of all ranks.
 
     The driver calls `begin_step` before the first forward of each step, and `compare(END)` after its last backward.
@@ -100,7 +100,7 @@ class UniformUse:
             if action == REDUCE:
                 names = [name for name, present in zip(names, has_gradient, strict=True) if present]
 
-            raise _not_uniform(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
+            raise _not_check(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
 
     def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
         # torch's private hook reduces this rank's gradients, whichever gradients the other ranks have.
@@ -113,14 +113,14 @@ class UniformUse:
 
 
 class _ComparedGather(DefaultAllGather):
-    def __init__(self, uniform: UniformUse, number: int):
-        self._uniform = uniform
+    def __init__(self, check: CollectiveCheck, number: int):
+        self._check = check
         self._number = number
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._uniform.compare(GATHER, self._number)
+        self._check.compare(GATHER, self._number)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -130,7 +130,7 @@ def _has_gradient(parameter: Any) -> bool:
     return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
-def _not_uniform(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
+def _not_check(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
     """Return the error. `actions` holds (rank, what it is about to do, names of the parameters) for every rank."""
     # Two ranks that differ are enough for the message.
     first = actions[0]

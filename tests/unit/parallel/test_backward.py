@@ -1,0 +1,35 @@
+"""The backward that drivers call: torch's, without its checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.parallel.driver import backward
+
+
+class OtherTensor(Tensor):
+    pass
+
+
+def test_it_adds_to_the_gradients_as_torch_does():
+    p, word = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.zeros(3))
+    sent = torch.tensor([1.0, 2.0, 3.0])
+
+    backward(((p**2).sum(),), (torch.tensor(0.5),))
+    backward(((p**2).sum(), word), (torch.tensor(0.5), sent))
+
+    torch.testing.assert_close(p.grad, torch.tensor([2.0, 4.0]))
+    torch.testing.assert_close(word.grad, sent)
+
+
+def test_a_loss_of_another_class_goes_through_torchs_function(monkeypatch: pytest.MonkeyPatch):
+    """It may have a backward of its own (`__torch_function__`), which only that function finds."""
+    calls = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args: calls.append(args))
+    outputs, grads = (torch.ones(()).as_subclass(OtherTensor),), (torch.ones(()),)
+
+    backward(outputs, grads)
+
+    assert calls == [(outputs, grads)]
