@@ -271,7 +271,7 @@ class Coordinator:
             case NodeBeat():
                 self._state_machine.beat_received(node, message, now)
             case SignalReceived():
-                self._state_machine.preempt_requested(message.signal, now)
+                self._state_machine.preempt_requested(message.signal, now, node)
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the coordinator")
 

@@ -82,6 +82,9 @@ NODES_STACKS_S = 5.0
 # whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
 FENCE_S = 3.0
 
+# A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
+SAME_SIGINT_S = 1.0
+
 
 class JobPhase(Enum):
     JOIN = "waiting for nodes"
@@ -143,8 +146,10 @@ class JobStateMachine:
         # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
-        # Whether Ctrl-C was typed, and when the current ranks were asked to save and exit.
-        self._sigint_seen = state.preempt_signal == "SIGINT"
+        # When Ctrl-C was first typed, and the nodes that have received it; after a takeover the nodes are not known.
+        # And when the current ranks were asked to save and exit.
+        self._sigint_at = -math.inf if state.preempt_signal == "SIGINT" else math.inf
+        self._sigint_nodes: set[int] = set()
         self._preempted_at = now
 
     def take(self) -> list[Command]:
@@ -376,11 +381,10 @@ class JobStateMachine:
 
     # ---- preemption and resizing ----
 
-    def preempt_requested(self, signal: str, now: float) -> None:
-        """A signal asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
+    def preempt_requested(self, signal: str, now: float, node: int = COORDINATOR) -> None:
+        """A signal at a node asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
         # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
-        at_once = self._sigint_seen and signal == "SIGINT"
-        self._sigint_seen |= signal == "SIGINT"
+        at_once = signal == "SIGINT" and self._is_second_sigint(node, now)
         self._preempt_signal = self._preempt_signal or signal
 
         match self.job_phase:
@@ -395,6 +399,13 @@ class JobStateMachine:
                 self._preempt(now)
             case _:
                 pass  # the job is ending anyway
+
+    def _is_second_sigint(self, node: int, now: float) -> bool:
+        """Note a SIGINT. Return whether Ctrl-C was typed again: one that was sent to all nodes counts once."""
+        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+        self._sigint_nodes.add(node)
+        self._sigint_at = min(self._sigint_at, now)
+        return is_second
 
     def resize_requested(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""

@@ -70,7 +70,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self.calls = Calls()
+        self._lockstep_calls = Calls()  # a name that no user's model has: its own would be hidden
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -79,7 +79,7 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls = self.calls
+        calls = self._lockstep_calls
         calls.any = True
         calls.with_gradients |= torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
@@ -157,7 +157,8 @@ class DDPDriver(Driver):
     def before_forward(self, micro: MicroBatch, control: Control) -> None:
         super().before_forward(micro, control)
         replica = self._replica
-        replica.calls.any = replica.calls.with_gradients = False
+        calls = replica._lockstep_calls
+        calls.any = calls.with_gradients = False
         if replica.require_backward_grad_sync != control.is_last_micro_batch:
             replica.require_backward_grad_sync = control.is_last_micro_batch
         self._reached.clear()
@@ -167,8 +168,8 @@ class DDPDriver(Driver):
         self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        if not self._replica.calls.with_gradients:
-            if self._replica.calls.any:
+        if not self._replica._lockstep_calls.with_gradients:
+            if self._replica._lockstep_calls.any:
                 raise no_gradient()
             raise UserError(
                 "the loss was computed without calling the model that Lockstep passed in",

@@ -1,4 +1,4 @@
-"""The decisions of a job, without any process: events in, commands out."""
+"""The decisions of a job, without any process: it is told what happens, and issues commands."""
 
 import signal
 import time
@@ -273,6 +273,26 @@ def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     assert stage.sent(Kill) == [0]
     stage.ranks_gone()
     assert stage.tick()[-1].code == 75
+
+
+def test_one_interrupt_that_is_sent_to_all_nodes_is_one(stage):
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=0)
+    stage.state_machine.preempt_requested("SIGINT", stage.now + 0.01, node=1)
+    stage.tick()
+    assert not stage.sent(Kill)
+
+    # The same node again, or another one much later: Ctrl-C was typed a second time.
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=1)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
+def test_an_interrupt_at_another_node_later_is_the_second(stage):
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=0)
+    stage.tick(2)
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=1)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
 
 
 def test_a_second_interrupt_stops_at_once(stage):
