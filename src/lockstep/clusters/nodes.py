@@ -147,7 +147,7 @@ def _bracketed(host: str) -> str:
 
 def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
     # `lockstep --help` must not wait for these.
-    from lockstep.launch.nodes.node_launcher import ONE_LOG
+    from lockstep.launch.nodes.search import ONE_LOG
     from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
     variables = _environment(options.env)

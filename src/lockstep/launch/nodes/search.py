@@ -6,6 +6,7 @@ over. The files in the run folder say which (`election.py`).
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -31,6 +32,10 @@ from lockstep.launch.wire.connections import (
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.proof import Secret
+
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node; and the command that resumes the job is typed once.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 # How long a node tries to reach the coordinating node.
 CONNECT_S = 300.0
@@ -315,5 +320,6 @@ class Search:
     def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
-        say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
+        everywhere = "" if ONE_LOG in os.environ else ", on every node"
+        say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
         return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))
