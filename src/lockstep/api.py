@@ -127,8 +127,8 @@ def train(
             f"leave {option} out under torchrun; or unset WORLD_SIZE, RANK and LOCAL_RANK",
         )
 
-    # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not made
-    # yet: the coordinator's choice applies.
+    # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
+    # made yet: the coordinator's choice applies.
     asked, resume = _last(layers, "run_dir"), _last(layers, "resume") or "never"
     run_dir = _agree_on_run_dir(asked, resume, targets.name_of(target), layers, make=placement.join is None)
     command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
