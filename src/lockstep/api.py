@@ -23,7 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -127,17 +127,18 @@ def train(
             f"leave {option} out under torchrun; or unset WORLD_SIZE, RANK and LOCAL_RANK",
         )
 
-    # The folder is chosen before the task is imported, so only what was typed counts.
-    run_dir = _agree_on_run_dir(
-        _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
-    )
+    # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
+    # made yet: the coordinator's choice applies.
+    asked, resume = _last(layers, "run_dir"), _last(layers, "resume") or "never"
+    run_dir = _agree_on_run_dir(asked, resume, targets.name_of(target), layers, make=placement.join is None)
     command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
     if placement.source:
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
-    ending = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
+    program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
+    ending = _launch({**spec, **program}, run_dir, processes, nodes, placement.join, placement.node)
     if ending.code:
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
@@ -454,9 +455,9 @@ def _launch(
     return ending
 
 
-def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
+def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True) -> Path:
     """Return the run folder. If the user has not named one, add a layer that names it for the ranks."""
-    run_dir = choose_run_dir(asked, resume, name)
+    run_dir = choose_run_dir(asked, resume, name, make)
     if not asked:
         layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
     return run_dir

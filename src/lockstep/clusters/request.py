@@ -21,6 +21,7 @@ class Request:
     run_dir: Path
     nproc: str  # processes on each machine, as typed: a count, a range or auto
     nnodes: Bounds
+    resume: str = "auto"  # a node that starts again resumes
 
     @property
     def name(self) -> str:
@@ -28,7 +29,7 @@ class Request:
         return self.run_dir.name
 
     def train_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
-        """Return the words of the command for one machine. A node that starts again resumes.
+        """Return the words of the command for one machine.
 
         `options` are added as they are, such as `--join HOST:PORT`.
         """
@@ -42,7 +43,7 @@ class Request:
             words += ["--config", path]
 
         arguments = ["--", *self.script_arguments] if self.script_arguments else []
-        return [*words, *options, "--resume", "auto", *arguments]
+        return [*words, *options, "--resume", self.resume, *arguments]
 
     def shell_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> str:
         """Return `train_command` as one line for a shell, with quotes where they are needed."""

@@ -43,6 +43,7 @@ from lockstep.launch.wire.messages import (
     Welcome,
     ZygoteLost,
     difference,
+    different_program,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
@@ -236,6 +237,9 @@ class Coordinator:
 
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
+        elif different := different_program(hello, self._job.identity):
+            fix = "install the same versions and copy the same files to every node, then run the same command there"
+            answer = Refused(f"{join}: two nodes would run different programs", different, fix)
         elif self._state_machine.cluster.full:
             answer = Refused(
                 f"{join}: no more nodes can join",

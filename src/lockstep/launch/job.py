@@ -35,6 +35,9 @@ COORDINATOR = 0
 # The source of a setting that one node chooses for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
 
+# The key of a job's `spec` under which each node says which versions and which sources it has.
+PROGRAM = "program"
+
 
 @dataclass(frozen=True)
 class Bounds:

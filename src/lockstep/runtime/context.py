@@ -20,7 +20,9 @@ from lockstep.errors import UserError, plural
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.rendezvous.store import open_store, wait_for
 from lockstep.runtime.threads import Threads
@@ -185,6 +187,9 @@ def join(
     if world.alone:
         return "none"
 
+    # Our launcher has checked its own environment before it started ranks.
+    if from_launcher(FOLDER) is None:
+        check_interfaces(os.environ)
     # Before the ranks meet: all of them have the same setting.
     check_backend(asked, device)
 

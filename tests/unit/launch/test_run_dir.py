@@ -34,6 +34,17 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     assert choose_run_dir(None, "never", "net").name.startswith("net-3334f589")
 
 
+def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20260101-000000")
+    chosen = [choose_run_dir(None, "never", "net") for _ in range(20)]
+    assert len(set(chosen)) == 20
+
+    # Only asked for: nothing is made, as for a job that is printed and not started.
+    assert not run_dir.new_run_dir("net").exists()
+    assert not choose_run_dir(None, "never", "net", make=False).exists()
+
+
 @pytest.mark.parametrize(
     ("words", "resume", "again"),
     [

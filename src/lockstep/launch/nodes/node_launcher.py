@@ -19,7 +19,7 @@ from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
-from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
+from lockstep.launch.nodes.search import ONE_LOG, CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
 from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
@@ -35,10 +35,6 @@ from lockstep.launch.wire.messages import (
     SignalReceived,
     Welcome,
 )
-
-# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
-# coordinating node only, and not once for each node.
-ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 
 class NodeLauncher:

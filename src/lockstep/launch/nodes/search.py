@@ -6,6 +6,7 @@ over. The files in the run folder say which (`election.py`).
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -25,17 +26,25 @@ from lockstep.launch.wire.connections import (
     NoAnswer,
     address_of,
     claim,
+    is_taken,
     listen_at,
     reach,
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.proof import Secret
 
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node; and the command that resumes the job is typed once.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
+
 # How long a node tries to reach the coordinating node.
 CONNECT_S = 300.0
 
 # The pause between two tries.
 RETRY_S = 0.2
+
+# How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
+TAKEN_S = 30.0
 
 # How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
 # that record as stale.
@@ -97,7 +106,7 @@ class Search:
 
     def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
-        began = now = time.monotonic()
+        began = now = last_not_taken = time.monotonic()
         announced = False
         watch = CounterWatch()
         while now - began < CONNECT_S:
@@ -133,6 +142,17 @@ class Search:
 
             if listener:
                 listener.close()
+
+            # A coordinator on this machine would have answered long ago.
+            if listener or not is_taken(self._addresses[0]):
+                last_not_taken = now
+            elif now - last_not_taken > TAKEN_S:
+                raise UserError(
+                    f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
+                    self._last_problem,
+                    "use a free port, the same on all nodes",
+                )
+
             time.sleep(RETRY_S)
             now = time.monotonic()
 
@@ -300,5 +320,6 @@ class Search:
     def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
-        say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
+        everywhere = "" if ONE_LOG in os.environ else ", on every node"
+        say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
         return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))

@@ -205,6 +205,19 @@ def claim(address: str) -> socket.socket | None:
         ) from None
 
 
+def is_taken(address: str) -> bool:
+    """Return whether this machine has an address of --join, and something else listens at its port."""
+    host, port = parse_address(address)
+    for wanted, free in ((0, True), (port, False)):
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
+            _listener(where, family).close()
+        except OSError as error:
+            return not free and error.errno == errno.EADDRINUSE
+
+    return False
+
+
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen at this address of the machine, at a free port if `port` is in use. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.job import COORDINATOR, PROGRAM, Bounds
 from lockstep.launch.nodes.election import Term
 
 # The messages, by their names in JSON.
@@ -210,7 +210,16 @@ def decode(line: bytes) -> Message:
 
 def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
     """Return which parts of two nodes' commands differ, or None if they agree."""
-    keys = sorted(theirs.identity.keys() | ours.keys())
-    pairs = [(key, theirs.identity.get(key), ours.get(key)) for key in keys]
+    return _different_values({**theirs.identity, PROGRAM: None}, {**ours, PROGRAM: None})
+
+
+def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which versions and which files of two nodes differ, or None if they agree."""
+    programs = theirs.identity.get(PROGRAM), ours.get(PROGRAM)
+    return _different_values(*(program if isinstance(program, dict) else {} for program in programs))
+
+
+def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    pairs = [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys())]
     parts = [f"{key}: {they!r} here, {we!r} on the coordinating node" for key, they, we in pairs if they != we]
     return "; ".join(parts) or None
