@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -101,6 +102,34 @@ def address_towards(host: str) -> str | None:
             return probe.getsockname()[0].partition("%")[0]
     except OSError:
         return None
+
+
+def as_others_reach_it(host: str) -> str:
+    """Return `host`, or this machine's address in its network if the name means a loopback address here.
+
+    Debian gives a machine's own name the address 127.0.1.1: a coordinator would listen where nobody can reach it.
+    `localhost`, and an address that is written out, mean what they say.
+    """
+    if host == "localhost" or _is_address(host):
+        return host
+
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return host
+
+    if not all(ipaddress.ip_address(address).is_loopback for address in found if _is_address(address)):
+        return host
+
+    # An address of a network that exists in documentation only: the way there is the way to all others.
+    return address_towards("192.0.2.1") or host
+
+
+def _is_address(text: object) -> bool:
+    try:
+        return bool(ipaddress.ip_address(str(text)))
+    except ValueError:
+        return False
 
 
 def interface_towards(host: str) -> str | None:

@@ -84,3 +84,17 @@ def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfac
         assert (own[GLOO_INTERFACE], own[NCCL_INTERFACE]) == ("docker0", "ib")
     finally:
         attempt.close()
+
+
+def test_a_name_that_means_loopback_here_is_reached_by_the_address_in_the_network(interfaces, monkeypatch):
+    """Debian gives a machine's own name the address 127.0.1.1."""
+    meanings = {"node1": "127.0.1.1", "node2": "10.0.0.2"}
+
+    def getaddrinfo(host, *args, **kwargs):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (meanings[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert machine.as_others_reach_it("node1") == "10.0.0.1"
+    assert machine.as_others_reach_it("node2") == "node2"
+    assert machine.as_others_reach_it("localhost") == "localhost"
+    assert machine.as_others_reach_it("127.0.0.1") == "127.0.0.1"
