@@ -100,7 +100,7 @@ def train(
     `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are passed on to a script.
     """
     # Settings that were typed for the run that is resumed still hold, unless they are typed again.
-    layers[:0] = _stored_layer(_last(layers, "resume"), layers)
+    layers[:0] = _stored_layer(last(layers, "resume"), layers)
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
     # because options such as --resume were added after `read_layers`.
@@ -129,7 +129,7 @@ def train(
 
     # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
     # made yet: the coordinator's choice applies.
-    asked, resume = _last(layers, "run_dir"), _last(layers, "resume") or "never"
+    asked, resume = last(layers, "run_dir"), last(layers, "resume") or "never"
     run_dir = _agree_on_run_dir(asked, resume, targets.name_of(target), layers, make=placement.join is None)
     command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
@@ -488,7 +488,7 @@ def _speaks_for_all() -> bool:
         return True  # the launcher of one of several machines
 
 
-def _last(layers: list[Layer], key: str) -> Any:
+def last(layers: list[Layer], key: str) -> Any:
     """Return the value of the strongest layer that sets `key`, or None."""
     return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,15 +171,20 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep import api
     from lockstep.config import read_layers
 
+    on_hosts = options.nodes is not None or options.hostfile is not None
+    if not on_hosts:
+        nodes.refuse_host_options(options)
+
     layers = read_layers(options.config, overrides)
 
     # The strongest layer, shown under its own name.
     if options.resume is not None:
         layers.append(("--resume", {"resume": options.resume}))
 
-    resume_command = api.make_resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
+    typed = nodes.without_values(options.arguments)
+    resume_command = api.make_resume_command(["lockstep"], typed, ["--resume", "auto"])
     arguments = options.script_arguments
-    if options.nodes is not None or options.hostfile is not None:
+    if on_hosts:
         return _train_on_hosts(options, overrides, layers, resume_command)
     return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
 
@@ -186,13 +192,20 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _train_on_hosts(
     options: argparse.Namespace, overrides: Sequence[str], layers: list[Layer], resume_command: ResumeCommand
 ) -> int:
+    from lockstep import api
     from lockstep.launch.run_dir import choose_run_dir
 
     # All hosts need the same folder, so it is chosen here.
-    asked = next((values["run_dir"] for _, values in reversed(layers) if values.get("run_dir")), None)
-    run_dir = choose_run_dir(asked, options.resume or "never", targets.name_of(options.target))
+    asked, resume = api.last(layers, "run_dir"), api.last(layers, "resume") or "never"
+    run_dir = choose_run_dir(asked, resume, targets.name_of(options.target))
     rest = [word for word in overrides if not word.startswith("run_dir=")]
-    return nodes.train(options, [*rest, f"run_dir={run_dir}"], resume_command(run_dir))
+    try:
+        return nodes.train(options, [*rest, f"run_dir={run_dir}"], resume_command(run_dir))
+    finally:
+        # It is empty if nothing has started.
+        if not asked:
+            with suppress(OSError):
+                run_dir.rmdir()
 
 
 def _launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:

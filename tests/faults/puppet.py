@@ -88,5 +88,5 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
         )
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     sys.exit(ending.code)

@@ -107,7 +107,7 @@ def test_a_port_that_another_program_has_is_named(nodes):
         threading.Thread(target=hang_up, args=[other], daemon=True).start()
         port = other.getsockname()[1]
         (node,) = nodes(1, join=f"127.0.0.1:{port}", taken_s=1.0)
-        assert node.wait() == 2
+        assert node.wait() == 75  # it may be a node of an earlier job, which ends
     assert f"another program on this machine listens at 127.0.0.1:{port}" in node.said
 
 

@@ -24,6 +24,9 @@ class Platform(Protocol):
     # False if the run folder is a path of other machines, where this one cannot write. True if it is left out.
     SEES_RUN_DIR: bool
 
+    # True if only this user may read the files. False if it is left out.
+    PRIVATE: bool
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that only this platform has."""
         ...
@@ -79,7 +82,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
 
     own = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
-    files = write(texts, options.out or own / "launch")
+    files = write(texts, options.out or own / "launch", getattr(chosen, "PRIVATE", False)) if texts else {}
     return chosen.submit(request, options, files) if options.submit else 0
 
 
@@ -112,11 +115,14 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     )
 
 
-def write(texts: dict[str, str], folder: Path) -> dict[str, Path]:
+def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[str, Path]:
     """Write the files of a job into a folder. Returns name -> path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
+            if private:
+                (folder / name).touch(mode=0o600)
+                (folder / name).chmod(0o600)  # it may have been there
             (folder / name).write_text(text)
     except OSError as error:
         raise UserError(

@@ -13,12 +13,14 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from queue import Queue
 from typing import IO, Any
 
 from lockstep.clusters.tether import MARK
 from lockstep.errors import UserError
+from lockstep.runtime.machine import addresses_of_interfaces
 
 # Options of ssh: never ask for a password, and notice within fifteen seconds that the other side is gone.
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
@@ -31,7 +33,7 @@ _LINE = re.compile(r"(?P<host>[^\s:=]+|\[[0-9A-Fa-f:.]+\])(?::(?P<count>\d+))?(?
 class Host:
     """A host as it was typed."""
 
-    login: str  # what ssh gets: HOST or USER@HOST
+    login: str  # HOST or USER@HOST
     slots: int | None = None  # the most processes that the hostfile allows
 
     @property
@@ -39,17 +41,21 @@ class Host:
         """The host without the user: what other hosts look up."""
         return self.login.rpartition("@")[2].strip("[]")
 
+    @property
+    def ssh_login(self) -> str:
+        """What ssh gets: it takes an IPv6 address without brackets."""
+        user, at, _ = self.login.rpartition("@")
+        return f"{user}{at}{self.name}"
+
     def is_here(self) -> bool:
         """Return whether this is the machine on which this process runs."""
         if self.name in (socket.gethostname(), socket.getfqdn()):
             return True
 
-        # An address belongs to this machine if a socket can be bound to it.
+        own = {address for addresses in addresses_of_interfaces().values() for address in addresses}
         with suppress(OSError):
-            for family, kind, _, _, where in socket.getaddrinfo(self.name, 0, type=socket.SOCK_STREAM):
-                with suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.bind(where)
-                    return True
+            found = [str(info[4][0]) for info in socket.getaddrinfo(self.name, 0, type=socket.SOCK_STREAM)]
+            return any(address in own or ip_address(address).is_loopback for address in found)
 
         return False
 
@@ -146,7 +152,7 @@ class Login:
     def send(self, request: dict[str, Any]) -> None:
         """Send a request. If the other side is gone, its end is reported as an event."""
         assert self.process.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: it was closed by `hang_up`
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -180,17 +186,29 @@ class Login:
                 self._events.put(Event(self._place, self.number, line, is_error))
 
 
+def split_ssh(ssh: str) -> list[str]:
+    """Return the words of --ssh. Raises a UserError."""
+    try:
+        words, found = shlex.split(ssh), "no words"
+    except ValueError as error:
+        words, found = [], str(error)
+
+    if not words:
+        raise UserError(f"--ssh {ssh!r} is not a command", found, 'use --ssh "ssh -p 2222", say, or leave it out')
+    return words
+
+
 def login_words(host: Host, ssh: str, folder: str, python: str) -> list[str]:
     """Return the command that starts the tether on a host."""
     module = [python, "-P", "-m", "lockstep.clusters.tether"]
     if host.is_here():
         return module
 
-    program = shlex.split(ssh)
+    program = split_ssh(ssh)
     if Path(program[0]).name == "ssh":
         program += [word for option in SSH_OPTIONS for word in ("-o", option)] + ["-T"]
 
     # The other side's Python must find the package where this one does.
     path = os.environ.get("PYTHONPATH")
     words = ["env", f"PYTHONPATH={path}", *module] if path else module
-    return [*program, host.login, f"cd {shlex.quote(folder)} && exec {shlex.join(words)}"]
+    return [*program, host.ssh_login, f"cd {shlex.quote(folder)} && exec {shlex.join(words)}"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import Empty, Queue
 from types import TracebackType
 from typing import Any
 
-from lockstep.clusters.hosts import Event, Host, Login, login_words
-from lockstep.clusters.tether import SAVE_S, Training
-from lockstep.errors import ExitCode, UserError, printable
+from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
+from lockstep.clusters.tether import BEAT_S, SAVE_S, Training
+from lockstep.errors import ExitCode, Preempted, UserError, printable
 
 # How long a host may take to answer before the job starts: a login, and an import.
 ANSWER_S = 60.0
@@ -33,11 +34,17 @@ class Logins:
 
     def __init__(self, hosts: Sequence[Host], ssh: str, folder: str, python: str):
         self.hosts = list(hosts)
+        split_ssh(ssh)
         self._ssh = ssh
         self._folder = folder
         self._python = python
         self._events: Queue[Event] = Queue()
         self._logins: list[Login] = []
+
+        # The hosts that are logged in to. They are told so every few seconds, by a thread: what the terminal or the job
+        # is busy with must not look like the loss of this machine.
+        self._connected = set(range(len(self.hosts)))
+        self._closed = threading.Event()
 
     def __enter__(self) -> Logins:
         try:
@@ -47,10 +54,21 @@ class Logins:
             self._end()
             raise
 
+        threading.Thread(target=self._keep_beating, daemon=True, name="lockstep-beats").start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end()
+
+    def _keep_beating(self) -> None:
+        self._beat()
+        while not self._closed.wait(BEAT_S):
+            self._beat()
+
+    def _beat(self) -> None:
+        connected = sorted(self._connected)
+        for login in list(self._logins):
+            login.send({"beat": connected})
 
     def _log_in(self, place: int, number: int) -> Login:
         host = self.hosts[place]
@@ -65,6 +83,7 @@ class Logins:
             ) from None
 
     def _end(self) -> None:
+        self._closed.set()
         for login in self._logins:
             login.hang_up()
 
@@ -108,7 +127,7 @@ class Logins:
         return UserError(
             f"{host.name} cannot be logged in to, or has no Lockstep at the same path",
             words,
-            f"try: {self._ssh} {host.login} {shlex.quote(test)}; --ssh and --python change what is run",
+            f"try: {self._ssh} {host.ssh_login} {shlex.quote(test)}; --ssh and --python change what is run",
         )
 
     # ---- the job ----
@@ -125,12 +144,18 @@ class Logins:
         login = self._logins[place]
         self._logins[place] = self._log_in(place, login.number + 1)
 
+    def note(self, place: int, connected: bool) -> None:
+        """Tell all hosts that one of them is lost, or is back."""
+        # Replaced, not changed: the other thread may be reading it.
+        self._connected = self._connected | {place} if connected else self._connected - {place}
+        self._beat()
+
     def send(self, place: int, request: dict[str, Any]) -> None:
         self._logins[place].send(request)
 
-    def hang_up(self) -> None:
-        for login in self._logins:
-            login.hang_up()
+    def hang_up(self, *places: int) -> None:
+        for place in places or range(len(self._logins)):
+            self._logins[place].hang_up()
 
     def next_event(self, seconds: float) -> Event | None:
         """Return what came from a login that is still the host's newest one."""
@@ -151,13 +176,18 @@ class _Watch:
         self._least = least
         self._signals = signals
         self._count_of_signals = 0
+        self._first_signal: str | None = None
+
+        # Whether the job is about to end: then no host is logged in to again.
+        self._ending = False
 
         # How each host ended: its launcher's exit code; None where the login was lost.
         self._ended: dict[int, int | None] = {}
 
-        # When a lost host is tried again, and by when all hosts must have ended.
+        # When a lost host is tried again; by when all hosts must have ended; and when they are not waited for any more.
         self._again: dict[int, float] = {}
         self._deadline: float | None = None
+        self._patience: float | None = None
 
     def run(self) -> int:
         for place, job in enumerate(self._jobs):
@@ -173,8 +203,9 @@ class _Watch:
             now = time.monotonic()
             self._try_again(now)
             if self._deadline is not None and now > self._deadline:
-                self._logins.hang_up()
-                self._deadline = None
+                self._hang_up()
+            if self._patience is not None and now > self._patience:
+                break
 
         return self._code()
 
@@ -188,12 +219,16 @@ class _Watch:
         elif event.answer is not None and "ended" in event.answer:
             self._ended[place] = event.answer["ended"]
             self._expect_the_end()
-        elif event.answer is not None and "facts" in event.answer:
+        elif event.answer is not None and "facts" in event.answer and not self._ending:
             # A host that was lost is back.
             del self._again[place]
             self._ended.pop(place, None)
             self._say(f"{self._logins.hosts[place].name} is back")
-            self._logins.send(place, {"start": asdict(self._jobs[place])})
+            self._logins.note(place, connected=True)
+            self._logins.send(place, {"start": asdict(replace(self._jobs[place], again=True))})
+        elif event.answer is not None:
+            # It cannot be used: it has a problem, or comes too late.
+            self._logins.hang_up(place)
         elif event.code is not None and place not in self._ended:
             self._lose(place, event.code)
         elif event.code is not None and place in self._again:
@@ -201,43 +236,62 @@ class _Watch:
 
     def _lose(self, place: int, code: int) -> None:
         """Note that a login has ended before its launcher did: the host is lost, or the way to it."""
-        self._ended[place] = None
+        self._ended[place] = ExitCode.FAILED if code == ExitCode.FAILED else None  # it has crashed, or is lost
+        self._logins.note(place, connected=False)
         name = self._logins.hosts[place].name
         left = len(self._jobs) - len(self._ended)
-        if left >= self._least and self._deadline is None:
+        if left >= self._least and not self._ending:
             self._say(f"the login to {name} has ended (exit code {code}); trying again while the job runs")
             self._again[place] = time.monotonic() + AGAIN_S
         else:
             self._say(f"the login to {name} has ended (exit code {code})")
-            self._expect_the_end()
+            if left < self._least:
+                self._expect_the_end()
 
     def _try_again(self, now: float) -> None:
         for place, when in self._again.items():
-            if now >= when and self._deadline is None:
+            if now >= when and not self._ending:
                 self._again[place] = float("inf")  # until this login has ended, too
                 self._logins.log_in_again(place)
                 self._logins.send(place, {"look": {"target": self._jobs[place].target, "hosts": [], "files": []}})
 
     def _expect_the_end(self) -> None:
         """All launchers of a job end with it; one that cannot know that the job is over is asked to end."""
-        if self._deadline is None:
+        self._ending = True
+        if self._deadline is None and self._patience is None:
             self._deadline = time.monotonic() + END_S
+
+    def _hang_up(self) -> None:
+        """End all tethers. The other sides save and end by themselves, if they notice it."""
+        self._ending = True
+        self._logins.hang_up()
+        self._deadline = None
+        self._patience = time.monotonic() + SAVE_S + 2.0
 
     def _pass_on(self, signal: str) -> None:
         """Pass a signal on to one host: its launcher asks the whole job to save and stop."""
+        self._ending = True
+        self._first_signal = self._first_signal or signal
         self._count_of_signals += 1
         if self._count_of_signals > PATIENT_SIGNALS:
-            self._logins.hang_up()
+            self._hang_up()
             return
 
-        first = next(place for place in range(len(self._jobs)) if place not in self._ended)
-        self._logins.send(first, {"signal": signal})
+        # None is left if the last one has just ended.
+        first = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
+        if first is not None:
+            self._logins.send(first, {"signal": signal})
 
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
         known = set(self._ended.values())
         first = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART)
-        return next((code for code in first if code in known), ExitCode.FAILED)
+        code = next((code for code in first if code in known), None)
+        if code is None and ExitCode.FAILED not in known:
+            # No host could say how it ended: the machines or the network are lost, or the user did not wait for them.
+            code = ExitCode(Preempted.code_of(self._first_signal))
+
+        return ExitCode.FAILED if code is None else code
 
     def _say(self, text: str) -> None:
         print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -18,6 +19,9 @@ from lockstep.clusters.request import Request
 from lockstep.clusters.tether import Facts, Training
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
+
+# Whether what is written may hold what others must not read: values of --env.
+PRIVATE = True
 
 HELP = "hosts that you can log in to: start the job on all of them over ssh, or print the command for each"
 
@@ -35,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `lockstep train --nodes` has in common with `lockstep launch nodes`."""
     parser.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: host1 slots=4")
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help='how to log in, as in "ssh -p 2222 -i key"')
+    parser.add_argument("--ssh", metavar="COMMAND", help='how to log in, as in "ssh -p 2222 -i key"')
     parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
     parser.add_argument("--port", type=int, metavar="N", help="where the hosts meet (default: a free port)")
     parser.add_argument(
@@ -54,9 +58,12 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     """Return the command to type on each host."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
+    if options.submit and options.out is None:
+        return {}  # the hosts get their commands from this one
+
     join = ",".join(f"{_bracketed(host.name)}:{options.port or PRINTED_PORT}" for host in hosts)
     program = (options.python, "-m", "lockstep") if options.python else ("lockstep",)
-    variables = shlex.join(f"{name}={value}" for name, value in _environment(options.env).items())
+    variables = " ".join(_assignment(word) for word in options.env)
     folder = shlex.quote(os.getcwd())
 
     text = ""
@@ -71,7 +78,7 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
     """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
-    words = ["launch", *options.arguments[1:]]
+    words = ["launch", *without_values(options.arguments[1:])]
     if not any(word.startswith("run_dir=") for word in words):
         words.append(f"run_dir={request.run_dir}")
 
@@ -89,7 +96,8 @@ def train(options: argparse.Namespace, overrides: Sequence[str], resume_command:
 
     options.nproc = options.nproc or "auto"
     hosts = parse_hosts(options.nodes, options.hostfile)
-    request = replace(make_request(options, overrides), resume=options.resume or "never")
+    # Settings, here or in a file, may say where to resume as well: the hosts read them.
+    request = replace(make_request(options, overrides), resume=options.resume)
     return _run(_for_hosts(request, hosts, options.nnodes), hosts, options, resume_command)
 
 
@@ -130,12 +138,57 @@ def _environment(asked: Sequence[str]) -> dict[str, str]:
     """Return the variables of --env: NAME=VALUE, or NAME for its value here."""
     found = {}
     for word in asked:
-        name, equals, value = word.partition("=")
+        name, equals, value = _split_variable(word)
         if not equals and name not in os.environ:
             raise UserError(f"--env {name} has no value here", "", f"use --env {name}=VALUE, or set {name} first")
         found[name] = value if equals else os.environ[name]
 
     return found
+
+
+def _assignment(word: str) -> str:
+    """Return a variable of --env for a shell: one without a value has the value that it has where it is typed."""
+    name, equals, value = _split_variable(word)
+    return f"{name}={shlex.quote(value)}" if equals else f'{name}="${name}"'
+
+
+def _split_variable(word: str) -> tuple[str, str, str]:
+    name, equals, value = word.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError(f"--env {name!r} is not the name of a variable", "", "use --env NAME=VALUE, or --env NAME")
+    return name, equals, value
+
+
+def without_values(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command without the values of --env, which may be secrets: NAME=VALUE becomes NAME."""
+    words: list[str] = []
+    for number, word in enumerate(arguments):
+        if word == "--":  # the rest belongs to the script
+            return [*words, *arguments[number:]]
+
+        # argparse takes beginnings of options, too.
+        option, equals, value = word.partition("=")
+        if _is_env(option) and equals:
+            words.append(f"{option}={value.partition('=')[0]}")
+        else:
+            words.append(word.partition("=")[0] if words and _is_env(words[-1]) else word)
+
+    return words
+
+
+def _is_env(word: str) -> bool:
+    return word.startswith("--e") and "--env".startswith(word)
+
+
+def refuse_host_options(options: argparse.Namespace) -> None:
+    """Raise a UserError for options of `lockstep train` that mean nothing without hosts to log in to."""
+    given = {"--ssh": options.ssh, "--python": options.python, "--port": options.port, "--env": options.env or None}
+    if found := [option for option, value in given.items() if value is not None]:
+        raise UserError(
+            f"{' and '.join(found)} without hosts to log in to",
+            "neither --nodes nor --hostfile",
+            f"add --nodes host1,host2 or --hostfile FILE, or leave {' and '.join(found)} out",
+        )
 
 
 def _bracketed(host: str) -> str:
@@ -151,7 +204,8 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
     from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
     variables = _environment(options.env)
-    with Logins(hosts, options.ssh, os.getcwd(), options.python or sys.executable) as logins:
+    ssh = "ssh" if options.ssh is None else options.ssh
+    with Logins(hosts, ssh, os.getcwd(), options.python or sys.executable) as logins:
         facts = _look(logins, request)
         addresses = [_address_of(place, hosts, facts) for place in range(len(hosts))]
         port = _try_out(logins, request, addresses[0], options.port or 0)
@@ -169,8 +223,11 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
             resume=request.resume,
             resume_command=resume_command,
             env={ONE_LOG: "1", **given, **variables},
+            run_dir=str(request.run_dir),
+            place=0,
+            least=request.nnodes.least,
         )
-        jobs = [replace(job, nproc=_nproc_of(host, request)) for host in hosts]
+        jobs = [replace(job, nproc=_nproc_of(host, request), place=place) for place, host in enumerate(hosts)]
         return logins.train(jobs, request.nnodes.least)
 
 
@@ -180,8 +237,16 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
     files = [*request.config_files, *([target] if target else [])]
     names = [host.name for host in logins.hosts]
     asked = {"look": {"target": request.target, "hosts": names, "files": files}}
-    facts = [Facts(**answer["facts"]) for answer in logins.ask(range(len(names)), asked, "facts")]
+    answers = logins.ask(range(len(names)), asked, "facts")
+    for name, answer in zip(names, answers, strict=True):
+        if problem := answer.get("problem"):
+            raise UserError(
+                f"{name} cannot read the files of the job",
+                problem,
+                f"make {', '.join(files) or 'the installed packages'} readable there",
+            )
 
+    facts = [Facts(**answer["facts"]) for answer in answers]
     for name, here in zip(names, facts, strict=True):
         if here.missing:
             raise UserError(
@@ -209,6 +274,8 @@ def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> st
 
     A host's own name often means 127.0.1.1 to the host itself, so what the others know comes first. A name that only
     the configuration of ssh knows means nothing to any of them: then the address at which the login arrived is taken.
+    An address that several hosts have, such as that of a bridge for containers, does not tell them apart, and a
+    link-local one means nothing without the name of an interface.
     """
     name, own = hosts[place].name, facts[place]
     others = [other for number, other in enumerate(facts) if number != place]
@@ -218,7 +285,12 @@ def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> st
 
     def fits(address: str) -> bool:
         is_loopback = address.startswith("127.") or address == "::1"
-        return (address in own.addresses or is_loopback) and (alone or not is_loopback)
+        if is_loopback or alone:
+            return alone and (is_loopback or address in own.addresses)
+
+        is_shared = any(address in other.addresses for other in others)
+        is_link_local = address.startswith(("fe80:", "169.254."))
+        return address in own.addresses and not is_shared and not is_link_local
 
     found = next((address for address in candidates if fits(address)), None)
     if found is None:

@@ -21,7 +21,7 @@ class Request:
     run_dir: Path
     nproc: str  # processes on each machine, as typed: a count, a range or auto
     nnodes: Bounds
-    resume: str = "auto"  # a node that starts again resumes
+    resume: str | None = "auto"  # a node that starts again resumes; None: as the settings say
 
     @property
     def name(self) -> str:
@@ -43,7 +43,8 @@ class Request:
             words += ["--config", path]
 
         arguments = ["--", *self.script_arguments] if self.script_arguments else []
-        return [*words, *options, "--resume", self.resume, *arguments]
+        resume = [] if self.resume is None else ["--resume", self.resume]
+        return [*words, *options, *resume, *arguments]
 
     def shell_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> str:
         """Return `train_command` as one line for a shell, with quotes where they are needed."""

@@ -1,41 +1,59 @@
 """What runs on a host that `lockstep launch nodes` has logged in to: the launcher of that host, on a tether.
 
-Standard input is the tether. It carries requests, one line of JSON each, and ends when the command that logged in has
-ended, whatever ended it: then the launcher here saves and stops, and is killed if that takes too long. Answers are
-lines of standard output that begin with `MARK`; all other lines are output of the job.
+Standard input is the tether. It carries requests, one line of JSON each. It is broken when it ends, because the command
+that logged in has ended, or when nothing has come for `SILENCE_S`, because a machine or the network is lost: then the
+launcher here saves and stops, and is killed if that takes too long. If enough other hosts are left for the job, it is
+killed at once, and the job goes on without it. Answers are lines of standard output that begin with `MARK`; all other
+lines are output of the job.
 
     {"look": ...}       what is here: versions, addresses, files; the answer holds `Facts`
     {"listen": ...}     on the first host: choose the port where the hosts meet, and listen there until the start
     {"try": ...}        on the others: can this host reach that port, and does it see the run folder of the first host
     {"start": ...}      train; the answer, when the job has ended, is its exit code
     {"signal": ...}     the job shall save and stop, as if this launcher had received the signal
+    {"beat": [0, 1]}    the other side lives, and has logins to these hosts
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep import targets
-from lockstep.errors import ExitCode, UserError, printable
+from lockstep.errors import ExitCode, Preempted, UserError, printable
 from lockstep.runtime.machine import addresses_of_interfaces
+from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # No text of a job begins a line like this: U+001E is a separator of records.
 MARK = "\x1elockstep "
 
+# How often the command that logged in says that it lives, and the silence after which a tether counts as broken.
+BEAT_S = 5.0
+SILENCE_S = 20.0
+
 # How long the launcher may take to save once its tether has broken. Together with the time that the kernel needs to
 # end the processes this stays below ten seconds.
 SAVE_S = 8.0
+
+# How long a tether that has broken looks whether those of other hosts have broken as well.
+OTHERS_S = 2.0
+
+# How long a new login waits for the launcher of an older one, which may not have noticed yet that its tether is broken.
+PREDECESSOR_S = SILENCE_S + SAVE_S + 7.0
 
 # How long another host may take to reach the first one, and to see a file that the first host has just written.
 REACH_S = 5.0
@@ -71,6 +89,10 @@ class Training:
     resume: str | None
     resume_command: str
     env: dict[str, str]
+    run_dir: str
+    place: int  # this host's, in the list of hosts
+    least: int  # the fewest hosts with which the job goes on
+    again: bool = False  # the host was lost, and is logged in to again
 
 
 # ---- requests ----
@@ -149,8 +171,69 @@ def train(job: Training) -> int:
     except UserError as error:
         print(printable(f"lockstep: {error}"), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    except Preempted as stopped:
+        print(f"lockstep: {stopped.signal}: stopped before the job has begun", file=sys.stderr)
+        return Preempted.code_of(stopped.signal)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that arrives while the launcher, which handles signals in its own way, is not there yet."""
+    raise Preempted(0, signal.Signals(number).name, None)
+
+
+# ---- one launcher on each host ----
+
+
+class Presence:
+    """A file in the run folder for each host: locked by its launcher, with a word in it when the tether has broken."""
+
+    def __init__(self, job: Training):
+        self._job = job
+        self._file = -1
+
+    def _path(self, place: int) -> Path:
+        return Path(self._job.run_dir) / f".tether-{place}"
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Wait until no older launcher of this host is left. Raises a UserError if one stays."""
+        path = self._path(self._job.place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + PREDECESSOR_S
+        try:
+            while not self._lock():
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"a launcher of an earlier command still runs on {socket.gethostname()}",
+                        f"it holds {path}",
+                        "end it, or use another run_dir",
+                    )
+                time.sleep(0.1)
+
+            os.ftruncate(self._file, 0)
+            yield
+        finally:
+            os.close(self._file)
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+
+        return True
+
+    def say_broken(self) -> None:
+        os.write(self._file, b"broken")
+        os.fsync(self._file)
+
+    def is_broken(self, place: int) -> bool:
+        # The file is opened each time, because a network file system looks for news only then.
+        try:
+            return self._path(place).read_bytes() != b""
+        except OSError:
+            return False
 
 
 # ---- the tether ----
@@ -162,71 +245,142 @@ class Tether:
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
         self._mark: Path | None = None  # the file that this host has written for the others to see
-        self._lines = os.fdopen(os.dup(0), "r", encoding="utf-8", errors="replace")
+        self._made_folder = False  # whether the run folder was made for that file
+        self._connected: list[int] = []  # the hosts to which the other side has logins
+        self._input = os.dup(0)
+        self._requests = self._read()
 
         # Nothing else reads from the tether.
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
 
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Yield the requests, without the beats, until the tether is broken."""
+        data = b""
+        while select.select([self._input], [], [], SILENCE_S)[0]:
+            # An error is the end as well, of a terminal for example.
+            try:
+                more = os.read(self._input, 65536)
+            except OSError:
+                return
+            if not more:
+                return
+
+            *lines, data = (data + more).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                if "beat" in request:
+                    self._connected = request["beat"]
+                else:
+                    yield request
+
     def serve(self) -> int:
         """Answer until the job shall start; then train. Returns the exit code."""
-        for line in self._lines:
-            request = json.loads(line)
-            if "start" in request:
-                return self._start(Training(**request["start"]))
+        try:
+            for request in self._requests:
+                if "start" in request:
+                    job = Training(**request["start"])
+                    self._stop_listening()
+                    return self._start(job)
 
-            try:
-                answer(self._answer(request))
-            except OSError as error:
-                answer({"problem": error.strerror or str(error)})
+                try:
+                    answer(self._answer(request))
+                except OSError as error:
+                    answer({"problem": error.strerror or str(error)})
+        finally:
+            self._stop_listening()
 
-        return ExitCode.RESTART  # the other side has ended before the job began
+        # The other side has ended before the job began.
+        if self._made_folder and self._mark is not None:
+            with suppress(OSError):  # it is not empty
+                self._mark.parent.rmdir()
+
+        return ExitCode.RESTART
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "look" in request:
             return {"facts": asdict(look(**request["look"]))}
         if "listen" in request:
             self._mark = Path(request["listen"]["mark"])
+            self._made_folder = not self._mark.parent.exists()
             self._listener = listen(**request["listen"])
             return {"port": self._listener.getsockname()[1]}
 
         return {"tried": try_out(**request["try"])}
 
-    def _start(self, job: Training) -> int:
+    def _stop_listening(self) -> None:
         # The launcher binds this port itself. Connections that were tried do not keep it from that.
         if self._listener is not None:
             self._listener.close()
         if self._mark is not None:
-            self._mark.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._mark.unlink(missing_ok=True)
 
-        threading.Thread(target=self._watch, daemon=True, name="lockstep-tether").start()
-        code = train(job)
-        answer({"ended": code})
-        return code
+    def _start(self, job: Training) -> int:
+        presence = Presence(job)
+        try:
+            with presence.hold(), signal_handler(_stop, PREEMPT_SIGNALS):
+                threading.Thread(target=self._watch, args=[presence, job], daemon=True, name="lockstep-tether").start()
+                code = train(job)
+                answer({"ended": code})
+                return code
+        except UserError as error:
+            print(printable(f"lockstep: {error}"), file=sys.stderr)
+        except OSError as error:
+            print(printable(f"lockstep: {job.run_dir} cannot be used: {error}"), file=sys.stderr)
 
-    def _watch(self) -> None:
-        for line in self._lines:
-            request = json.loads(line)
+        # Another login, later, may find the older launcher gone.
+        if not job.again:
+            answer({"ended": ExitCode.REFUSED})
+        return ExitCode.RESTART
+
+    def _watch(self, presence: Presence, job: Training) -> None:
+        for request in self._requests:
             if "signal" in request:
                 os.kill(os.getpid(), signal.Signals[request["signal"]])
 
-        break_off()
+        break_off(presence, job, self._connected)
 
 
-def break_off() -> NoReturn:
-    """Have the launcher save and stop, because nobody is there any more; end it after `SAVE_S` in any case."""
+def break_off(presence: Presence, job: Training, connected: list[int]) -> NoReturn:
+    """End the launcher, because nobody is there any more: after `SAVE_S` in any case.
+
+    If too few hosts are left for the job, or none because the command that logged in is gone, the job saves and stops.
+    Otherwise only this host leaves it, as if the machine were lost: a launcher that stops in order stops all of them.
+    """
+    # Its ranks end with it (`launch/rank_process.py`). The file system may be as silent as the tether, so this does not
+    # wait for it.
+    end = threading.Timer(SAVE_S, os.kill, [os.getpid(), signal.SIGKILL])
+    end.daemon = True
+    end.start()
+
     # Nobody reads what it prints, either: a broken pipe must not end it before it has saved.
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)
 
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SAVE_S)
+    if others_go_on(presence, job, connected):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    # Its ranks end with it (`launch/rank_process.py`).
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    end.join()
     raise AssertionError("killed")
+
+
+def others_go_on(presence: Presence, job: Training, connected: list[int]) -> bool:
+    """Return whether enough hosts have a tether that is not broken, once all have had time to notice a break."""
+    with suppress(OSError):
+        presence.say_broken()
+
+    deadline = time.monotonic() + OTHERS_S
+    others = [place for place in connected if place != job.place]
+    while len([place for place in others if not presence.is_broken(place)]) >= job.least:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+
+    return False
 
 
 def answer(values: dict[str, Any]) -> None:

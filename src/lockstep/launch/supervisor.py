@@ -28,7 +28,9 @@ def supervise(job: Job) -> tuple[JobEnd, bool]:
             "run the same command on every node, with one node's address: --join HOST:29400",
         )
 
-    check_interfaces(os.environ, parse_address(job.addresses[0])[0] if job.join is not None else None)
+    # A single rank needs no network.
+    if job.join is not None or job.nproc.most > 1:
+        check_interfaces(os.environ, parse_address(job.addresses[0])[0] if job.join is not None else None)
 
     name = job.host or socket.gethostname()
     with collect_signals() as signals:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 
-# Where torch's backends listen for other ranks. Gloo takes names; NCCL takes beginnings of names, or names after "=";
-# after "^" both are what it must not use.
+# Where torch's backends listen for other ranks. Gloo takes names, and needs every one of them; NCCL takes beginnings of
+# names, or names after "=", and needs one; after "^" both are what NCCL must not use.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
@@ -152,16 +152,20 @@ def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None
     known = addresses_of_interfaces() if GLOO_INTERFACE in env or NCCL_INTERFACE in env else {}
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         asked = env.get(variable, "")
-        named = _matching(asked, known, exact=variable == GLOO_INTERFACE)
+        needs_all = variable == GLOO_INTERFACE
+        words = asked.removesuffix(",").split(",")
+        named = [name for name in words if name in known] if needs_all else _matching(asked, known)
         there = ", ".join(sorted(known))
-        if asked and not named:
+        if asked and (not named or (needs_all and len(named) < len(words))):
             raise UserError(
-                f"{variable}={asked} names no network interface of {socket.gethostname()}",
+                f"{variable}={asked} names no network interface of {socket.gethostname()}"
+                if not named
+                else f"{variable}={asked} names an interface that {socket.gethostname()} does not have",
                 f"the interfaces here are {there}",
                 f"set {variable} to one of them, or leave it out",
             )
 
-        if asked and not any(known[name] for name in named):
+        if asked and not (all if needs_all else any)(known[name] for name in named):
             raise UserError(
                 f"{variable}={asked}: this interface of {socket.gethostname()} has no address",
                 f"the interfaces here are {there}",
@@ -170,7 +174,8 @@ def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None
 
         # Ranks of other machines would look for this one on their own machine, and wait.
         away = towards is not None and interface_towards(towards) not in (loopback_interface(), None)
-        if asked and away and named == [loopback_interface()]:
+        is_lost = loopback_interface() in named if needs_all else named == [loopback_interface()]
+        if asked and away and is_lost:
             raise UserError(
                 f"{variable}={asked} is an interface that no other machine can reach",
                 f"the way to {towards} is {interface_towards(towards or '')}",
@@ -178,9 +183,9 @@ def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None
             )
 
 
-def _matching(asked: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
-    """Return the interfaces that the value of a variable means, as gloo (`exact`) or NCCL read it."""
-    negated, exact = asked.startswith("^"), exact or asked.startswith(("=", "^="))
+def _matching(asked: str, known: Mapping[str, list[str]]) -> list[str]:
+    """Return the interfaces that the value of the variable means, as NCCL reads it."""
+    negated, exact = asked.startswith("^"), asked.startswith(("=", "^="))
     words = [word for word in asked.lstrip("^=").split(",") if word]
     matches = [name for name in known if any(name == word if exact else name.startswith(word) for word in words)]
     return [name for name in known if name not in matches] if negated else matches

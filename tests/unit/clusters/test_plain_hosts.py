@@ -13,7 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.cli import main
-from lockstep.clusters import nodes
+from lockstep.clusters import hosts, nodes
 from lockstep.clusters.hosts import Host, login_words, parse_hosts
 from lockstep.clusters.tether import Facts
 from lockstep.errors import UserError
@@ -62,6 +62,16 @@ def test_this_machine_is_not_logged_in_to():
     assert words[-2] == "bob@192.0.2.1"
     assert words[-1].startswith("cd '/a job' && exec ")
 
+    # ssh takes an address of IPv6 without brackets.
+    assert login_words(Host("bob@[2001:db8::1]"), "ssh", "/job", "/bin/python")[-2] == "bob@2001:db8::1"
+
+
+def test_an_address_of_an_interface_is_this_machine(monkeypatch):
+    """Whether a socket can be bound to it does not say that, with ip_nonlocal_bind=1."""
+    monkeypatch.setattr(hosts, "addresses_of_interfaces", lambda: {"eth0": ["192.0.2.9"]})
+    assert Host("192.0.2.9").is_here()
+    assert not Host("192.0.2.8").is_here()
+
 
 def test_the_command_of_each_host_is_printed(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -76,6 +86,53 @@ def test_the_command_of_each_host_is_printed(capsys, tmp_path, monkeypatch):
     assert "--nproc 4 --nnodes 2 " in command
     assert "--join a:29400,b:29400" in command
     assert "--nproc 2 --nnodes 2 " in lines[3]
+
+
+def test_values_of_variables_are_written_where_only_this_user_reads_them(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", "hush")
+    words = ["launch", "nodes", "char_lm", "--hosts", "a,b", "--env", "TOKEN", "--env", "OTHER=it's", "--out", "out"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "commands.txt").touch(mode=0o644)
+    assert main(words) == 0
+    text = (tmp_path / "out" / "commands.txt").read_text()
+    assert "hush" not in text
+    assert """ && TOKEN="$TOKEN" OTHER='it'"'"'s' lockstep train""" in text
+    assert (tmp_path / "out" / "commands.txt").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_that_resumes_has_no_values_of_variables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = []
+    monkeypatch.setattr(nodes, "_run", lambda request, hosts, options, command: commands.append(command) or 0)
+    secret = ["--env", "TOKEN=hush", "--env=OTHER=hush", "--en", "THIRD=hush", "run_dir=x"]
+    assert main(["train", "char_lm", "--nodes", "a,b", *secret]) == 0
+    assert main(["launch", "nodes", "char_lm", "--hosts", "a,b", "--submit", *secret]) == 0
+    for command in commands:
+        assert "--env TOKEN --env=OTHER --en THIRD run_dir=x" in command
+    assert not (tmp_path / "x").exists()  # no file with the values either
+
+
+def test_a_setting_says_where_to_resume(tmp_path, monkeypatch, capsys):
+    """It was overridden: the job began at step 0."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(nodes, "_run", lambda request, *rest: asked.append(request) or 0)
+    (tmp_path / "resume.yaml").write_text("resume: auto\n")
+    for words in (["resume=auto"], ["--config", "resume.yaml"]):
+        assert main(["train", "char_lm", "run_dir=x", "--nodes", "a,b", *words]) == 0
+        assert main(["train", "char_lm", "--nodes", "a,b", *words]) == 2
+        assert "resume=auto needs run_dir" in capsys.readouterr().err
+    assert main(["train", "char_lm", "run_dir=x", "--nodes", "a,b", "--resume", "never"]) == 0
+    assert [request.resume for request in asked] == [None, None, "never"]
+
+
+@pytest.mark.parametrize("words", [["--ssh", "ssh"], ["--python", "/p"], ["--port", "1"], ["--env", "A=1"]])
+def test_options_for_hosts_need_hosts(words, capsys):
+    assert main(["train", "char_lm", "steps=nonsense", *words]) == 2
+    said = capsys.readouterr().err
+    assert f"{words[0]} without hosts to log in to" in said
+    assert "add --nodes host1,host2" in said
 
 
 # ---- where they meet ----
@@ -96,6 +153,10 @@ def test_a_host_is_where_the_others_find_it():
     # Names that only ssh knows.
     first = facts("one", ["192.168.0.9", "10.0.0.1"], {}, reached_at="10.0.0.1")
     assert nodes._address_of(0, hosts, [first, facts("two", ["10.0.0.2"], {})]) == "10.0.0.1"
+
+    # Neither the bridge for containers, which both have, nor a link-local address leads to one of them.
+    first = facts("one", ["172.17.0.1", "fe80::1", "10.0.0.1"], {"one": ["fe80::1"]})
+    assert nodes._address_of(0, hosts, [first, facts("two", ["172.17.0.1", "10.0.0.2"], {})]) == "10.0.0.1"
 
     with pytest.raises(UserError, match="the other hosts cannot know where one is"):
         nodes._address_of(0, hosts, [facts("one", [], {}), second])
@@ -160,6 +221,9 @@ WRONG = {
     "a variable without a value": (None, ["--env", "NOBODY_SETS_THIS"], ["--env NOBODY_SETS_THIS has no value here"]),
     "two ways": (None, ["--join", "alpha:1"], ["--nodes and --join are two ways to start a job"]),
     "no ssh": (None, ["--ssh", "/nowhere/ssh"], ["/nowhere/ssh cannot be started, to log in to alpha"]),
+    "an empty ssh": (None, ["--ssh", ""], ["--ssh '' is not a command", "leave it out"]),
+    "half a quote": (None, ["--ssh", "ssh 'x"], ["is not a command", "No closing quotation"]),
+    "no name": (None, ["--env", "a b=1"], ["--env 'a b' is not the name of a variable"]),
     "too many nodes": (None, ["--nnodes", "3"], ["--nnodes 3 needs 3 hosts"]),
 }
 
@@ -175,7 +239,13 @@ def test_hosts_that_cannot_run_one_job_are_named(ssh, tmp_path, capfd, case):
     said = capfd.readouterr().err
     assert [text for text in expected if text not in said] == [], said
     assert "do:    " in said
-    assert not (tmp_path / "run" / "logs").exists()  # nothing has started
+    assert not (tmp_path / "run").exists()  # nothing has started
+
+
+def test_a_refused_start_leaves_no_folder(ssh, tmp_path, capfd):
+    assert main(["train", "task.py:Nothing", "--nodes", "alpha,gamma", "--nproc", "1", "--ssh", ssh]) == 2
+    assert "gamma cannot be logged in to" in capfd.readouterr().err
+    assert list((tmp_path / "alpha").glob("runs/*")) == []
 
 
 def test_a_port_that_is_taken_is_named(ssh, tmp_path, capfd):
@@ -187,6 +257,7 @@ def test_a_port_that_is_taken_is_named(ssh, tmp_path, capfd):
     assert f"alpha cannot listen at 127.0.0.1 port {port}" in said
     assert "Address already in use" in said
     assert "leave --port out" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_interface_ends_the_job_on_all_hosts(ssh, tmp_path, capfd):

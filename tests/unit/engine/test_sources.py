@@ -25,6 +25,17 @@ def test_only_the_users_own_modules_are_compared(tmp_path, monkeypatch):
     del sys.modules[own_model.__name__]
 
 
+def test_packages_are_installed_wherever_their_folder_says_so(tmp_path, monkeypatch):
+    folder = tmp_path / "opt" / "site-packages"
+    folder.mkdir(parents=True)
+    (folder / "installed_model.py").write_text("WIDTH = 3\n")
+    monkeypatch.syspath_prepend(str(folder))
+    import installed_model  # pyrefly: ignore
+
+    assert "installed_model" not in digests_of_sources()
+    del sys.modules[installed_model.__name__]
+
+
 def test_a_rank_with_an_older_copy_is_named():
     _check_same_sources([{"net": "1f", "task": "2a"}, {"net": "1f"}, {"net": "1f", "more": "3b"}])
     with pytest.raises(UserError, match="module net is not the same on rank 0 and rank 2"):

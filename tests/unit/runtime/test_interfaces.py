@@ -1,10 +1,13 @@
 """Network interfaces: which one leads to another machine, and which names are refused."""
 
 import socket
+from unittest.mock import MagicMock
 
 import pytest
 
 from lockstep.errors import UserError
+from lockstep.launch import supervisor
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Start
 from lockstep.runtime import machine
@@ -46,6 +49,11 @@ def test_names_that_nccl_takes(interfaces, value):
     [
         (GLOO_INTERFACE, "eth", "names no network interface of"),
         (GLOO_INTERFACE, "ib0", "names no network interface of"),
+        (GLOO_INTERFACE, "^docker0", "names no network interface of"),
+        (GLOO_INTERFACE, "=eth0", "names no network interface of"),
+        (GLOO_INTERFACE, "eth0,ib0", "names an interface that .* does not have"),
+        (GLOO_INTERFACE, "eth0,eth1", "has no address"),
+        (GLOO_INTERFACE, "eth0,lo", "no other machine can reach"),
         (NCCL_INTERFACE, "ib", "names no network interface of"),
         (NCCL_INTERFACE, "=eth", "names no network interface of"),
         (GLOO_INTERFACE, "eth1", "has no address"),
@@ -61,6 +69,16 @@ def test_interfaces_that_lead_nowhere_are_refused(interfaces, variable, value, p
 def test_the_loopback_interface_will_do_on_one_machine(interfaces):
     check_interfaces({GLOO_INTERFACE: "lo"})
     check_interfaces({GLOO_INTERFACE: "lo"}, "127.0.0.3")
+
+
+def test_a_single_rank_needs_no_interface(tmp_path, monkeypatch):
+    """A profile may name an interface that only some machines have."""
+    monkeypatch.setenv(NCCL_INTERFACE, "ib99")
+    for name in ("Agent", "Coordinator"):
+        monkeypatch.setattr(supervisor, name, MagicMock())
+    supervisor.supervise(Job({}, tmp_path, Bounds(1, 1)))
+    with pytest.raises(UserError, match="names no network interface of"):
+        supervisor.supervise(Job({}, tmp_path, Bounds(1, 2)))
 
 
 def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfaces, tmp_path):

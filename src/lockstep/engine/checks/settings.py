@@ -48,7 +48,12 @@ def digests_of_sources() -> dict[str, str]:
     digests = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not os.path.abspath(file).startswith(installed):
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+
+        # Packages may be installed in folders that this Python does not count as its own, such as those of a container.
+        path = Path(os.path.abspath(file))
+        if not str(path).startswith(installed) and not {"site-packages", "dist-packages"} & set(path.parts):
             with suppress(OSError):  # a file that was removed after the import
                 digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 

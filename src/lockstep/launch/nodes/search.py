@@ -147,7 +147,8 @@ class Search:
             if listener or not is_taken(self._addresses[0]):
                 last_not_taken = now
             elif now - last_not_taken > TAKEN_S:
-                raise UserError(
+                # It may be a node of an earlier job that ends slowly: another try makes sense.
+                raise PeersMissing(
                     f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
                     self._last_problem,
                     "use a free port, the same on all nodes",

@@ -1,0 +1,231 @@
+"""The tether of a host, and the command at its other end: silence, signals, lost logins, and how they end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+
+import pytest
+
+import lockstep
+from lockstep.clusters import logins, nodes
+from lockstep.clusters.hosts import Event, Host, Login
+from lockstep.clusters.logins import _Watch
+from lockstep.clusters.tether import MARK, Training
+from lockstep.errors import ExitCode, UserError
+
+# A tether that is less patient, and a job that lasts. `begun` appears when the job has begun.
+SERVE = """
+import sys, time
+from pathlib import Path
+from lockstep import api
+from lockstep.clusters import tether
+tether.SILENCE_S, tether.OTHERS_S, tether.PREDECESSOR_S = float(sys.argv[1]), 0.3, 0.3
+def train(*words):
+    Path("begun").touch()
+    time.sleep(60)
+api.train = train
+sys.exit(tether.Tether().serve())
+"""
+
+
+def training(run: Path, **values) -> Training:
+    job = {"overrides": [], "config_files": [], "arguments": [], "nproc": "1", "nnodes": "1:2", "join": "", "env": {}}
+    job |= {"target": "char_lm", "resume": None, "resume_command": "", "run_dir": str(run), "place": 0, "least": 1}
+    return Training(**(job | values))
+
+
+@pytest.fixture
+def tether(tmp_path):
+    """Starts a tether that ends after some seconds of silence, with these requests."""
+    started = []
+
+    def start(silence: float, *requests: dict) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(silence)],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(Path(lockstep.__file__).parents[1])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdin is not None
+        process.stdin.write("".join(f"{json.dumps(request)}\n" for request in requests))
+        process.stdin.flush()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def begun(folder: Path, process: subprocess.Popen) -> None:
+    while not (folder / "begun").exists():
+        assert process.poll() is None
+
+
+# ---- on a host ----
+
+
+def test_silence_ends_a_host_before_the_job_and_within_it(tether, tmp_path):
+    """The other end is open: no machine says any more that it is there."""
+    before = tether(0.5)
+    within = tether(2.0, {"beat": [0, 1]}, {"start": asdict(training(tmp_path, least=2))})
+    assert before.wait(20) == ExitCode.RESTART
+    assert within.wait(20) == ExitCode.RESTART
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", ExitCode.RESTART), ("SIGINT", ExitCode.INTERRUPTED)])
+def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_path, name, code):
+    process = tether(60.0, {"start": asdict(training(tmp_path))})
+    begun(tmp_path, process)
+    process.stdin.write(json.dumps({"signal": name}) + "\n")
+    process.stdin.flush()
+    assert process.wait(20) == code
+    assert f"{MARK}{json.dumps({'ended': code})}" in process.stdout.read()
+    assert f"{name}: stopped before the job has begun" in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("least", "others_broken", "code"),
+    [(1, False, -signal.SIGKILL), (1, True, ExitCode.RESTART), (2, False, ExitCode.RESTART)],
+)
+def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, others_broken, code):
+    """A host that leaves is killed: the job goes on. A launcher that gets SIGTERM stops all hosts."""
+    (tmp_path / ".tether-1").write_text("broken" if others_broken else "")
+    process = tether(60.0, {"beat": [0, 1]}, {"start": asdict(training(tmp_path, least=least))})
+    begun(tmp_path, process)
+    process.stdin.close()
+    assert process.wait(20) == code
+    assert (tmp_path / ".tether-0").read_text() == "broken"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
+    with (tmp_path / ".tether-0").open("w") as older:
+        fcntl.flock(older, fcntl.LOCK_EX)
+        process = tether(60.0, {"start": asdict(training(tmp_path, again=again))})
+        out, err = process.communicate(timeout=20)
+    assert "a launcher of an earlier command still runs" in err
+    assert process.returncode == ExitCode.RESTART
+    assert not (tmp_path / "begun").exists()
+    # A host that is logged in to again is tried again; a new job is refused.
+    assert out == ("" if again else f"{MARK}{json.dumps({'ended': ExitCode.REFUSED})}\n")
+
+
+# ---- the command ----
+
+
+class FakeLogins:
+    """Two hosts from which these events come; a text is a signal of this process."""
+
+    def __init__(self, *events: Event | str):
+        self.hosts = [Host("a"), Host("b")]
+        self.events = list(events)
+        self.signals: list[str] = []
+        self.sent: list[tuple[int, str]] = []
+        self.again: list[int] = []
+
+    def next_event(self, seconds: float) -> Event | None:
+        event = self.events.pop(0) if self.events else None
+        if isinstance(event, str):
+            self.signals.append(event)
+            return None
+        return event
+
+    def send(self, place: int, request: dict) -> None:
+        self.sent.append((place, next(iter(request))))
+
+    def log_in_again(self, place: int) -> None:
+        self.again.append(place)
+
+    def note(self, place: int, connected: bool) -> None: ...
+
+    def hang_up(self, *places: int) -> None: ...
+
+    def watch(self, least: int) -> int:
+        jobs = [training(Path("run"), place=place, least=least) for place in (0, 1)]
+        return _Watch(self, jobs, least, self.signals).run()  # pyrefly: ignore[bad-argument-type]
+
+
+def lost(place: int, code: int = 255) -> Event:
+    return Event(place, 1, code=code)
+
+
+def ended(place: int, code: int) -> Event:
+    return Event(place, 1, answer={"ended": code})
+
+
+FACTS = Event(1, 2, answer={"facts": {}})
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ([lost(0), lost(1)], ExitCode.RESTART),
+        ([lost(0), lost(1, code=1)], ExitCode.FAILED),  # a crash of ours
+        (["SIGINT", lost(0), lost(1)], ExitCode.INTERRUPTED),
+        (["SIGTERM", lost(0), lost(1)], ExitCode.RESTART),
+        ([lost(0), ended(1, 0)], ExitCode.FINISHED),
+        ([ended(0, 1), ended(1, 1)], ExitCode.FAILED),
+    ],
+)
+def test_the_exit_code_when_logins_are_lost(events, code):
+    assert FakeLogins(*events).watch(least=2) == code
+
+
+def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
+    class LateSignal(FakeLogins):
+        def next_event(self, seconds: float) -> Event | None:
+            event = super().next_event(seconds)
+            self.signals += [] if self.events else ["SIGTERM"]
+            return event
+
+    assert LateSignal(ended(0, 0), ended(1, 0)).watch(least=2) == ExitCode.FINISHED
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", ended(0, 0)])
+def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
+    monkeypatch.setattr(logins, "AGAIN_S", 0.0)
+
+    # Lost after the end has begun: not logged in to.
+    hosts = FakeLogins(end, lost(1), FACTS, ended(0, 0))
+    hosts.watch(least=1)
+    assert hosts.again == []
+    assert [request for place, request in hosts.sent if place == 1] == ["start"]
+
+    # Lost before, and back after: not started.
+    hosts = FakeLogins(lost(1), end, FACTS, ended(0, 0))
+    hosts.watch(least=1)
+    assert hosts.again == [1]
+    assert [request for place, request in hosts.sent if place == 1] == ["start", "look"]
+
+
+def test_hosts_that_do_not_notice_a_hang_up_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(logins, "SAVE_S", -2.0)
+    assert FakeLogins("SIGINT", "SIGINT", "SIGINT").watch(least=2) == ExitCode.INTERRUPTED
+
+
+def test_a_login_can_be_hung_up_and_written_to():
+    login = Login(Host("a"), 0, 1, ["cat"], Queue())
+    login.hang_up()
+    login.send({"signal": "SIGTERM"})
+    assert login.process.wait(20) == 0
+
+
+def test_a_host_that_cannot_read_its_files_is_named():
+    hosts = SimpleNamespace(hosts=[Host("a")], ask=lambda *request: [{"problem": "Permission denied"}])
+    request = SimpleNamespace(target="task.py:Task", config_files=())
+    with pytest.raises(UserError, match="a cannot read the files of the job") as error:
+        nodes._look(hosts, request)  # pyrefly: ignore[bad-argument-type]
+    assert error.value.found == "Permission denied"
