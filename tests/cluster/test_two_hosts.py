@@ -31,15 +31,15 @@ def on_hosts(hosts, run: Path, *words: str) -> list[str]:
     return ["train", "char_lm", *words, f"run_dir={run}", "--nodes", names, "--nproc", "1", *hosts.login]
 
 
-def command_lines() -> str:
-    """Of all processes of this machine."""
-    found = []
+def command_lines() -> dict[int, str]:
+    """Of all processes of this machine: pid -> words, with NUL between them."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found.append(path.read_text(errors="replace"))
+            found[int(path.parent.name)] = path.read_text(errors="replace")
         except OSError:
             continue
-    return "\n".join(found)
+    return found
 
 
 def rank_pids(job) -> list[int]:
@@ -51,7 +51,7 @@ def test_two_hosts_train_what_one_process_trains(hosts, command, tmp_path, whole
     run = tmp_path / "run"
     job = command(*on_hosts(hosts, run, *exact()))
     secret = job.until(lambda: (run / ".secret").exists() and (run / ".secret").read_text())
-    assert secret.strip() not in command_lines()
+    assert secret.strip() not in "\n".join(command_lines().values())
     assert job.wait() == 0, job.text()
     assert digests(run) == whole
     assert (run / ".secret").stat().st_mode & 0o777 == 0o600
@@ -118,6 +118,43 @@ def test_a_host_that_dies_and_returns_is_used_again(lab, hosts, command, tmp_pat
     kinds = [event["event"] for event in read_events(run)]
     assert kinds.count("restart") == 1
     assert job.text().count("(host2) joined; 2 nodes") == 2
+
+
+# What ssh is: its process is not that of the host, and can be lost alone.
+RELAY = """
+import os, subprocess, sys, threading
+PIPE = subprocess.PIPE
+there = subprocess.Popen(sys.argv[1:], stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+def copy(source, target):
+    while data := os.read(source, 65536):
+        os.write(target, data)
+    os.close(target)
+ways = [(0, there.stdin.fileno()), (there.stdout.fileno(), 1), (there.stderr.fileno(), 2)]
+threads = [threading.Thread(target=copy, args=way, daemon=True) for way in ways]
+for thread in threads:
+    thread.start()
+for thread in threads[1:]:
+    thread.join()
+os._exit(there.wait())
+"""
+
+
+@pytest.mark.long
+def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command, tmp_path, whole):
+    run, relay = tmp_path / "run", tmp_path / "relay.py"
+    relay.write_text(RELAY)
+    words = on_hosts(hosts, run, *exact(), "--nnodes", "1:2")
+    words[words.index("--ssh") + 1] = f"{sys.executable} -S -E {relay} {lab.ssh}"
+    job = command(*words, faults=(replace(SLOW, seconds=0.1),))
+    job.until(lambda: latest_step(run / "checkpoints") and "2 ranks" in job.text())
+    there = lab.processes(2)
+    (login,) = [pid for pid, line in command_lines().items() if str(relay) in line and "\0host2\0" in line]
+    os.kill(login, signal.SIGKILL)
+    assert gone(there, 10.0) == []
+    job.until(lambda: "host2 is back" in job.text())
+    assert job.wait() == 0, job.text()
+    assert digests(run) == whole
+    assert [event["event"] for event in read_events(run)].count("restart") == 1
 
 
 @pytest.mark.parametrize(
