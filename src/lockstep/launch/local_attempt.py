@@ -21,7 +21,13 @@ from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import kill_rank
 from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
-from lockstep.runtime.machine import GLOO_INTERFACE, NCCL_INTERFACE, interface_towards, loopback_interface
+from lockstep.runtime.machine import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    interface_towards,
+    loopback_interface,
+    nccl_file_names_interface,
+)
 from lockstep.runtime.rendezvous.proof import Secret
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
@@ -108,11 +114,13 @@ class LocalAttempt:
         """Return the interfaces at which the ranks of this node listen for those of other nodes.
 
         Left alone, gloo takes the address that the machine's own name has, which is often 127.0.1.1, and NCCL the first
-        interface that is up, which may be a bridge for containers. The way to the coordinator works.
+        interface that is up, which may be a bridge for containers. The way to the coordinator works. But whoever has
+        written a file for NCCL knows the machine.
         """
         interface = interface_towards(self._start.address)
         chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
-        return {name: value for name, value in chosen.items() if name not in user}
+        given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
+        return {name: value for name, value in chosen.items() if name not in given}
 
     # ---- while they run ----
 

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import UserError
@@ -141,6 +142,17 @@ def interface_towards(host: str) -> str | None:
 
     # All of 127.0.0.0/8 is this machine, though the interface has one of these addresses only.
     return loopback_interface() if address and address.startswith("127.") else None
+
+
+def nccl_file_names_interface(env: Mapping[str, str], system: Path = Path("/etc/nccl.conf")) -> bool:
+    """Return whether a file of settings names NCCL's interface. NCCL would take a variable instead."""
+    own = Path(env.get("NCCL_CONF_FILE") or Path(env.get("HOME", "/")) / ".nccl.conf")
+    for path in (own, system):
+        with suppress(OSError):
+            if re.search(rf"^\s*{NCCL_INTERFACE}\s*=", path.read_text(errors="replace"), re.MULTILINE):
+                return True
+
+    return False
 
 
 def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None:

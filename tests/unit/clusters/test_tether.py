@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from queue import Queue
@@ -72,6 +73,7 @@ def tether(tmp_path):
 def begun(folder: Path, process: subprocess.Popen) -> None:
     while not (folder / "begun").exists():
         assert process.poll() is None
+        time.sleep(0.01)
 
 
 # ---- on a host ----

@@ -100,6 +100,14 @@ def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfac
         assert (env[GLOO_INTERFACE], env[NCCL_INTERFACE]) == ("eth0", "=eth0")
         own = attempt.environment({GLOO_INTERFACE: "docker0", NCCL_INTERFACE: "ib"}, secret)
         assert (own[GLOO_INTERFACE], own[NCCL_INTERFACE]) == ("docker0", "ib")
+
+        # A variable would win over a site's file, and a comment in it names nothing.
+        (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n# NCCL_SOCKET_IFNAME=ib\n")
+        assert NCCL_INTERFACE in attempt.environment({"HOME": str(tmp_path)}, secret)
+        (tmp_path / "site.conf").write_text("NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME=ib\n")
+        site = attempt.environment({"NCCL_CONF_FILE": str(tmp_path / "site.conf")}, secret)
+        assert NCCL_INTERFACE not in site
+        assert site[GLOO_INTERFACE] == "eth0"
     finally:
         attempt.close()
 
