@@ -135,6 +135,9 @@ def test_tasks_as_ranks(capsys):
     assert words == ["char_lm", "run_dir=$run", "--resume", "auto"]
     assert "--wait=120" in script
 
+    # A rank that fails counts more than one that has only missed it, and ends with 75.
+    assert "export LOCKSTEP_FINAL_CODES='1 2 130'\n" in script
+
 
 def test_options_for_sbatch_hold_for_every_component(capsys):
     script = rendered(capsys, "--nproc", "1", "--component", "nproc=2 nnodes=1", "--sbatch", "exclusive")
