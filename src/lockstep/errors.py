@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
+from typing import Any
 from unicodedata import category
 
 # Characters that change the direction of the text after them: a name may look like another name.
@@ -18,7 +19,8 @@ _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 class ExitCode(IntEnum):
     """The exit codes of `lockstep train`, for the platform that runs it.
 
-    Any other code, such as 137 after SIGKILL, means that the launcher itself was killed: it may be restarted.
+    Any other code, such as 137 after SIGKILL, means that the launcher itself was killed: it is restarted, as often as
+    the platform was allowed to.
     """
 
     FINISHED = 0
@@ -45,6 +47,26 @@ EXIT_CODES: dict[ExitCode, tuple[str, str]] = {
     ExitCode.RESTART: ("restart", "it was preempted by a signal, or machines are missing"),
     ExitCode.INTERRUPTED: ("never restart", "it was stopped by Ctrl-C"),
 }
+
+
+def final_codes(elastic: bool) -> list[int]:
+    """Return the codes with which one launcher ends the whole job, whatever the other launchers say.
+
+    In an elastic job, a launcher that fails may have failed alone: the others continue.
+    """
+    codes = [code.value for code in ExitCode if code.advice == "never restart"]
+    return [code for code in codes if not (elastic and code == ExitCode.FAILED)]
+
+
+# `srun` returns the highest exit code of its tasks. Codes that must win over 75, and over those of signals (up to 192),
+# are given as these numbers if the variable lists them: the batch script translates them back.
+SRUN_CODES = {ExitCode.INTERRUPTED: 241, ExitCode.REFUSED: 242, ExitCode.FAILED: 243}
+FINAL_CODES = "LOCKSTEP_FINAL_CODES"
+
+
+def code_for_srun(code: Any, final: str) -> Any:
+    """Return the exit code of a task of srun, raised if it is one of the `final` ones: "1 2 130"."""
+    return SRUN_CODES[ExitCode(code)] if str(code) in final.split() else code
 
 
 class UserError(Exception):
