@@ -43,9 +43,9 @@ class Update:
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
-    def before_next(self, call: Callable[[], None]) -> None:
-        """Call this once, before the next update: a save may still be copying the optimizers' state."""
-        self._before_next = call
+    def run_before_next(self, callback: Callable[[], None]) -> None:
+        """Run `callback` once, before the next update: a save may still be copying the optimizers' state."""
+        self._before_next = callback
 
     def _begin(self) -> None:
         if self._before_next is not None:
