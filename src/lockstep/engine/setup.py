@@ -378,7 +378,7 @@ class RunBuilder:
             plan=plan,
             runtime=self.runtime,
             log_event=self.recorder.event,
-            before_next_update=stepper.update.before_next,
+            before_next_update=stepper.update.call_before_next_update,
         )
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
