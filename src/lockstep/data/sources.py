@@ -116,7 +116,7 @@ class MapSource:
         self._prefetched: Iterator[Any] | None = None
         self._prefetched_position = 0
         self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
-        self._copies = WorkerCopies(reader.dataset) if options.config.workers else None
+        self._copies = WorkerCopies(reader.dataset) if options.config.workers else None  # see `check_dataset`
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""

@@ -38,8 +38,7 @@ class StreamSource:
         micro_batch = options.micro_batch
         ranks = options.data_world.size
 
-        # How many micro-batches this rank reads in a step.
-        self._count, remainder = divmod(options.global_batch, ranks * micro_batch)
+        self._micro_batches_per_step, remainder = divmod(options.global_batch, ranks * micro_batch)
         if remainder:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
@@ -93,7 +92,7 @@ class StreamSource:
 
         # An estimate: this assumes that the other ranks have the same number of samples.
         samples = sum(micro.samples for micro in micros) * self.options.data_world.size
-        needed = self._count if self.options.collective_forwards else 1
+        needed = self._micro_batches_per_step if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
             for _ in range(needed - len(micros))
@@ -126,11 +125,11 @@ class StreamSource:
             self.beginning = self._next.beginning if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown.
-        index = self.options.data_world.rank * self._count
+        index = self.options.data_world.rank * self._micro_batches_per_step
         micros: list[MicroBatch] = []
 
         # Read one item ahead, so that the last batch is known to be the last.
-        while self._next is not None and len(micros) < self._count:
+        while self._next is not None and len(micros) < self._micro_batches_per_step:
             data = to_device(self._next.batch, self.options.device)
             micros.append(MicroBatch(data, index + len(micros), self._next.samples, self.epoch))
             self._next = next(self._batches, None)
@@ -159,8 +158,7 @@ class StreamSource:
     def read_again(self, micro: MicroBatch) -> Any:
         """Return the epoch's first micro-batch as the last worker process reads it."""
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
-        workers = self.options.config.workers
-        return next(self._start_reading(workers, only_worker=workers - 1)).batch
+        return next(self._start_reading(only_worker=self.options.config.workers - 1)).batch
 
     @property
     def workers_must_match(self) -> bool:
@@ -172,19 +170,18 @@ class StreamSource:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
-        workers = self.options.config.workers
-        batches = self._start_reading(workers)
+        batches = self._start_reading()
 
         # With workers the DataLoader pins the batches; without them we do.
-        if self.options.pins_memory and not workers and self.options.device.type != "cpu":
+        if self.options.pins_memory and not self.options.config.workers and self.options.device.type != "cpu":
             return map(pin, batches)
         return batches
 
-    def _start_reading(self, workers: int, only_worker: int | None = None) -> Iterator[_Item]:
+    def _start_reading(self, only_worker: int | None = None) -> Iterator[_Item]:
         options = self.options
         return start_loader(
             _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
-            workers,
+            options.config.workers,
             options.config.prefetch,
             options.pins_memory,
             # `_Shard` already makes micro-batches and collates them.
