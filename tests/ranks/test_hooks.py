@@ -113,7 +113,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
                 driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
             sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
-            found["words"].append(driver.codec.unpack(driver.reduced().packed_word.tolist()))
+            found["words"].append(driver.codec.unpack(driver.collect_reduced().packed_word.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})

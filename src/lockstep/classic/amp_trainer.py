@@ -246,7 +246,7 @@ class AMPTrainer:
             return loss, None
 
         self._open_step = None
-        reduced = self.driver.reduced()
+        reduced = self.driver.collect_reduced()
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
         return loss, self.stepper.apply(self.stepper.progress, reduced)
 

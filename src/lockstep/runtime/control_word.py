@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Flags:
-    """The flags of one rank, 0 or 1 each; or in a sum over ranks, how many ranks have set each flag."""
+    """On one rank each flag is 0 or 1. Summed over ranks, it is the number of ranks that have set it."""
 
     stop: int = 0  # end the loop
     exhausted: int = 0  # this rank's stream has ended
@@ -100,7 +100,7 @@ class ControlWordCodec:
 
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
-        # Rounding removes what a multiplication by 1/N left.
+        # Whole numbers that were multiplied by 1/N are rounded, to remove the error.
         weight = round(values[0] / LOW) * LOW + round(values[1]) + values[2]
         word = ControlWord(weight=weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
 
