@@ -184,7 +184,13 @@ class Agent:
         if current is not None:
             current.touch()
 
-        for report in self._zygote.poll():
+        reports = self._zygote.poll()
+
+        # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
+        if current is not None and any("code" in report for report in reports):
+            self._messages.append(self.node_beat())
+
+        for report in reports:
             if current is not None and report["rank"] in current.ranks:
                 self._handle_report(current, current.ranks[report["rank"]], report)
 
@@ -207,8 +213,6 @@ class Agent:
         if "code" not in report:
             current.rank_started(rank, report["pid"])
         elif rank.pid == report["pid"]:
-            # The last heartbeat is sent first: it may carry settings that no earlier heartbeat had.
-            self._messages.append(self.node_beat())
             del current.ranks[rank.number]
             rank_exit = failure.examine(rank, report["code"], time.time())
             self._messages.append(RankExited(current.number, rank.number, rank_exit))

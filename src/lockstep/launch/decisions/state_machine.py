@@ -50,6 +50,7 @@ from lockstep.launch.wire.messages import (
     Stacks,
     StartAttempt,
     ZygoteLost,
+    ranges,
 )
 
 # How long the job waits for its nodes.
@@ -141,7 +142,8 @@ class JobStateMachine:
 
     def coordinator_state(self, now: float) -> CoordinatorState:
         """Return the state that a successor would start from."""
-        return CoordinatorState(sorted(self.cluster.nodes), self.attempt.number, **self.recovery.as_fields(now))
+        members = ranges(sorted(self.cluster.nodes))
+        return CoordinatorState(members, self.attempt.number, **self.recovery.as_fields(now))
 
     def _enter(self, phase: JobPhase, deadline: float = math.inf) -> None:
         self.job_phase = phase
@@ -153,7 +155,8 @@ class JobStateMachine:
         """A node has joined. Running ranks are asked to save, so that the next attempt can include it."""
         self.cluster.add(node, now)
         if node.number != COORDINATOR:
-            self._outbox.say(f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}")
+            text = f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}"
+            self._outbox.say_of_node("joined", node.host, text, now)
 
         if self.job_phase in (JobPhase.RUN, JobPhase.ASK):
             self._outbox.say("asking the ranks to save, to continue with the new node")
@@ -172,14 +175,14 @@ class JobStateMachine:
         self._outbox.put(DropNode(node))
 
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
-        lost = [rank for rank in self.attempt.ranks_on(node) if rank in self.attempt.running]
+        lost = [rank for rank in self.attempt.ranks_on(node) if rank not in self.attempt.exits]
         failure = Failure(min(lost, default=-1), host, time.time(), Kind.NODE, f"node {node} ({host}) {why}")
         if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
-        self._outbox.say(failure.message)
+        self._outbox.say_of_node("were lost", host, failure.message, now)
         if self.cluster.too_few and self.attempt.ranks:
             self.recovery.planned_end = self.recovery.planned_end or JobEnd(
                 self.recovery.code_if_nodes_are_missing, failure
@@ -268,7 +271,7 @@ class JobStateMachine:
             # Ranks exit together; if only one did, the signal came before the process group existed.
             self._deadline = min(self._deadline, now + STRAGGLER_GRACE_S)
 
-        if not self.attempt.running:
+        if self.attempt.all_exited:
             self._all_exited(now)
 
     def _all_exited(self, now: float) -> None:
@@ -423,6 +426,7 @@ class JobStateMachine:
 
     def tick(self, now: float) -> None:
         """Start an attempt that is ready and act on the deadline of the current phase."""
+        self._outbox.sum_up(now, len(self.cluster.nodes))
         if self.job_phase is JobPhase.GATHER and now >= self._not_before:
             self._end_or_start(now)
 
