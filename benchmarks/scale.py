@@ -16,6 +16,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -26,13 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from simulated_nodes import Nodes, StoreRanks, allow_files, make_coordinator
+from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator
 
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.storage import FileStore, Retention
 from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.launch import records
+from lockstep.launch.coordinator import TURN_S
+from lockstep.launch.wire.messages import Start
+from lockstep.launch.wire.store_server import StoreServer, store_secret
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 RUNNING_S = 5.0  # for how long the heartbeats of a running job are measured
@@ -49,7 +54,7 @@ def main() -> None:
         columns = {nodes: job_of(nodes, options.ranks) for nodes in options.nodes}
         print_table(f"nodes of {options.ranks} ranks", "CPU s (MB)", columns)
     if options.only != "job":
-        print_table("files of a checkpoint", "s", {parts: checkpoint_of(parts) for parts in options.parts})
+        print_table("files of a checkpoint", "s (CPU s)", {parts: checkpoint_of(parts) for parts in options.parts})
 
 
 # ---- a job ----------------------------------------------------------------------------------------------
@@ -73,16 +78,9 @@ def job_of(nodes: int, ranks: int) -> dict[str, str]:
         others.until(lambda: others.all_started(0))
         note("form: all nodes join, and start")
 
-        start = next(iter(others.nodes.values())).ranks.start
-        assert start is not None
-        store = StoreRanks(start)
-        store.meet(others.until)
-        note("ranks meet in the store")
-
         ends = time.monotonic() + RUNNING_S
         others.until(lambda: time.monotonic() > ends)
         note("run: heartbeats and hang check, per second", RUNNING_S)
-        store.close()
 
         others.lose()
         others.until(lambda: all(node.ranks.start is None for node in others.nodes.values()))
@@ -102,6 +100,7 @@ def job_of(nodes: int, ranks: int) -> dict[str, str]:
         others.finish()
         others.until(lambda: not others.nodes)
         note("end: all ranks finish")
+        costs["all ranks meet in a store"] = store_of(nodes * ranks)
         costs["largest memory in all, MB"] = f"{usage(control)['peak']:.0f}"
         costs["bytes sent to a node"] = f"{sum(others.bytes.values()) / nodes:,.0f}"
         return costs
@@ -141,6 +140,39 @@ def coordinate(folder: Path, nodes: int, ranks: int, control: Pipe) -> None:
     over.wait(60)
 
 
+def store_of(ranks: int) -> str:
+    """Return what the server of the ranks' store costs until all ranks have met there, without any node."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    address, port = listener.getsockname()
+    start = Start(0, 0, ranks, ranks, 0, address, port, port, "a store")
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(listener, start, theirs))
+    process.start()
+    listener.close()
+    try:
+        store = StoreRanks(start)
+        store.meet()
+        cost = usage(ours)
+        store.close()
+        return f"{cost['cpu']:.2f} ({cost['mb'] - cost['mb before']:.0f})"
+    finally:
+        process.kill()
+
+
+def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
+    """Serve a store until this process is killed, and answer once what it has cost."""
+    before = own_usage()
+    server = StoreServer(listener, store_secret(SECRET, start.store), start.world_size)
+    while True:
+        now = time.monotonic()
+        records.wait_readable([control, *server.sockets(now)], TURN_S)
+        server.poll(now)
+        if control.poll():
+            control.recv()
+            now_used = own_usage()
+            control.send({**now_used, "cpu": now_used["cpu"] - before["cpu"], "mb before": before["mb"]})
+
+
 def usage(control: Pipe) -> dict[str, float]:
     control.send("usage")
     return control.recv()
@@ -163,22 +195,22 @@ def checkpoint_of(parts: int) -> dict[str, str]:
         root = Path(folder) / "checkpoints"
         save, layout, data = staged(root, parts)
 
-        began = time.perf_counter()
+        began = clocks()
         save.run(layout, data, lambda: None, {}, {"step": 1})
         assert save.checkpoint is not None, save.error
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
-        began = time.perf_counter()
+        began = clocks()
         manifest = read_manifest(save.checkpoint)
         assert len(manifest.files) == parts
         seconds["the manifest alone, read and checked"] = since(began)
 
-        began = time.perf_counter()
+        began = clocks()
         text, code = inspect.verify(root)
         assert code == 0, text
         seconds["checked: lockstep ckpt verify"] = since(began)
 
-        began = time.perf_counter()
+        began = clocks()
         text, _ = inspect.ls(root)
         assert "not verified" in text, text
         seconds["listed: lockstep ckpt ls"] = since(began)
@@ -186,8 +218,13 @@ def checkpoint_of(parts: int) -> dict[str, str]:
     return seconds
 
 
-def since(began: float) -> str:
-    return f"{time.perf_counter() - began:.2f}"
+def clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: tuple[float, float]) -> str:
+    wall, cpu = (now - then for now, then in zip(clocks(), began, strict=True))
+    return f"{wall:.2f} ({cpu:.2f})"
 
 
 def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:

@@ -276,20 +276,14 @@ class StoreRanks:
         self._secret = store_secret(SECRET, start.store)
         self._clients: deque[tuple[socket.socket, Any]] = deque()
 
-    def meet(self, wait: Callable[[Callable[[], bool]], float]) -> None:
+    def meet(self) -> None:
         """Each rank connects, sets its address and counts itself; then all wait for a key that the last one sets."""
         with ThreadPoolExecutor(THREADS) as pool:
-            futures = [pool.submit(self._arrive, rank) for rank in range(self._start.world_size)]
-            wait(lambda: all(future.done() for future in futures))
-            for future in futures:
-                future.result()
+            list(pool.map(self._arrive, range(self._start.world_size)))
             last, seal = self._clients[-1]
-            told = [pool.submit(_answer, connection, seal) for connection, seal in list(self._clients)[:-1]]
             _answer(last, seal)
             _ask(last, seal, what="set", key="complete", value="")
-            wait(lambda: all(future.done() for future in told))
-            for future in told:
-                future.result()
+            list(pool.map(lambda client: _answer(*client), list(self._clients)[:-1]))
 
     def _arrive(self, rank: int) -> None:
         connection, seal = self._connect()
