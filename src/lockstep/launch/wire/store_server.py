@@ -139,10 +139,10 @@ class StoreServer:
         else:
             try:
                 answer = {"answer": self._carry_out(what, request)}
+                self._to_check.update(dict.fromkeys(self._waiting.pop(request.get("key", ""), ())))
             except (ValueError, KeyError, TypeError) as error:
                 # The signature is right, so this is a mistake of the rank, which gets to know it.
                 answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
-            self._to_check.update(dict.fromkeys(self._waiting.pop(request.get("key", ""), ())))
             client.answer(answer)
 
     def _carry_out(self, what: str, request: dict[str, Any]) -> Any:
