@@ -7,7 +7,7 @@ READY_DEV := $(VENV)/.ready-dev
 LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/ranks/test_tensor.py tests/faults tests/golden tests/recipes tests/systems tests/test_api.py tests/test_classic_manager.py tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo pictures quick test test-long zoo lint format clean
+.PHONY: setup demo pictures quick test test-long test-ray test-slurm zoo lint format clean
 
 # What a user needs.
 setup: $(READY)
@@ -48,9 +48,21 @@ test: $(READY_DEV)
 # tests/sampled.py leaves out, a hundred kills in one run, every command a fresh process, and the recorded loss curves compared to the last bit (they belong to one CPU and one torch).
 test-long: $(READY_DEV)
 	OMP_NUM_THREADS=1 LOCKSTEP_ALL_PAIRS=1 LOCKSTEP_ALL_EXACT=1 LOCKSTEP_FRESH=1 $(BIN)/python -m pytest $(LONG)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long --ignore tests/cluster
 	$(BIN)/python tests/faults/torture.py --kills 100
 	$(BIN)/python tests/golden/record.py --compare --bits
+
+# A real Slurm cluster of two nodes on this machine (tests/cluster/slurm-lab), and jobs of `lockstep launch slurm` on it, in
+# minutes. Needs root: it installs Slurm from Debian's packages if it is missing, and makes network namespaces.
+test-slurm: $(READY_DEV)
+	@if [ "$$(id -u)" != 0 ]; then echo "test-slurm: skipped: only root can start a Slurm cluster on this machine"; \
+	elif ! command -v slurmctld > /dev/null && ! command -v apt-get > /dev/null; then echo "test-slurm: skipped: Slurm is not installed, and there is no apt-get to install it with"; \
+	else tests/cluster/run-slurm $(BIN)/python; fi
+
+# On a real Ray cluster of several nodes on this machine, in minutes. Ray is 240 MB, and 500 MB with what it needs.
+test-ray: $(READY_DEV)
+	@$(BIN)/python -c 'import ray.train' 2> /dev/null || $(PIP) --editable '.[dev,ray]'
+	RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster/test_ray.py
 
 # Public models under every strategy against plain PyTorch: a table, in minutes.
 zoo: $(READY_DEV)

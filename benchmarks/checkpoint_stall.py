@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.storage import FileStore, Retention
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
 from lockstep.checkpoint.writer import SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 from lockstep.runtime.machine import available_cores
@@ -107,8 +107,8 @@ def work(rank: int, options: argparse.Namespace, root: Path, results: Any) -> No
     address = f"file://{root / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
     state, training = make_state(options.megabytes), Training()
-    store = FileStore(root / "checkpoints")
-    saver = Saver(SaveContext(store, rank, options.ranks, TOKEN, Retention(last=1)))
+    storage = FileSystemStorage(root / "checkpoints")
+    saver = Saver(SaveContext(storage, rank, options.ranks, TOKEN, Retention(last=1)))
     mine = {name: shard_of(tensor) for name, tensor in list(state.items())[rank :: options.ranks]}
     saver.prepare(mine)
     ways = {

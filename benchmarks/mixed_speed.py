@@ -26,7 +26,7 @@ from turns import by_lockstep, median_ratio, settings, take_turns
 
 from lockstep import Loss, Task
 from lockstep.config import Resolved, resolve
-from lockstep.data.shard import rank_counts
+from lockstep.data.windows import rank_counts
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.world import World

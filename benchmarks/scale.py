@@ -32,10 +32,10 @@ from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordin
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
-from lockstep.checkpoint.storage import FileStore, Retention
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
 from lockstep.checkpoint.writer import Save, SaveContext
-from lockstep.launch import records
-from lockstep.launch.coordinator import TURN_S
+from lockstep.launch.coordinator import WAIT_S
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import Start
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
@@ -162,10 +162,10 @@ def store_of(ranks: int) -> str:
 def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
     """Serve a store until this process is killed, and answer once what it has cost."""
     before = own_usage()
-    server = StoreServer(listener, store_secret(SECRET, start.store), start.world_size)
+    server = StoreServer(listener, store_secret(SECRET, start.store_nonce), start.world_size)
     while True:
         now = time.monotonic()
-        records.wait_readable([control, *server.sockets(now)], TURN_S)
+        wait_readable([control, *server.sockets(now)], WAIT_S)
         server.poll(now)
         if control.poll():
             control.recv()
@@ -230,7 +230,7 @@ def since(began: tuple[float, float]) -> str:
 def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
-    save = Save(SaveContext(FileStore(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
+    save = Save(SaveContext(FileSystemStorage(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
     (root / save.folder).mkdir(parents=True)
     for rank in reversed(range(parts)):
         pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}

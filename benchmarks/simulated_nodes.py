@@ -63,7 +63,7 @@ class Ranks:
         self.start: Start | None = None
         self._beats = 0
 
-    def do(self, order: Message) -> list[Message]:
+    def carry_out(self, order: Message) -> list[Message]:
         """Carry out an order, and return the messages of the node that follow from it."""
         start = self.start
         match order:
@@ -116,8 +116,8 @@ class SimulatedAgent:
         self.ranks = Ranks(self.name)
         self._messages: list[Message] = []
 
-    def do(self, message: Message) -> None:
-        self._messages += self.ranks.do(message)
+    def carry_out(self, message: Message) -> None:
+        self._messages += self.ranks.carry_out(message)
 
     def poll(self) -> list[Message]:
         messages, self._messages = self._messages, []
@@ -231,7 +231,7 @@ class Nodes:
                 node.number = message.number
             elif isinstance(message, JobEnd):
                 self.ended = message
-            for answer in node.ranks.do(message):
+            for answer in node.ranks.carry_out(message):
                 node.connection.send(answer)
 
         # A launcher hangs up when the job is over.
@@ -273,7 +273,7 @@ class StoreRanks:
 
     def __init__(self, start: Start):
         self._start = start
-        self._secret = store_secret(SECRET, start.store)
+        self._secret = store_secret(SECRET, start.store_nonce)
         self._clients: deque[tuple[socket.socket, Any]] = deque()
 
     def meet(self) -> None:

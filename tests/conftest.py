@@ -24,6 +24,7 @@ UNIT = HERE / "unit"
 # The files that take longest, the longest first.
 LONGEST = (
     "test_docs.py",
+    "cluster/test_two_hosts.py",
     "ranks/test_strategies.py",
     "test_verify.py",
     "ranks/test_exact.py",

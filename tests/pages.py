@@ -125,6 +125,7 @@ def _settle_in(folder: Path, server: str | None) -> None:
     python_path = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     os.environ |= {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    os.environ["SLURM_CONF"] = "/dev/null"  # no page depends on a cluster that this machine may belong to
     os.environ["PET_MASTER_PORT"] = str(free_port())  # torchrun's own choice is always the same one
     os.chdir(folder)
     sys.path.insert(0, str(folder))

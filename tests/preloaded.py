@@ -342,6 +342,8 @@ def _move(env: Mapping[str, str], folder: str) -> None:
     """What a fresh Python reads from its environment."""
     before = {os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part}
     before.add(os.path.dirname(os.path.realpath(__file__)))
+    if "LOCKSTEP_TEST_HOST" in env:
+        _go_to(*env["LOCKSTEP_TEST_HOST"].split())
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
@@ -352,6 +354,14 @@ def _move(env: Mapping[str, str], folder: str) -> None:
         sys.stdout.reconfigure(write_through=True)  # pyrefly: ignore
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # or every command would draw the same
+
+
+def _go_to(prefix: str, host: str) -> None:
+    """Move to a host of tests/cluster, before any other process is forked from this one."""
+    import runpy
+
+    hosts = runpy.run_path(str(Path(__file__).resolve().parent / "cluster" / "hosts.py"))
+    hosts["enter"](prefix, int(host))
 
 
 def _spare(line: socket.socket) -> Callable[[], None]:

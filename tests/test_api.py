@@ -303,9 +303,9 @@ def test_the_package_names_its_version_and_its_renamed_names():
         package.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 failed first"), (-1, "they could not be started")])
-def test_processes_that_never_started_are_not_called_rank_minus_1(tmp_path, rank, words):
-    ending = JobEnd(1, Failure(rank, "host", 0.0, Kind.ZYGOTE, "out of memory"))
+@pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 failed first"), (None, "they could not be started")])
+def test_processes_that_never_started_are_not_called_a_rank(tmp_path, rank, words):
+    ending = JobEnd(1, Failure.noticed(Kind.ZYGOTE, "out of memory", rank))
     with pytest.raises(RanksFailed, match=words) as failed:
         api._raise_unless_done(ending, tmp_path, Bounds(2, 2))
-    assert "rank -1" not in str(failed.value)
+    assert "rank None" not in str(failed.value)

@@ -164,6 +164,18 @@ def inline_code(page: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
+def test_messages_that_the_page_on_machines_explains_are_printed():
+    """Each part of a message between two ellipses is in the sources, word for word."""
+    text = (ROOT / "docs" / "multi_node.md").read_text().partition("## When something goes wrong")[2]
+    messages = re.findall(r"^\| `([^`]+)` \|", text, re.M)
+    assert len(messages) >= 10
+    sources = "\n".join(path.read_text() for path in (ROOT / "src" / "lockstep").rglob("*.py"))
+    # A message may be continued on the next line of the source.
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    parts = [part for message in messages for part in re.split(r"\.\.\.", message)]
+    assert [part for part in parts if part.strip() and part not in sources] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_files_that_a_page_names_exist(page):
     sections = "|".join(SECTIONS - {"task"})

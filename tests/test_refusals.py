@@ -44,7 +44,7 @@ class Echo(Collectives):
     def gather_json(self, value: Any) -> list[Any]:
         return [value] * self.world.size
 
-    def sum_(self, values: Tensor) -> Tensor:
+    def all_reduce_(self, values: Tensor) -> Tensor:
         return values.mul_(self.world.size)
 
     def broadcast_(self, tensors: list[Tensor], source: int = 0) -> None:

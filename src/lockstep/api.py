@@ -23,7 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
-from lockstep.launch.job import FROM_LAUNCHER, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
     ask_for_size,
@@ -127,16 +127,18 @@ def train(
             f"leave {option} out under torchrun; or unset WORLD_SIZE, RANK and LOCAL_RANK",
         )
 
-    # The folder is chosen before the task is imported, so only what was typed counts.
-    run_dir = _agree_on_run_dir(
-        _last(layers, "run_dir"), _last(layers, "resume") or "never", targets.name_of(target), layers
-    )
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": resume_command(run_dir)}
+    # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
+    # made yet: the coordinator's choice applies.
+    asked, resume = _last(layers, "run_dir"), _last(layers, "resume") or "never"
+    run_dir = _agree_on_run_dir(asked, resume, targets.name_of(target), layers, make=placement.join is None)
+    command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
+    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
     if placement.source:
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
-    ending = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
+    program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
+    ending = _launch({**spec, **program}, run_dir, processes, nodes, placement.join, placement.node)
     if ending.code:
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
@@ -148,7 +150,7 @@ def _describe_exit(ending: JobEnd) -> str:
     code = ExitCode(ending.code)
     why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
     if culprit := ending.failure:
-        rank = f"rank {culprit.rank}: " if culprit.rank >= 0 else ""
+        rank = f"rank {culprit.rank}: " if culprit.rank is not None else ""
         why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
@@ -312,7 +314,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds) -> None:
     """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
     if culprit := ending.failure:
-        who = f"rank {culprit.rank} failed first" if culprit.rank >= 0 else "they could not be started"
+        who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
         raise RanksFailed(
             f"lockstep.fit on {count} processes: {who}",
             f"{culprit.kind}: {culprit.message}",
@@ -443,9 +445,8 @@ def _launch(
     if culprit is None or not ended_here:
         return ending
 
-    # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first. For a machine that
-    # fails before it has ranks, this is -1.
-    message = f"rank {culprit.rank}: {culprit.message}" if culprit.rank >= 0 else culprit.message
+    # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
+    message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
     append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
@@ -454,9 +455,9 @@ def _launch(
     return ending
 
 
-def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer]) -> Path:
+def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True) -> Path:
     """Return the run folder. If the user has not named one, add a layer that names it for the ranks."""
-    run_dir = choose_run_dir(asked, resume, name)
+    run_dir = choose_run_dir(asked, resume, name, make)
     if not asked:
         layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
     return run_dir

@@ -6,11 +6,17 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lockstep
 from lockstep import targets
 from lockstep.clusters import command as clusters
+from lockstep.clusters import nodes
 from lockstep.errors import Preempted, UserError, printable
+
+if TYPE_CHECKING:
+    from lockstep.api import ResumeCommand
+    from lockstep.config import Layer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,6 +113,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="where the machines meet: an address of one of them, or addresses of several",
     )
     parser.add_argument(
+        "--nodes",
+        metavar="HOST,...",
+        help="start the job on these hosts over ssh and stay until it has ended; the first one coordinates",
+    )
+    nodes.add_host_options(parser)
+    parser.add_argument(
         "--resume",
         metavar="auto|PATH|never",
         help="continue from a checkpoint; auto: if the run has one; PATH: a run or a checkpoint (default: never)",
@@ -166,7 +178,21 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     resume_command = api.make_resume_command(["lockstep"], options.arguments, ["--resume", "auto"])
     arguments = options.script_arguments
+    if options.nodes is not None or options.hostfile is not None:
+        return _train_on_hosts(options, overrides, layers, resume_command)
     return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
+
+
+def _train_on_hosts(
+    options: argparse.Namespace, overrides: Sequence[str], layers: list[Layer], resume_command: ResumeCommand
+) -> int:
+    from lockstep.launch.run_dir import choose_run_dir
+
+    # All hosts need the same folder, so it is chosen here.
+    asked = next((values["run_dir"] for _, values in reversed(layers) if values.get("run_dir")), None)
+    run_dir = choose_run_dir(asked, options.resume or "never", targets.name_of(options.target))
+    rest = [word for word in overrides if not word.startswith("run_dir=")]
+    return nodes.train(options, [*rest, f"run_dir={run_dir}"], resume_command(run_dir))
 
 
 def _launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -7,14 +7,16 @@ happened, since a process that is killed cannot.
 from __future__ import annotations
 
 import ctypes
+import errno
+import io
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.errors import UserError
 
@@ -29,8 +31,8 @@ PLACES = (
     "committed",  # everything about a checkpoint is done
 )
 
-# Faults that only the caller of `fire` can carry out, and the point at which each happens.
-RETURNED = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
+# Faults that happen only at one point, and that point.
+ONLY_AT = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "committed", "truncate": "committed"}
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Fault:
                 'give seconds=0.5 to how="slow", and to no other',
             )
 
-        only_phase = RETURNED.get(self.how)
+        only_phase = ONLY_AT.get(self.how)
         if only_phase and self.phase not in (None, only_phase):
             raise UserError(
                 f"the fault how={self.how!r} can only happen in phase={only_phase!r}",
@@ -82,8 +84,8 @@ class Fault:
 
     def due(self, phase: str, step: int, rank: int) -> bool:
         """Return whether the fault happens now and count it if so."""
-        # A fault in RETURNED has its own phase, even if none was given.
-        wanted_phase = RETURNED.get(self.how, self.phase)
+        # A fault in ONLY_AT has its own phase, even if none was given.
+        wanted_phase = ONLY_AT.get(self.how, self.phase)
         if wanted_phase not in (None, phase) or self.rank not in (None, rank) or self.step not in (None, step):
             return False
 
@@ -156,18 +158,44 @@ def planned() -> list[Fault]:
 def fire(phase: str, step: int) -> str | None:
     """Carry out the faults that are due in this phase of this step.
 
-    One that only the caller can carry out (`RETURNED`) is returned; it is always one of this `phase`.
+    One that only the caller can carry out (it is not in `ACTS`) is returned; it is always one of this `phase`.
     """
     rank = int(os.environ.get("RANK", "0"))
     returned = None
     for fault in planned():
         if fault.due(phase, step, rank):
-            if fault.how in RETURNED:
-                returned = fault.how
-            else:
+            if fault.how in ACTS:
                 ACTS[fault.how](fault)
+            else:
+                returned = fault.how
 
     return returned
+
+
+class Files(Protocol):
+    """The methods of a checkpoint storage that `damage_committed` needs."""
+
+    def open(self, key: str) -> io.BufferedIOBase: ...
+
+    def write(self, key: str, chunks: Iterable[memoryview]) -> None: ...
+
+
+def damage_committed(files: Files, key: str, step: int) -> None:
+    """Carry out the faults of the point "committed". Some of them damage the file `key` as a bad disk would."""
+    how = fire("committed", step)
+    if not how:
+        return
+
+    with files.open(key) as stream:
+        data = bytearray(stream.read())
+
+    middle = len(data) // 2
+    if how == "truncate":
+        del data[middle:]
+    else:
+        data[middle] ^= 0x10
+
+    files.write(key, [memoryview(data)])
 
 
 def install(heartbeat: Any) -> None:
@@ -204,6 +232,10 @@ def _vanish(fault: Fault) -> None:
     os._exit(0)
 
 
+def _fill_disk(fault: Fault) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _abort(fault: Fault) -> None:
     os.abort()
 
@@ -223,5 +255,6 @@ ACTS: dict[str, Callable[[Fault], None]] = {
     "segfault": _segfault,
     "abort": _abort,
     "vanish": _vanish,
+    "disk full": _fill_disk,
 }
-HOW = (*ACTS, *RETURNED)
+HOW = tuple(dict.fromkeys([*ACTS, *ONLY_AT]))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import platform
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import lockstep
 from lockstep.errors import ConfigError, UserError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -36,6 +40,30 @@ def is_script(target: str) -> bool:
 def name_of(target: str) -> str:
     """Return the name for the run folder: `char_lm`, or the class or file name in lower case."""
     return Path(target.rpartition(":")[2]).stem.lower()
+
+
+def program_of(target: str) -> dict[str, str]:
+    """Return what must be equal on all machines of a job: versions, and digests of the sources, without an import."""
+    versions = {"python": platform.python_version(), "torch": _version_of("torch")}
+    package = Path(__file__).parent
+    sources = sorted(package.rglob("*.py"))
+    ours = _digest(*(str(path.relative_to(package)).encode() + path.read_bytes() for path in sources))
+    program = {**versions, "lockstep": f"{lockstep.__version__} (sources {ours})"}
+
+    # What the file imports is compared by the ranks, which know it (`engine/checks/settings.py`).
+    file = Path(target if is_script(target) else target.rpartition(":")[0])
+    return {**program, str(file): f"sources {_digest(file.read_bytes())}"} if file.is_file() else program
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
 # ---- checks without an import ----

@@ -12,8 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-# A number, or a tensor on the device, which costs no synchronisation.
-Weight = int | float | Tensor
+from lockstep.runtime.control_word import Flags
+
+# A tensor on the device costs no synchronisation.
+Number = int | float | Tensor
+Weight = Number  # of a loss: the number of its terms
 
 # A sum, or a sum with its own weight.
 Metric = Tensor | float | tuple[Tensor | float, Weight]
@@ -72,7 +75,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepBatches:
-    """This rank's micro-batches of one global step, read lazily."""
+    """This rank's micro-batches of one global step. Iterating over them may read them."""
 
     count: int  # of this rank's micro-batches
     micro_batches: Iterable[MicroBatch]
@@ -87,7 +90,7 @@ class StepBatches:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of one step, the same on every rank."""
+    """The result of one step, the same on every rank."""
 
     # What happened.
     step: int  # counts all steps from 0, including skipped ones
@@ -96,29 +99,37 @@ class StepResult:
     grad_norm: float  # of the gradient of the mean loss, before clipping
     skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
 
-    # Summed over ranks in the step's control word.
-    stop: bool = False  # some rank requested a stop
+    # From the step's control word.
     exhausted: bool = False  # every rank's stream has ended
-    save: bool = False  # a checkpoint is due
-    preempt: bool = False  # some rank is preempted: save and exit
-    save_failed: bool = False  # some rank could not write its checkpoint file
-    new_metrics: bool = False  # some rank has a metric that not all ranks have seen
+    flags: Flags = field(default_factory=Flags)  # how many ranks have set each flag: stop, save, ...
 
 
 @runtime_checkable
 class BatchSource(Protocol):
     """A source of micro-batches: a dataset, a stream, a rollout. Its state must not depend on the rank or world size.
 
-    A source may also have these: `attach(context)`, called before the first step (see SourceContext); `close()`, called
-    after the last; `upcoming()`, whose result a resumed run compares with the saved one; and for `policy=rewind`,
-    `skip(span)`, which skips these positions from now on, and `skipped_spans`, the spans skipped so far.
+    A source may also have these:
+
+    attach(context)      called before the first step, see SourceContext
+    close()              called after the last step
+    upcoming()           returns what comes next; a resumed run compares it with the saved value
+    skip(span)           leaves these positions out from now on, for `policy=rewind`; `skipped_spans` holds all of them
+    largest_input()      returns the largest tensor of a sample, or None, to choose the number of threads by
+    check_dataset()      called before each step; raises if the dataset was changed where workers do not see it
+    reading_here()       returns a context in which this process, and not a worker, may read the dataset
+    some_samples()       returns a few samples; unless they are all equal, ranks may have the same first batch
+    workers_must_match   whether a worker must read what this process reads: `read_again(micro)` returns that data
+    beginning            the first sample of a stream, to compare between ranks, or None
     """
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next step."""
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past `batches`. `result` is the newest known: if it is read late, that of the previous step."""
+        """Advance past `batches`.
+
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -143,7 +154,7 @@ class SourceContext:
     mine: range  # indices of this rank's micro-batches in a global step
     ranks: int
     collective_forwards: bool  # whether forwards are collective: then all ranks must run the same number of them
-    add: Callable[[Tensor], Tensor]  # all-reduces a tensor in place (sum); collective
+    all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks, in place; collective
 
 
 # ---- the task ----

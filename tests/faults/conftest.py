@@ -28,14 +28,15 @@ def nodes(tmp_path):
     meeting = f"127.0.0.1:{free_port()}"
     started = []
 
-    def start(count: int, code: str = STAY, nnodes=(2, 2), host: str = "", join: str = meeting) -> list[Launcher]:
+    def start(
+        count: int, code: str = STAY, nnodes=(2, 2), host: str = "", join: str = meeting, **described
+    ) -> list[Launcher]:
         """The first one coordinates."""
         for _ in range(count):
             name = host or f"127.0.0.{len(started) + 1}"
-            started.append(
-                Launcher(tmp_path, code, f"node-{len(started)}", nproc=(1, 1), nnodes=nnodes, join=join, host=name)
-            )
-            if len(started) == 1:
+            job = {"nproc": (1, 1), "nnodes": nnodes, "join": join, "host": name, **described}
+            started.append(Launcher(tmp_path, code, f"node-{len(started)}", **job))
+            if len(started) == 1 and join == meeting:
                 until(lambda: _listens(meeting))
         return started[-count:]
 

@@ -62,14 +62,21 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     import json
 
     from lockstep.launch.job import Bounds, Job
+    from lockstep.launch.nodes import search
     from lockstep.launch.supervisor import supervise
 
     described = json.loads(sys.argv[1])
+    search.TAKEN_S = described.pop("taken_s", search.TAKEN_S)
     nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:
         ending, _ = supervise(
             Job(
-                {"code": described["code"], "run_dir": described["run_dir"], "resume_command": "type it again"},
+                {
+                    "code": described["code"],
+                    "run_dir": described["run_dir"],
+                    "resume_command": "type it again",
+                    "program": described.get("program", {}),
+                },
                 Path(described["run_dir"]),
                 nproc,
                 nnodes,

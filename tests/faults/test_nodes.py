@@ -1,13 +1,19 @@
 """Several nodes on one machine: launchers on 127.0.0.1, 127.0.0.2, ... that meet at one address."""
 
+import json
 import os
 import signal
 import socket
+import threading
+from contextlib import suppress
 
 import pytest
-from launchers import alive, events, pid_of, until
+from launchers import HERE, MODULES, PATIENCE_S, alive, events, pid_of, until
 
+import preloaded
 from ports import free_port
+
+PUPPET = HERE / "puppet.py"
 
 
 def test_nodes_form_one_world(nodes, tmp_path):
@@ -24,13 +30,17 @@ def test_a_failure_on_one_node_is_shown_on_all_and_restarted(nodes, tmp_path):
         assert "restarting 2 ranks from the beginning" in node.said
 
 
-def test_a_signal_at_any_node_reaches_all(nodes, tmp_path):
+@pytest.mark.parametrize("one_log", [False, True])
+def test_a_signal_at_any_node_reaches_all(nodes, tmp_path, monkeypatch, one_log):
+    if one_log:
+        monkeypatch.setenv("LOCKSTEP_ONE_LOG", "1")
     both = nodes(2)
     for rank in (0, 1):
         pid_of(tmp_path, 0, rank)
     both[1].signal(signal.SIGTERM)
     assert [node.wait() for node in both] == [75, 75]
-    assert all("saved at step 7; to resume: type it again" in node.said for node in both)
+    saved = ["saved at step 7; to resume: type it again" in node.said for node in both]
+    assert saved == [True, not one_log]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -80,6 +90,57 @@ def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     assert surplus.wait() == 2
     assert "the job has its 2 nodes already" in surplus.said
     assert first.process.poll() is second.process.poll() is None
+
+
+def test_a_node_with_another_program_is_refused(nodes):
+    (first,) = nodes(1, program={"torch": "2.13.0", "task.py": "sources 1f"})
+    (other,) = nodes(1, program={"torch": "2.12.1", "task.py": "sources 1f"})
+    assert other.wait() == 2
+    assert "two nodes would run different programs" in other.said
+    assert "found: torch: '2.12.1' here, '2.13.0' on the coordinating node\n" in other.said
+    assert first.process.poll() is None
+
+
+def test_a_port_that_another_program_has_is_named(nodes):
+    """That program hangs up on whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=hang_up, args=[other], daemon=True).start()
+        port = other.getsockname()[1]
+        (node,) = nodes(1, join=f"127.0.0.1:{port}", taken_s=1.0)
+        assert node.wait() == 2
+    assert f"another program on this machine listens at 127.0.0.1:{port}" in node.said
+
+
+def hang_up(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def test_an_interface_that_is_not_there_is_named_before_anything_starts(nodes, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    (node,) = nodes(1, join=f"127.0.0.1:{free_port()}")
+    assert node.wait() == 2
+    assert "GLOO_SOCKET_IFNAME=eth99 names no network interface of " in node.said
+    assert not (tmp_path / ".secret").exists()
+
+
+def test_twenty_jobs_that_start_at_once_do_not_collide(tmp_path):
+    """Each has a store and a folder of its own, and all of them end."""
+    code = "me.note(os.environ['LOCKSTEP_STORE_FILE'] + ' ' + os.environ['LOCKSTEP_FOLDER'])"
+    jobs = []
+    for number in range(20):
+        run = tmp_path / f"job-{number}"
+        run.mkdir()
+        described = json.dumps({"code": code, "run_dir": str(run), "nproc": (1, 1)})
+        with (run / "said").open("wb") as said:
+            env = os.environ | {"PYTHONPATH": MODULES}
+            jobs.append(preloaded.start_python(str(PUPPET), described, env=env, cwd=run, stdout=said, stderr=said))
+
+    codes = [job.wait(PATIENCE_S) for job in jobs]
+    assert codes == [0] * 20, [path.read_text() for path in tmp_path.glob("job-*/said")]
+    notes = [(tmp_path / f"job-{number}" / "0-0").read_text().split()[1:] for number in range(20)]
+    assert len({store for store, _ in notes}) == len({folder for _, folder in notes}) == 20
 
 
 def test_noise_at_the_meeting_point_does_no_harm(nodes, tmp_path):

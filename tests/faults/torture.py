@@ -111,9 +111,9 @@ def digests(run: Path) -> dict[str, str]:
     import hashlib
 
     from lockstep.checkpoint.load import find
-    from lockstep.checkpoint.storage import FileStore
+    from lockstep.checkpoint.storage import FileSystemStorage
 
-    reader = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
+    reader = find(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value])
     assert reader is not None
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.load import find
-from lockstep.checkpoint.storage import FileStore
+from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.observe.sinks import read_jsonl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,7 +34,7 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    reader = find(FileStore(run / "checkpoints"), 0, 1, lambda value: [value])
+    reader = find(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value])
     assert reader is not None
     return {name: reader.read(name) for name in reader.names()}
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.config import Resolved, resolve, resolve_for
 from lockstep.data.samplers import make_sampler
-from lockstep.data.shard import next_window
+from lockstep.data.windows import next_window
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun, OwnStep
 from lockstep.engine.run import Run

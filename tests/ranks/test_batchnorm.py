@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep.data.samplers import make_sampler
-from lockstep.data.shard import next_window
+from lockstep.data.windows import next_window
 from lockstep.engine import loop
 from lockstep.engine.checks.model import refuse_single_samples
 from lockstep.engine.own_loop import OwnRun

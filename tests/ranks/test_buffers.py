@@ -107,3 +107,22 @@ def test_all_buffers_travel_in_one_message(pool: Pool) -> None:
         assert found["c10d::broadcast_"] == MEASURED
     for found in pool.run(counted, {}, world=2):
         assert "c10d::broadcast_" not in found
+
+
+class Counting(Following):
+    """Its model has attributes of its own, which the loss reads and changes."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.calls = 0
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        model.calls += 1
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_keeps_its_own_attributes(pool: Pool, way: str) -> None:
+    """`calls`, say: what Lockstep puts around a model must not hide it."""
+    pool.run(fit, Counting(), VALUES | WAYS[way], world=RANKS)

@@ -75,7 +75,7 @@ class Sent:
         dist.all_reduce = self._original
 
 
-class Control:
+class Progress:
     """The only micro-batch of a step, with a gradient scale and a control word of the test's own."""
 
     is_last_micro_batch, backwards_done, batches = True, 0, None
@@ -89,7 +89,7 @@ class Control:
     def record(self, loss: Loss) -> float:
         return self._scale
 
-    def before_reduce(self) -> ControlWord:
+    def control_word(self) -> ControlWord:
         return self._word
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor:
@@ -107,13 +107,13 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
         driver = DDPDriver(Linear(steps[0][0][0]).to(DEVICE), config.ddp, runtime, config.seed)
         for gradients, words, scale in steps:
             driver.begin()
-            driver.before_forward(MicroBatch(None, 0, 1), Control(scale, words[world.rank]))
+            driver.before_forward(MicroBatch(None, 0, 1), Progress(scale, words[world.rank]))
             total = driver.module([gradient.to(DEVICE) for gradient in gradients[world.rank]])
             with Sent() as sent:
-                driver.backward(Loss(total, 1), Control(scale, words[world.rank]))
+                driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
             sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
-            found["words"].append(driver.codec.unpack(driver.reduced().packed.tolist()))
+            found["words"].append(driver.codec.unpack(driver.reduced().packed_word.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
@@ -465,9 +465,9 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         original = driver.hook.exchange
         driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
         driver.begin()
-        control = Control(1.0, ControlWord(weight=1))
-        driver.before_forward(MicroBatch(None, 0, 1), control)
-        driver.backward(Loss(driver.module(torch.ones(2, 30)).sum(), 1), control)
+        progress = Progress(1.0, ControlWord(weight=1))
+        driver.before_forward(MicroBatch(None, 0, 1), progress)
+        driver.backward(Loss(driver.module(torch.ones(2, 30)).sum(), 1), progress)
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

@@ -311,6 +311,28 @@ def test_sam_is_what_it_is_in_plain_pytorch(pool: Pool, world: int, values: dict
         assert (weights - expected).abs().max() <= 1e-12
 
 
+def skip_after_measuring(world: World, store: Any, values: dict[str, Any]) -> None:
+    """A job: the gradient of the first pass is finite in every step, and that of the second is not."""
+    with open_watched(world, store, VALUES | values) as builder:
+        own = OwnRun(builder)
+        plain = network()
+        model, _ = own.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in own.steps(DATA, passes=2):
+            for (x,) in step:
+                step.backward(cost(model, x), weight=len(x))
+            assert not step.measure().applied
+            for (x,) in step:
+                step.backward(cost(model, x) * torch.nan, weight=len(x))
+            step.apply()
+        own.close()
+
+
+def test_a_pass_that_is_only_measured_is_no_step_between_two_skipped_ones(pool: Pool) -> None:
+    values = {"nonfinite.max_in_a_row": 2}
+    with pytest.raises(Exception, match=r"step 1: .*2 such steps in a row.*max_in_a_row=2"):
+        pool.run(skip_after_measuring, values, world=1)
+
+
 def test_passes_draw_the_same_numbers(pool: Pool) -> None:
     def job(world: World, store: Any) -> list[list[float]]:
         drawn: list[list[float]] = []

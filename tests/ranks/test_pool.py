@@ -22,7 +22,7 @@ from pool import Pool, WorkerLost
 
 def add_ranks(world: World, store: Any, start: float) -> tuple[int, float]:
     with context.start(world, RunConfig(), store=store) as runtime:
-        return os.getpid(), float(runtime.collectives.sum_(torch.tensor(start + world.rank)))
+        return os.getpid(), float(runtime.collectives.all_reduce_(torch.tensor(start + world.rank)))
 
 
 def test_results_come_by_rank_from_new_processes(pool: Pool) -> None:

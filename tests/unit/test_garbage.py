@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.storage import Checkpoint, FileStore
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.parallel.cudagraph.device import CudaDevice
 
 
@@ -40,7 +40,9 @@ def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collect
         return "decoded"
 
     monkeypatch.setattr(manifest, "_decode", slow)
-    decode = threading.Thread(target=manifest.decode, args=(b"", Checkpoint(FileStore(tmp_path), "step-00000001")))
+    decode = threading.Thread(
+        target=manifest.decode, args=(b"", Checkpoint(FileSystemStorage(tmp_path), "step-00000001"))
+    )
     decode.start()
     assert decoding.wait(60)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and plain values, committed as a whole or not at all, and verified before they are used.
+"""Checkpoints: tensors and plain state, committed as a whole or not at all, and verified before they are used.
 
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
@@ -7,6 +7,6 @@
 `manager` decides when to save and how to resume. `run_state` captures and restores the state of a run, with
 `optimizer_state` for its optimizers; `reshard` chooses which rank writes and reads which tensors. The other modules do
 not depend on models: `saver` and `writer` write, `load` and `inspect` read, and all of them access the disk through the
-`Store` protocol of `storage`. What a rank writes of a tensor is a shard in memory (`LocalShard`) and a piece in a file
-(`Piece`).
+protocol `CheckpointStorage` of `storage`. The part of a tensor that a rank writes is a `LocalShard` in memory and a
+`Piece` in a file.
 """

@@ -41,7 +41,7 @@ class FileLayout:
     """The layout of a file: a header, and a data section with one piece of each tensor, without gaps."""
 
     tensors: dict[str, TensorEntry]  # as in the manifest, but with the piece in this file only
-    spans: dict[str, slice]  # the bytes of each piece in the data section
+    byte_ranges: dict[str, slice]  # of each piece in the data section
     size: int  # of the data section
     header: bytes
 
@@ -55,23 +55,26 @@ def file_name(rank: int) -> str:
 
 
 def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
-    """Lay out one piece of each tensor, largest dtypes first: so all are aligned without gaps, which are forbidden."""
+    """Lay out one piece of each tensor.
+
+    The largest dtype comes first, which aligns every piece without the gaps that safetensors forbids.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     assert not header.keys() & tensors.keys(), "safetensors reserves the name __metadata__"
-    spans = {}
+    byte_ranges = {}
     position = 0
 
     for name, entry in sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].bytes):
         [piece] = entry.pieces
         start = position
         position += byte_count(piece.shape, entry.dtype)
-        spans[name] = slice(start, position)
+        byte_ranges[name] = slice(start, position)
         header[name] = {"dtype": entry.dtype, "shape": piece.shape, "data_offsets": [start, position]}
 
     # Pad the header so that the data section begins at a page, as direct writes require.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
-    return FileLayout(tensors, spans, position, len(text).to_bytes(8, "little") + text)
+    return FileLayout(tensors, byte_ranges, position, len(text).to_bytes(8, "little") + text)
 
 
 def verify(

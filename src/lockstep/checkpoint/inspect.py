@@ -16,7 +16,15 @@ from rich.filesize import decimal as size_text
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
 from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
-from lockstep.checkpoint.storage import Checkpoint, Retention, Store, committed, open_store, remove, to_delete
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    Retention,
+    committed,
+    delete_checkpoint,
+    open_storage,
+    steps_to_delete,
+)
 from lockstep.errors import UserError, plural, printable
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -29,7 +37,7 @@ _PREFIX = "model."
 
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
-    checkpoints = committed(_store(path))
+    checkpoints = committed(_storage(path))
     rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
@@ -74,7 +82,7 @@ def verify(path: Path) -> tuple[str, int]:
     # One row for each checkpoint, followed by one row for each of its files with a problem.
     rows = []
     exit_code = 0
-    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_store(path)):
+    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_storage(path)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -89,17 +97,17 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     retention = Retention(last=keep)
 
     # Read every byte, since only valid checkpoints count.
-    store = _store(path)
-    names = {checkpoint.step: checkpoint.name for checkpoint in committed(store)}
-    problems = {step: verify_checkpoint(Checkpoint(store, name))[1] for step, name in names.items()}
+    storage = _storage(path)
+    names = {checkpoint.step: checkpoint.name for checkpoint in committed(storage)}
+    problems = {step: verify_checkpoint(Checkpoint(storage, name))[1] for step, name in names.items()}
     invalid = {step: found[0] for step, found in problems.items() if found}
     lines = [
         f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}" for step in sorted(invalid)
     ]
 
-    for step in to_delete([(step, {}) for step in names if step not in invalid], retention):
+    for step in steps_to_delete([(step, {}) for step in names if step not in invalid], retention):
         if not dry_run:
-            remove(store, names[step], secrets.token_hex(8))
+            delete_checkpoint(storage, names[step], secrets.token_hex(8))
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
 
     return "\n".join(lines) or "nothing to delete", 0
@@ -179,7 +187,7 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     if _is_checkpoint(path) and step is None:
         return Checkpoint.at(path)
 
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_store(path))}
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_storage(path))}
     if not checkpoints:
         raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
 
@@ -191,11 +199,11 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
-def _store(path: Path) -> Store:
+def _storage(path: Path) -> CheckpointStorage:
     # `path` is the run's folder, or the folder of its checkpoints.
     for root in (path / "checkpoints", path):
         if root.name == "checkpoints" and root.is_dir():
-            return open_store(root)
+            return open_storage(root)
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 

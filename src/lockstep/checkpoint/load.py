@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest import (
     byte_count,
     open_file,
 )
-from lockstep.checkpoint.storage import Checkpoint, Store, committed
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.errors import UserError
 
 # How many invalid checkpoints in a row are examined before giving up.
@@ -34,22 +34,24 @@ MAX_INVALID = 50
 Gather = Callable[[Any], list[Any]]
 
 
-def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | None = None) -> CheckpointReader | None:
+def find(
+    storage: CheckpointStorage, rank: int, world_size: int, gather: Gather, only: str | None = None
+) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result.
     """
-    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the store before.
-    listed = [only] if only else [checkpoint.name for checkpoint in committed(store)]
+    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the folder before.
+    listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
     names = gather(listed)[0]
 
     # Ranks with separate disks would resume separately. A rank has a different disk if
     # - it does not see what rank 0 listed,
-    # - it sees checkpoints where rank 0 sees none, or
-    # - its store has a different owner.
-    visible = sorted(set(names) & set(store.folders()))
-    sees_more = listed != [] and not names
-    views = gather([visible, sees_more, store.owner()])
+    # - rank 0 lists no checkpoint, but this rank does, or
+    # - it reads the name of a different owner.
+    visible = sorted(set(names) & set(storage.folders()))
+    sees_more = bool(listed) and not names
+    views = gather([visible, sees_more, storage.owner()])
     for other_rank, view in enumerate(views):
         if view != views[0]:
             raise _not_shared(f"rank {other_rank} finds different files there than rank 0")
@@ -57,7 +59,7 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
     # The newest checkpoint comes first.
     skipped: list[InvalidCheckpoint] = []
     for name in names:
-        checkpoint = Checkpoint(store, name)
+        checkpoint = Checkpoint(storage, name)
         manifest, problems = verify(checkpoint, rank, world_size)
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
@@ -70,7 +72,7 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, skipped)
 
-        # An exception has one file, so its reason names the others. If only one rank finds damage, that counts.
+        # The exception names the first file; its reason lists the rest. Damage on any rank outranks a wrong format.
         kind = Damaged if any(label == Damaged.label for label, _, _ in bad) else WrongFormat
         first = bad[0][1]
         reasons = "; ".join(f"{file}: {why}" for _, file, why in bad)
@@ -79,13 +81,13 @@ def find(store: Store, rank: int, world_size: int, gather: Gather, only: str | N
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
             raise UserError(
-                f"none of the newest {MAX_INVALID} of {len(names)} checkpoints in {store.address} is valid",
+                f"none of the newest {MAX_INVALID} of {len(names)} checkpoints in {storage.address} is valid",
                 str(skipped[0]),
-                "remove them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
+                "delete them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
             )
 
     if skipped:
-        raise _none_valid(store, skipped, only)
+        raise _none_valid(storage, skipped, only)
     return None
 
 
@@ -94,9 +96,9 @@ def digest_of(manifest: Manifest | None) -> str:
     return xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
 
 
-def _none_valid(store: Store, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
+def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
     verdicts = sorted({problem.verdict for problem in invalid})
-    what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {store.address}"
+    what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {storage.address}"
     fix = "use the version of Lockstep that wrote it" if WrongFormat.verdict in verdicts else "restore the files"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     return UserError(f"{what} {' or '.join(verdicts)}", "; ".join(map(str, invalid)), f"{fix}, or {way_out}")
@@ -149,7 +151,7 @@ class CheckpointReader:
             if (piece.offset, piece.shape) == (tuple(offset), tuple(shape)):
                 return self._rows(piece, entry.dtype, 0, shape[0] if shape else 1).view(piece.shape)
 
-        # Check all files before allocating, so that a forged manifest cannot cause a huge allocation.
+        # Check all files before allocating: the shape in a manifest may be larger than the files (see `manifest`).
         for piece in entry.pieces:
             self._locate(piece, entry.dtype)
 

@@ -1,7 +1,7 @@
 """The checkpoint manager: when to save, how to resume, and what to do when a save fails.
 
     check_space, resume             before the first step
-    ensure_rewind                   before the first step: a policy that rewinds needs a checkpoint of the start
+    ensure_rewind_checkpoint        before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
     due, save                       between two steps
@@ -29,12 +29,13 @@ from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
+    CheckpointStorage,
     Retention,
-    Store,
     committed,
-    open_store,
+    open_storage,
     set_aside,
     set_aside_after,
 )
@@ -92,50 +93,56 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
+        before_next_update: Callable[[Callable[[], None]], None],
     ):
-        """`log_event(event, **fields)` logs an event."""
+        """`log_event(event, **fields)` logs an event; `before_next_update(call)` calls something once, before it."""
         self.folder = folder
         self.state = state
         self.config = config
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.store = open_store(folder.path / "checkpoints")
+        self.before_next_update = before_next_update
+        self.storage = open_storage(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
-        context = SaveContext(self.store, runtime.world.rank, runtime.world.size, folder.token, retention)
+        context = SaveContext(self.storage, runtime.world.rank, runtime.world.size, folder.token, retention)
         self.saver = Saver(context, settings.asynchronous)
 
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step of the last checkpoint in this run's folder; None without one, or if the last save was abandoned. And
-        # the time of that save, or of the resume.
+        # The step of the last checkpoint in this run's folder: None if there is none, or its save was abandoned.
         self._saved_step: int | None = None
+
+        # When it was saved or resumed.
         self._saved_at = time.monotonic()
 
         self._rewinds = 0  # since the last checkpoint
-        self._compared = False  # whether the state of the parts was compared between the ranks
+        self._parts_compared = False  # whether the ranks have compared the state of their parts
 
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Resume from this run's newest valid checkpoint, or else from `--resume PATH`. None: there is neither."""
+        """Claim the folder, and resume from this run's newest valid checkpoint, or else from `--resume PATH`.
+
+        Return None if neither exists.
+        """
         if self.runtime.is_main:
-            self.store.claim(self.folder.token)
+            self.storage.claim(self.folder.token)
 
         # After a restart, the run's own checkpoints are newer than the one that --resume named.
-        reader = self._find(self.store) if self.folder.continues else None
+        reader = self._find(self.storage) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
             # The origin is either a checkpoint, or a run, whose newest valid checkpoint is used.
             if is_checkpoint(origin):
                 checkpoint = Checkpoint.at(origin)
-                reader = self._find(checkpoint.store, checkpoint.name)
+                reader = self._find(checkpoint.storage, checkpoint.name)
             else:
-                reader = self._find(open_store(run_of(origin) / "checkpoints"))
+                reader = self._find(open_storage(run_of(origin) / "checkpoints"))
 
             if reader is None:
                 raise UserError(
@@ -165,7 +172,7 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
-        reader = self._find(self.store)
+        reader = self._find(self.storage)
         if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
@@ -190,11 +197,11 @@ class CheckpointManager:
         )
         return resumed
 
-    def _find(self, store: Store, only: str | None = None) -> CheckpointReader | None:
+    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
         """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
-        reader = find(store, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        reader = find(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is None:
             return None
 
@@ -204,8 +211,8 @@ class CheckpointManager:
             name = skipped.checkpoint.name
             problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
             text = f"{problem}; resuming from {reader.checkpoint.name}"
-            if isinstance(skipped, Damaged) and self.runtime.is_main and store == self.store:
-                text += f". The damaged checkpoint is kept as {set_aside(store, name, 'damaged')}"
+            if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
+                text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
             self.log_event("warning", reason=text)
 
         return reader
@@ -235,11 +242,11 @@ class CheckpointManager:
         step = self.state.stepper.counters.step
 
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
-        # here, because none may save before that. The store of another run must not change.
-        in_own_store = reader.checkpoint.store == self.store
-        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.store, step) if in_own_store else None)
+        # here, because none may save before that. The storage of another run must not change.
+        in_own_storage = reader.checkpoint.storage == self.storage
+        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.storage, step) if in_own_storage else None)
 
-        self._saved_step = step if in_own_store else None
+        self._saved_step = step if in_own_storage else None
         self._saved_at = time.monotonic()
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
@@ -250,7 +257,7 @@ class CheckpointManager:
             world_size=values["world"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
-            loop=LoopState.from_saved(values.get("loop", {})),
+            loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
         )
 
     # ---- before the first step ----
@@ -266,10 +273,10 @@ class CheckpointManager:
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
         sizes = self.state.bytes_at_start()
-        free, known, estimate = self.runtime.collectives.run_on_rank0(lambda: [self.store.free_bytes(), *sizes])
+        free, known, estimate = self.runtime.collectives.run_on_rank0(lambda: [self.storage.free_bytes(), *sizes])
         if free < known:
             raise UserError(
-                f"there is no room for a checkpoint in {self.store.address}: {size_text(free)} free",
+                f"there is no room for a checkpoint in {self.storage.address}: {size_text(free)} free",
                 f"{size_text(known)} needed for the weights alone",
                 f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
             )
@@ -282,7 +289,7 @@ class CheckpointManager:
                 f"for two, about {size_text(needed)}",
             )
 
-    def ensure_rewind(self, save: Callable[[], None]) -> None:
+    def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
         """If a policy is rewind and there is no checkpoint to go back to, call `save`."""
         policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
@@ -308,7 +315,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self.saver.prepare(self._shards(self.state.capture_tensors().tensors))
+        self.saver.prepare(self._shards(self.state.tensors()))
 
     # ---- saving ----
 
@@ -335,7 +342,7 @@ class CheckpointManager:
         self.settle()
         step = self.state.stepper.counters.step
         with self.runtime.heartbeat.visit("snapshot", step):
-            self._take_snapshot(step, loop, metrics)
+            self._start_save(step, loop, metrics)
 
         self._unsettled = True
         self._saved_step = step
@@ -343,20 +350,20 @@ class CheckpointManager:
         self._rewinds = 0
         seed_host(derive(self.config.seed, "checkpoint", step))
 
-    def _take_snapshot(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
+    def _start_save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
+        """Collect what this rank writes, and start the save."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         tensors, aliases, plain_state = self.state.capture()
         if not self.state.same_on_all_ranks:
             plain_state = merge_plain_state(self.runtime.collectives.gather_json(plain_state))
 
         # Only the first save compares the parts between ranks, because the digests take time.
-        if not self._compared:
+        if not self._parts_compared:
             self._warn_of_differences()
-            self._compared = True
+            self._parts_compared = True
 
-        # These keys are part of the file format: do not rename them.
-        values = {
-            "state": plain_state,
+        # The keys are part of the file format (see CONTRIBUTING).
+        other_values = {
             "config": _as_typed(self.config),
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
@@ -364,10 +371,13 @@ class CheckpointManager:
             "loop": asdict(loop),
             "metrics": metrics,
         }
+        other_tensors: dict[str, torch.Tensor] = {}
+        values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
+        assert not other_tensors, f"not in the state: {list(other_tensors)}"
         self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
 
-        # The next update must wait until the optimizers' state has been copied.
-        self.state.stepper.update.before_update = self.saver.wait_for_copy
+        # An update must wait until the optimizers' state has been copied.
+        self.before_next_update(self.saver.wait_for_copy)
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
@@ -431,7 +441,7 @@ class CheckpointManager:
         self.saver.close()
 
     def newest_path(self) -> Path | None:
-        return next((checkpoint.path for checkpoint in committed(self.store)), None)
+        return next((checkpoint.path for checkpoint in committed(self.storage)), None)
 
     def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self.runtime.world

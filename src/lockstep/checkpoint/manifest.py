@@ -1,10 +1,11 @@
-"""The manifest of a checkpoint: the position of each tensor, all plain values, and the size and digest of each file.
+"""The manifest of a checkpoint: the position of each tensor, all other values, and the size and digest of each file.
 
-A manifest is not trusted: every field is checked before it is used, and any error in it raises `InvalidCheckpoint` and
-no other exception. This module does not import torch.
+A manifest is not trusted: a checkpoint may have been downloaded, or may be in another user's folder. The digest shows
+that a disk has changed the manifest, but it has no key, so anyone can write one that is valid. Therefore every field is
+checked before it is used: a manifest cannot name a file outside its folder, leave a part of a tensor uninitialized, or
+claim more memory than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
 
-Plain values are strict JSON, which has no NaN and no infinity: such a number becomes `{"$float": "nan"}`. A user's dict
-that could be mistaken for this never gets here: `state_tree.pack` encodes it.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ import xxhash
 
 from lockstep import garbage
 from lockstep.checkpoint.storage import Checkpoint, step_in
-from lockstep.errors import UserError
 from lockstep.launch.run_dir import MANIFEST
 
-# The version of the manifest's format. Other versions are not read.
+# The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 2
 
 
@@ -62,7 +62,8 @@ _MAX_MANIFEST_BYTES = 2**28
 # The most pieces of a tensor that may be off the grid: they are compared pairwise.
 _MAX_IRREGULAR_PIECES = 4096
 
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
+FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # The names of field types in messages.
 _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
@@ -140,7 +141,7 @@ class Manifest:
     # Other names of tied tensors: {name: name of the tensor that is stored}.
     aliases: dict[str, str] = field(default_factory=dict)
 
-    # Everything else that was saved.
+    # Everything else that was saved, as `state_tree.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,7 +151,7 @@ class Manifest:
     @property
     def metrics(self) -> dict[str, float]:
         metrics = self.values.get("metrics")
-        return metrics if isinstance(metrics, dict) else {}
+        return {name: float_of(metric) for name, metric in metrics.items()} if isinstance(metrics, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -159,7 +160,6 @@ def encode(manifest: Manifest) -> bytes:
         **vars(manifest),
         "files": [vars(file) for file in manifest.files],
         "tensors": tensors_to_json(manifest.tensors),
-        "values": to_json(manifest.values),
     }
 
     # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
@@ -193,7 +193,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     outer = parse_json(data)
 
-    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is no version.
+    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is not 1 here.
     version = outer.get("format") if isinstance(outer, dict) else None
     if type(version) is int and version != FORMAT:
         age = "an older" if version < FORMAT else "a newer"
@@ -235,55 +235,12 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-# ---- plain values as JSON ----
+# ---- JSON ----
 
 
-def to_json(value: Any, where: str = "values") -> Any:
-    """Return a copy of `value` for JSON. Raise a UserError that names any item which JSON cannot represent."""
-    match value:
-        case None | bool() | str():
-            return value
-        case int():
-            # Subclasses, such as enums, become plain numbers.
-            return int(value)
-        case float():
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        case list() | tuple():
-            return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        case dict():
-            for key in value:
-                if not isinstance(key, str):
-                    raise _not_json(f"the key {key!r} of {where}", key)
-
-            # It would be read as a float.
-            if value.keys() == {"$float"}:
-                raise _not_json(where, value, 'dict whose only key is "$float"')
-            return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
-
-    raise _not_json(where, value)
-
-
-def _not_json(where: str, value: object, kind: str = "") -> UserError:
-    return UserError(
-        f"{where} cannot be saved in a checkpoint: JSON has no {kind or type(value).__name__}",
-        "",
-        "keep state in tensors, numbers, strings, lists and dicts with string keys",
-    )
-
-
-def from_json(value: Any) -> Any:
-    """Undo `to_json`, except that tuples become lists. Raise ValueError if the encoding is wrong."""
-    match value:
-        case list():
-            return [from_json(item) for item in value]
-
-        case {"$float": item} if len(value) == 1:
-            require(isinstance(item, str) and item in _FLOATS, f"$float = {str(item)[:40]!r} is not a number")
-            return _FLOATS[item]
-        case dict():
-            return {key: from_json(item) for key, item in value.items()}
-        case _:
-            return value
+def float_of(value: Any) -> Any:
+    """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
+    return FLOATS[value["$float"]] if isinstance(value, dict) and "$float" in value else value
 
 
 def parse_json(data: bytes) -> Any:
@@ -374,8 +331,23 @@ def _manifest(content: Any) -> Manifest:
             f"the alias {name!r} has no valid target",
         )
 
-    values = _check(from_json(fields["values"]), dict, "values")
-    return Manifest(fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], values)
+    _check_floats(fields["values"])
+    return Manifest(
+        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"]
+    )
+
+
+def _check_floats(value: Any) -> None:
+    """Check the numbers in `values` that strict JSON lacks. The other markers are checked by what uses them."""
+    match value:
+        case {"$float": text}:
+            require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")
+        case dict():
+            for item in value.values():
+                _check_floats(item)
+        case list():
+            for item in value:
+                _check_floats(item)
 
 
 def _file(item: Any) -> File:

@@ -24,11 +24,11 @@ JsonDict = dict[str, Any]
 class OptimizerStates:
     """Captures and restores the state of all optimizers, which are matched by position."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, foreign: Collection[str]):
-        """`foreign`: the names of parameters that the model of this rank has, but that other ranks hold."""
+    def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
+        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold."""
         self.model = model
         self.optimizers = optimizers
-        self._foreign = foreign
+        self._held_elsewhere = held_elsewhere
         self._device = next(model.parameters()).device
 
         # The parameter groups as the user's code created them. A resumed run compares them with the saved ones.
@@ -53,7 +53,7 @@ class OptimizerStates:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # These keys are part of the file format: do not rename them. The options are saved as the user's code set them
+        # The keys are part of the file format (see CONTRIBUTING). The options are saved as the user's code set them
         # ("initial"), and as they are now ("settings"), since some optimizers change them.
         prefix = f"optimizer.{number}"
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
@@ -100,7 +100,9 @@ class OptimizerStates:
         # With ZeRO-1 or in a pipeline, a rank holds only some of the parameters.
         names = self._names_by_id()
         held = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-        needed = {name: state for name, state in saved["state"].items() if name in held and name not in self._foreign}
+        needed = {
+            name: state for name, state in saved["state"].items() if name in held and name not in self._held_elsewhere
+        }
         states = self._read(needed, reader)
 
         # torch numbers the parameters consecutively, over all groups.

@@ -43,11 +43,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+class StepCount(Protocol):
+    step: int  # the number of steps so far
+
+
 class SavedStepper(Stateful, Protocol):
     """The members of the engine's `Stepper` that checkpoints need."""
 
-    counters: Any  # `counters.step` is the number of steps so far
-    update: Any  # calls `update.before_update` before the next update of the parameters
+    @property
+    def counters(self) -> StepCount: ...
 
 
 class Change(NamedTuple):
@@ -89,12 +93,12 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
     ):
-        """Store references to the objects of a run; nothing is copied.
+        """Keep references to the objects of a run; nothing is copied.
 
         `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: parameters whose shard a lower rank also holds; that rank saves it.
+        `duplicates`: parameters that this rank does not save, because a lower rank holds the same shard.
         """
         self.model = model
         self.optimizers = optimizers
@@ -107,9 +111,9 @@ class RunState:
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
-        self._foreign = {name for name, ranks in (holders or {}).items() if rank not in ranks}
+        self._held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
-        self._optimizer_states = OptimizerStates(model, optimizers, self._foreign)
+        self._optimizer_states = OptimizerStates(model, optimizers, self._held_elsewhere)
 
         # Frozen parameters for which a checkpoint holds only digests.
         self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
@@ -124,40 +128,55 @@ class RunState:
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self.capture_tensors()
-        return captured._replace(plain_state=captured.plain_state | {"stepper": self.stepper.state_dict()})
-
-    def capture_tensors(self) -> CapturedState:
-        """Like `capture`, but without the stepper's state, for which the host would wait. Collective like `capture`."""
-        # `pack` adds the tensors that it finds to this dict.
         tensors: dict[str, Tensor] = {}
+        model_state = self._model_state()
+        aliases = self._capture_model(model_state, tensors)
+        frozen = {
+            name: digest(full_tensor(self.model.get_parameter(name)))
+            for name in sorted(self._digest_only - self._held_elsewhere)
+        }
 
-        state = {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
+        # The keys are part of the file format (see CONTRIBUTING).
+        plain_state: JsonDict = {
+            "model": {"extra": _capture_extra(model_state, tensors), "frozen_digests": frozen},
+            "optimizers": self._optimizer_states.capture(tensors),
+            "parts": self._capture_parts(tensors),
+            "stepper": pack(self.stepper.state_dict(), "stepper", tensors),
+            "next_samples": next_samples(self.source),
+        }
+        return CapturedState(tensors, aliases, plain_state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that `capture` returns. Local: it computes no digests, and the host does not wait."""
+        tensors: dict[str, Tensor] = {}
+        model_state = self._model_state()
+        self._capture_model(model_state, tensors)
+        _capture_extra(model_state, tensors)
+        self._optimizer_states.capture(tensors)
+        self._capture_parts(tensors)
+        return tensors
+
+    def _model_state(self) -> dict[str, Any]:
+        """Return the model's state dict, without the parameters of which only digests are saved."""
+        return {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
+
+    def _capture_model(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Add the parameters and buffers to `tensors`. Return the aliases of the tied ones."""
         tied = tied_names(state)
         for name, value in state.items():
-            if is_extra(name) or name in tied or name in self._foreign:
+            if is_extra(name) or name in tied or name in self._held_elsewhere:
                 continue
 
             # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
-            to_save = self._tensor_to_save(name, value)
+            to_save = self._master_or_parameter(name, value)
             if to_save is not None:
                 tensors[f"model.{name}"] = to_save.detach()
 
-        # These keys are part of the file format: do not rename them.
+        return {f"model.{name}": f"model.{first}" for name, first in tied.items()}
+
+    def _capture_parts(self, tensors: dict[str, Tensor]) -> JsonDict:
         parts = {"data": self.source, **self.parts}
-        plain_state: JsonDict = {
-            "model": {
-                "extra": {name: pack(v, f"extra.{name}", tensors) for name, v in state.items() if is_extra(name)},
-                "frozen_digests": {
-                    name: digest(full_tensor(self.model.get_parameter(name)))
-                    for name in sorted(self._digest_only - self._foreign)
-                },
-            },
-            "optimizers": self._optimizer_states.capture(tensors),
-            "parts": {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()},
-            "next_samples": next_samples(self.source),
-        }
-        return CapturedState(tensors, {f"model.{name}": f"model.{first}" for name, first in tied.items()}, plain_state)
+        return {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()}
 
     def changed_only_by_update(self) -> set[str]:
         """Return the names of tensors that only an update of the parameters changes: the optimizers' state.
@@ -168,11 +187,7 @@ class RunState:
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
-        tensors = {
-            name: tensor
-            for name, tensor in self.model.state_dict().items()
-            if not is_extra(name) and name not in self._digest_only
-        }
+        tensors = {name: tensor for name, tensor in self._model_state().items() if not is_extra(name)}
 
         # Only the tensors that `pack` adds are used here, not its result.
         for name, part in self.parts.items():
@@ -201,7 +216,7 @@ class RunState:
         """
         self._restore_model(reader, plain_state["model"])
         changed = self._optimizer_states.restore(plain_state["optimizers"], reader)
-        self.stepper.load_state_dict(plain_state["stepper"])
+        self.stepper.load_state_dict(unpack(plain_state["stepper"], reader.read, self._device))
         states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))
 
@@ -246,14 +261,14 @@ class RunState:
         _check_same_ties(state, saved, reader)
 
         for name in saved:
-            if name in self._foreign:
+            if name in self._held_elsewhere:
                 continue
             read_into(state[name], f"model.{name}", reader)
 
-            # If the checkpoint holds a master, `read_into` above has rounded it for the parameter.
-            saved_tensor = self._tensor_to_save(name, state[name])
-            if saved_tensor is not None and saved_tensor is not state[name]:
-                read_into(saved_tensor, f"model.{name}", reader)
+            # The parameter is now the rounded copy; its float32 master is read separately.
+            master = self._master_or_parameter(name, state[name])
+            if master is not None and master is not state[name]:
+                read_into(master, f"model.{name}", reader)
 
         # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():
@@ -267,7 +282,7 @@ class RunState:
         # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         names = {name for name in state if not is_extra(name)}
         for name, saved_digest in digests.items():
-            if name not in names or name in self._foreign:
+            if name not in names or name in self._held_elsewhere:
                 continue
             if digest(full_tensor(self.model.get_parameter(name))) != saved_digest:
                 advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
@@ -298,13 +313,18 @@ class RunState:
 
     # ---- parameters ----
 
-    def _tensor_to_save(self, name: str, value: Tensor) -> Tensor | None:
-        """Return the tensor to save for a parameter: its master, if it has one. None: another rank holds the master."""
+    def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
+        """Return the float32 master of a parameter, or `value` if it has none. None: another rank holds the master."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
             return value
         return masters.master_of(parameter)
+
+
+def _capture_extra(model_state: dict[str, Any], tensors: dict[str, Tensor]) -> JsonDict:
+    """Return the extra state of the model's modules, and add its tensors to `tensors`."""
+    return {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
 
 
 def merge_plain_state(by_rank: list[JsonDict]) -> JsonDict:

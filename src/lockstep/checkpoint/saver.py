@@ -8,6 +8,12 @@
 `save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
 `wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
 committed, failed or abandoned. A failed save never raises, and does not affect the next one.
+
+A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
+
+    Save.fail                              records the error, and deletes this rank's staged files
+    CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
+    CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.manifest import from_json, to_json
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.runtime.layout import LocalShard
@@ -61,15 +66,15 @@ class Saver:
     ) -> None:
         """Copy the state and start writing it.
 
-        `shards`: the shards that this rank writes, by tensor name. Only rank 0's `aliases` and `values` are used.
+        `shards`: the shards that this rank writes, by tensor name.
+        `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+        Only rank 0's `aliases` and `values` are used.
         `changed_only_by_update`: the names of tensors that may be copied while training continues; they must not change
         before `wait_for_copy`.
         """
         began = time.perf_counter()
         self._join()
 
-        # A copy, since training will change the values. Values that JSON cannot hold raise an error now.
-        plain = from_json(to_json(dict(values)))
         layout = self._snapshot.fit(shards)
 
         # From here on, `failed_save` refers to this save.
@@ -78,12 +83,12 @@ class Saver:
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
-        free = self._context.store.free_bytes()
+        free = self._context.storage.free_bytes()
         if free < needed:
             save.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), plain)
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)

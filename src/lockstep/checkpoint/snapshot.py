@@ -58,7 +58,7 @@ class Snapshot:
 
         if not self._views:
             self._views = {
-                name: self._buffer[self.layout.spans[name]].view(shard.local.dtype).view(shard.local.shape)
+                name: self._buffer[self.layout.byte_ranges[name]].view(shard.local.dtype).view(shard.local.shape)
                 for name, shard in shards.items()
             }
 
@@ -181,6 +181,6 @@ def _copy(pairs: Pairs) -> None:
     with torch.no_grad():
         torch._foreach_copy_([view for view, _ in pairs], [source.detach() for _, source in pairs], non_blocking=True)
 
-    # Host-device synchronisation: after it, training may change the tensors.
+    # Host-device synchronization: after it, training may change the tensors.
     for device in {source.device for _, source in pairs if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Convert state (nested dicts and lists of tensors and numbers) into named tensors and plain JSON, and back. No pickle.
+"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle.
 
 Further below: the names of a model's state dict, and digests of any state.
 """
@@ -6,6 +6,7 @@ Further below: the names of a model's state dict, and digests of any state.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,16 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
 from lockstep.runtime.layout import local
 
-# A dict with one of these keys, and no other, encodes a value that JSON cannot represent.
-# "$float" is the manifest's.
+# A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
+# format (see CONTRIBUTING).
 _MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON form of `value`, and add its tensors to `tensors`, under names that begin with `name`."""
+    """Return a copy of `value` as strict JSON. Its tensors are added to `tensors`, under names that begin with `name`.
+
+    This is the only encoder of what a manifest holds as `values`.
+    """
     # Names may collide: {"a": {"b": ...}, "a.b": ...} has two tensors with the same name.
     while name in tensors:
         name += "'"
@@ -37,10 +42,16 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             tensors[name] = torch.from_numpy(np.array(value))
             return {"$array": name}
 
-        case np.generic():
-            return value.item()
-        case None | bool() | int() | float() | str():
+        case np.generic() if not isinstance(value.item(), np.generic):
+            return pack(value.item(), name, tensors)
+        case None | bool() | str():
             return value
+        case int():
+            # Subclasses, such as enums, become plain numbers.
+            return int(value)
+        case float():
+            # Strict JSON has no NaN and no infinity.
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
 
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -74,6 +85,8 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return read(name).to(device)
         case {"$array": name}:
             return read(name).numpy()
+        case {"$float": text}:
+            return FLOATS[text]
         case {"$tuple": items}:
             return tuple(unpack(item, read, device) for item in items)
         case {"$items": pairs}:

@@ -1,8 +1,9 @@
-"""The storage of checkpoints: the `Store` protocol, the rules that all stores share, and `FileStore`.
+"""Where checkpoints are kept: the protocol `CheckpointStorage`, the rules for every kind, and `FileSystemStorage`.
 
-A store holds folders of files, whatever their contents. The rest of the package gets one from `open_store`, and reads,
-writes, lists, renames and deletes checkpoints only through it. CONTRIBUTING says what another store needs, and which
-code looks at the folder itself. This module does not import torch, so that `lockstep ckpt ls` starts fast.
+A storage holds folders of files, whatever their contents. The rest of the package gets one from `open_storage`, and
+reads, writes, lists, renames and deletes checkpoints only through it. CONTRIBUTING says what another kind of storage
+needs, and which code looks at the folder itself. This module does not import torch, so that `lockstep ckpt ls` starts
+fast.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ OWNER = "owner"
 _NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
-class Store(Protocol):
+class CheckpointStorage(Protocol):
     """A place for checkpoints. Each is staged in its own folder (`write`) and committed by one `rename`.
 
     A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. Methods raise
     FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means "full".
-    All ranks of a run use the same store at the same time, and each rank from two threads. Two stores of the same files
-    are equal (`==`).
+    All ranks of a run use the same storage at the same time, and each rank from two threads. Two objects for the same
+    files are equal (`==`).
     """
 
     @property
     def address(self) -> str:
-        """The name of this store in messages."""
+        """The name of this storage in messages."""
 
     def folders(self) -> list[str]:
         """Return the names of all folders, in any order."""
@@ -60,8 +61,10 @@ class Store(Protocol):
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a file. It is durable when this returns; until then readers may see an incomplete file.
 
-        The memory of the chunks is reused after this returns. The iterator may raise an exception instead of yielding
-        the next chunk, if the save is abandoned; let it pass.
+        The chunks are of any length. In a rank's file, those after the header begin at multiples of PAGE, in memory and
+        in the file, and have at most CHUNK bytes; all but the last are whole pages. Their memory is reused after this
+        returns. The iterator may raise an exception instead of yielding the next chunk, if the save is abandoned; let
+        it pass.
         """
 
     def replace(self, key: str, data: bytes) -> None:
@@ -89,9 +92,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One folder of a store: a checkpoint that is committed, staged or set aside."""
+    """One folder of a storage: a checkpoint that is committed, staged or set aside."""
 
-    store: Store
+    storage: CheckpointStorage
     name: str
 
     @classmethod
@@ -99,12 +102,12 @@ class Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
         # "." and ".." are not the name that the folder has in its parent.
         path = path.resolve() if path.name in ("", "..") else path
-        return cls(open_store(path.parent), path.name)
+        return cls(open_storage(path.parent), path.name)
 
     @property
     def path(self) -> Path:
-        """The location, for messages. Only with a `FileStore` is it a path that can be opened."""
-        return Path(self.store.address, self.name)
+        """The location, for messages. Only with a `FileSystemStorage` is it a path that can be opened."""
+        return Path(self.storage.address, self.name)
 
     # Only a committed checkpoint has a step.
     @property
@@ -112,15 +115,15 @@ class Checkpoint:
         return int(self.name.removeprefix("step-"))
 
     def open(self, file: str) -> io.BufferedIOBase:
-        return self.store.open(f"{self.name}/{file}")
+        return self.storage.open(f"{self.name}/{file}")
 
 
-def open_store(folder: Path) -> Store:
-    """Return the store of the checkpoints in `folder`. This is the only place that chooses a kind of store."""
-    return FileStore(folder)
+def open_storage(folder: Path) -> CheckpointStorage:
+    """Return the storage of the checkpoints in `folder`. This is the only place that chooses a kind of storage."""
+    return FileSystemStorage(folder)
 
 
-# ---- the rules that all stores share ----
+# ---- the rules for every kind of storage ----
 
 
 def folder_name(step: int) -> str:
@@ -134,39 +137,39 @@ def step_in(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def committed(store: Store) -> list[Checkpoint]:
+def committed(storage: CheckpointStorage) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. Their contents are not verified; `load.find` does that."""
-    checkpoints = [Checkpoint(store, name) for name in store.folders() if step_in(name) is not None]
+    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
-def clean(store: Store, token: str) -> None:
+def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     """Delete the staged files that other attempts left half written or half deleted."""
-    for name in store.folders():
+    for name in storage.folders():
         staged = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
         if staged and staged[1] != token:
             # If another attempt still writes into the folder, the next start will delete it.
             with suppress(OSError):
-                store.delete(name)
+                storage.delete(name)
 
 
-def update_latest(store: Store) -> None:
+def update_latest(storage: CheckpointStorage) -> None:
     # Only people and the launcher read this file; `load.find` lists the checkpoints themselves.
-    newest = committed(store)[:1]
+    newest = committed(storage)[:1]
     if newest:
-        store.replace(LATEST, newest[0].name.encode() + b"\n")
+        storage.replace(LATEST, newest[0].name.encode() + b"\n")
     else:
-        store.delete(LATEST)
+        storage.delete(LATEST)
 
 
-def set_aside(store: Store, name: str, why: str) -> str:
+def set_aside(storage: CheckpointStorage, name: str, why: str) -> str:
     """Rename a checkpoint to `step-X.damaged` or `step-X.undone`, so that it is ignored, but not lost.
 
     Return its new name.
     """
-    target = _free_name(name, why, store.folders())
-    store.rename(name, target)
-    update_latest(store)
+    target = _free_name(name, why, storage.folders())
+    storage.rename(name, target)
+    update_latest(storage)
     return target
 
 
@@ -176,23 +179,23 @@ def _free_name(name: str, why: str, taken: Container[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def set_aside_after(store: Store, step: int) -> None:
+def set_aside_after(storage: CheckpointStorage, step: int) -> None:
     """Set aside all checkpoints after `step`, to which the run goes back."""
     # List the folder only once, however many checkpoints there are.
-    taken = set(store.folders())
-    undone = [checkpoint.name for checkpoint in committed(store) if checkpoint.step > step]
+    taken = set(storage.folders())
+    undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
     for name in undone:
-        store.rename(name, _free_name(name, "undone", taken))
+        storage.rename(name, _free_name(name, "undone", taken))
 
     if undone:
-        update_latest(store)
+        update_latest(storage)
 
 
-def remove(store: Store, name: str, token: str) -> None:
-    """Delete a committed checkpoint. It is renamed first, so that no reader finds half of it."""
+def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
+    """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
     temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
-    store.rename(name, temporary)
-    store.delete(temporary)
+    storage.rename(name, temporary)
+    storage.delete(temporary)
 
 
 # ---- retention ----
@@ -221,7 +224,7 @@ class Retention:
             )
 
 
-def to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
+def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
     """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
     steps = sorted(step for step, _ in checkpoints)
     keep = set(steps[-retention.last :])
@@ -247,7 +250,7 @@ def _is_score(metric: Any) -> bool:
 # ---- in a file system ----
 
 
-class FileStore:
+class FileSystemStorage:
     """Keeps checkpoints in a folder. They survive a power cut: contents are written to the disk before names."""
 
     def __init__(self, root: Path):
@@ -255,7 +258,7 @@ class FileStore:
         self.address = str(self.root)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileStore) and self.root.resolve() == other.root.resolve()
+        return isinstance(other, FileSystemStorage) and self.root.resolve() == other.root.resolve()
 
     def __hash__(self) -> int:
         return hash(self.root.resolve())
@@ -323,11 +326,9 @@ class FileStore:
 
 
 def split(data: memoryview) -> list[memoryview]:
-    """Split `data` for `Store.write`: every chunk but the last is a whole number of pages, if `data` is long enough."""
-    # At least two chunks, since an abandoned save can end, and a test can make the disk full, only between chunks.
-    half = (len(data) + 1) // 2
-    size = min(CHUNK, half - half % PAGE) if half > PAGE else max(half, 1)
-    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    """Split `data` for `CheckpointStorage.write`: every chunk but the last is a whole number of pages."""
+    # An abandoned save ends between two chunks.
+    chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
 
     # An incomplete page becomes a separate chunk, since a chunk with one cannot be written directly.
     rest = len(data) % PAGE
@@ -337,7 +338,7 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 def _create(path: Path) -> io.FileIO:
-    """Create a file and its folder. Retry if another rank removes the folder while it is still empty."""
+    """Create a file and its folder. Retry if another rank deletes the folder while it is still empty."""
     for _ in range(10):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):

@@ -4,14 +4,14 @@
     every rank   step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation: size, digest, pieces; or an error
     rank 0       waits for all confirmations, checks them, and deletes them
     rank 0       step-N.tmp-TOKEN-NUMBER/manifest.json           durable
-    rank 0       checks that it still owns the store
+    rank 0       checks that it still owns the storage
     rank 0       step-N.tmp-TOKEN-NUMBER -> step-N               the commit
     rank 0       updates `latest` and deletes the checkpoints that `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. One exception: if
 step N is saved again and the process dies between the two renames, no step-N exists; the old checkpoint is
-step-N.undone. Ranks communicate only through the store, so that a rank which hangs does not block the writing threads
+step-N.undone. Ranks communicate only through the storage, so that a rank which hangs does not block the writing threads
 of the others. This module does not import torch.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,14 +46,14 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.storage import (
     Checkpoint,
+    CheckpointStorage,
     Retention,
-    Store,
     committed,
+    delete_checkpoint,
     folder_name,
-    remove,
     set_aside,
     split,
-    to_delete,
+    steps_to_delete,
     update_latest,
 )
 
@@ -63,7 +62,7 @@ from lockstep.checkpoint.storage import (
 class SaveContext:
     """The settings that all saves of a run share."""
 
-    store: Store
+    storage: CheckpointStorage
     rank: int
     world_size: int
     token: str  # identifies this attempt of the run
@@ -146,7 +145,7 @@ class Save:
                 # If the staged folder is gone, another rank or attempt deleted it. (`mkdir` may raise FileExistsError
                 # if a folder is deleted at that moment.) If listing fails, `error` remains the reason.
                 with suppress(OSError):
-                    self.caused_elsewhere |= self.folder not in self.context.store.folders()
+                    self.caused_elsewhere |= self.folder not in self.context.storage.folders()
             reason = self._reason(error)
 
             # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
@@ -174,14 +173,14 @@ class Save:
         # The next start deletes files that cannot be deleted now.
         for key in keys:
             with suppress(OSError):
-                self.context.store.delete(key)
+                self.context.storage.delete(key)
 
     # ---- every rank ----
 
     def _write_file(self, layout: FileLayout, data: memoryview) -> None:
         name = file_name(self.context.rank)
         digest = xxhash.xxh3_128()
-        self.context.store.write(self._key(name), self._chunks(layout, data, digest))
+        self.context.storage.write(self._key(name), self._chunks(layout, data, digest))
 
         # What the manifest will say of this file: rank 0 builds it from the confirmations of all ranks.
         file = File(name, self.bytes, digest.hexdigest())
@@ -193,14 +192,13 @@ class Save:
         for number, chunk in enumerate(chunks):
             self._check_abandoned()
 
-            # For tests: the disk fills up in the middle of the data.
-            if number == (len(chunks) + 1) // 2 and faults.fire("write", self.step) == "disk full":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if number == (len(chunks) + 1) // 2:
+                faults.fire("write", self.step)
             digest.update(chunk)
             yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
-        self.context.store.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
+        self.context.storage.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned.is_set():
@@ -212,41 +210,41 @@ class Save:
     # ---- rank 0 ----
 
     def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> None:
-        store = self.context.store
+        storage = self.context.storage
         confirmations = self._confirmations()
         manifest = encode(self._manifest(confirmations, aliases, values))
 
         # Check that the manifest can be loaded.
-        decode(manifest, Checkpoint(store, self.folder))
+        decode(manifest, Checkpoint(storage, self.folder))
 
         # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.world_size):
-            store.delete(self._key(_confirmation(rank)))
+            storage.delete(self._key(_confirmation(rank)))
 
-        store.write(self._key(MANIFEST), [memoryview(manifest)])
+        storage.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
 
         # If this process was suspended for a while, its run may already continue elsewhere.
-        owner = store.owner()
+        owner = storage.owner()
         if owner not in (None, self.context.token):
             raise SaveFailed(f"another attempt has taken over this run (its token is {owner})")
 
-        # There may be an earlier checkpoint of the same step, which is damaged, or from before the run went back.
+        # There may be an earlier checkpoint of the same step, either damaged, or written before a rewind.
         name = folder_name(self.step)
-        if name in store.folders():
-            set_aside(store, name, "undone")
+        if name in storage.folders():
+            set_aside(storage, name, "undone")
 
         # The commit.
-        store.rename(self.folder, name)
-        self.checkpoint = Checkpoint(store, name)
+        storage.rename(self.folder, name)
+        self.checkpoint = Checkpoint(storage, name)
         self.total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
 
         # From here on, the checkpoint is safe whatever fails. `write_s` does not include deleting old checkpoints.
         faults.fire("latest", self.step)
-        update_latest(store)
+        update_latest(storage)
         self.write_s = time.perf_counter() - self._began
-        apply_retention(store, self.context.retention, self.context.token)
-        _inject_damage(self.checkpoint, file_name(0), faults.fire("committed", self.step))
+        apply_retention(storage, self.context.retention, self.context.token)
+        faults.damage_committed(storage, f"{name}/{file_name(0)}", self.step)
 
     def _confirmations(self) -> list[dict[str, Any]]:
         """Wait for the confirmations of all ranks, and return them by rank.
@@ -263,7 +261,7 @@ class Save:
         while True:
             # A confirmation that exists is complete, since `replace` is atomic.
             for rank in ranks - confirmations.keys():
-                with suppress(FileNotFoundError), self.context.store.open(self._key(_confirmation(rank))) as file:
+                with suppress(FileNotFoundError), self.context.storage.open(self._key(_confirmation(rank))) as file:
                     confirmations[rank] = json.loads(file.read())
                 if rank in confirmations:
                     self._check_confirmation(rank, confirmations[rank])
@@ -289,7 +287,7 @@ class Save:
         # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
         # save fails.
         written = confirmation["file"]["size"]
-        with self.context.store.open(self._key(file_name(rank))) as file:
+        with self.context.storage.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
         if size != written:
             raise SaveFailed(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
@@ -336,16 +334,16 @@ class Save:
                 return f"{type(error).__name__}: {error}"
 
     def _no_room(self) -> str:
-        return f"no space left on the disk of {self.context.store.address}"
+        return f"no space left on the disk of {self.context.storage.address}"
 
 
-def apply_retention(store: Store, retention: Retention, token: str) -> None:
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(store)}
+def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
 
     # Manifests are read only if the best metric is kept.
     metrics = [(step, _metrics(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
-    for step in to_delete(metrics, retention):
-        remove(store, checkpoints[step].name, token)
+    for step in steps_to_delete(metrics, retention):
+        delete_checkpoint(storage, checkpoints[step].name, token)
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -357,20 +355,3 @@ def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _confirmation(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def _inject_damage(checkpoint: Checkpoint, file: str, how: str | None) -> None:
-    """Damage a committed file as a bad disk would, if a test injected the fault "truncate" or "corrupt"."""
-    if how not in ("truncate", "corrupt"):
-        return
-
-    with checkpoint.open(file) as stream:
-        data = bytearray(stream.read())
-
-    middle = len(data) // 2
-    if how == "truncate":
-        del data[middle:]
-    else:
-        data[middle] ^= 0x10
-
-    checkpoint.store.write(f"{checkpoint.name}/{file}", [memoryview(data)])

@@ -165,7 +165,7 @@ class AMPTrainer:
 
         # On a GPU one outcome is still pending: it must not end the next epoch.
         self.stepper.wait_for_outcome()
-        total, weight = self.runtime.collectives.sum_(sums).tolist()
+        total, weight = self.runtime.collectives.all_reduce_(sums).tolist()
         return total / weight
 
     @property
@@ -201,7 +201,7 @@ class AMPTrainer:
 
     def _state(self) -> RunState:
         if self._open_step is not None:
-            done, count = self.stepper.control.backwards_done, self.config.gradient_accumulation_steps
+            done, count = self.stepper.progress.backwards_done, self.config.gradient_accumulation_steps
             raise UserError(
                 f"a checkpoint cannot be saved or loaded within an optimizer step, after {done} of {count} batches",
                 "",
@@ -220,7 +220,7 @@ class AMPTrainer:
         if not self._sized:
             # The fp16 scale of a sum follows from the size of a usual step, which must be the same on all ranks.
             total = torch.tensor(float(samples * count), dtype=torch.float64, device=self.runtime.device)
-            self.stepper.context.global_batch = int(self.runtime.collectives.sum_(total))
+            self.stepper.context.global_batch = int(self.runtime.collectives.all_reduce_(total))
             self._sized = True
 
         if self._open_step is None:
@@ -234,19 +234,19 @@ class AMPTrainer:
         batch = to_device(batch, self.runtime.device)
 
         # Ranks number their micro-batches one after the other, so that no two draw the same random numbers.
-        index = self.runtime.world.rank * count + self.stepper.control.backwards_done
-        self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), self.stepper.control)
+        index = self.runtime.world.rank * count + self.stepper.progress.backwards_done
+        self.driver.before_forward(MicroBatch(batch, index, samples, padding=padding), self.stepper.progress)
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
 
-        self.driver.backward(loss, self.stepper.control)
-        if self.stepper.control.backwards_done < count:
+        self.driver.backward(loss, self.stepper.progress)
+        if self.stepper.progress.backwards_done < count:
             return loss, None
 
         self._open_step = None
         reduced = self.driver.reduced()
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
-        return loss, self.stepper.apply(self.stepper.control, reduced)
+        return loss, self.stepper.apply(self.stepper.progress, reduced)
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""

@@ -22,7 +22,7 @@ from lockstep.checkpoint.format import verify
 from lockstep.checkpoint.load import CheckpointReader, digest_of, find
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.storage import Checkpoint, Retention, Store, clean, open_store
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, delete_leftovers, open_storage
 from lockstep.checkpoint.writer import SaveContext
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -118,7 +118,7 @@ def save_state(state: RunState, calls: CheckpointCalls, folder: Path, writer: in
         report = _save_here(state, calls, folder, limit)
     else:
         report = _wait_for_save(calls, folder, writer, limit)
-    return Checkpoint(open_store(folder / "checkpoints"), report["checkpoint"]).path
+    return Checkpoint(open_storage(folder / "checkpoints"), report["checkpoint"]).path
 
 
 def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
@@ -131,7 +131,9 @@ def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: tim
         _wait_for_readers(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
         try:
-            report["checkpoint"] = _write(state, open_store(folder / "checkpoints"), report["token"], calls.world.size)
+            report["checkpoint"] = _write(
+                state, open_storage(folder / "checkpoints"), report["token"], calls.world.size
+            )
         except OSError as error:
             raise UserError(*_not_written(folder, str(error))) from error
 
@@ -143,16 +145,16 @@ def _not_written(folder: Path, why: str) -> list[str]:
     return [problem, why, "make room, or choose another folder"]
 
 
-def _write(state: RunState, store: Store, token: str, world_size: int) -> str:
+def _write(state: RunState, storage: CheckpointStorage, token: str, world_size: int) -> str:
     """Write a checkpoint and return its name. Raise OSError if it cannot be written."""
     # Each save counts as a new attempt: what an earlier one left half-written is removed.
-    store.claim(token)
-    clean(store, token)
+    storage.claim(token)
+    delete_leftovers(storage, token)
 
     # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
     tensors, aliases, plain_state = state.capture()
     shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
-    saver = Saver(SaveContext(store, 0, 1, token, Retention(3)), asynchronous=False)
+    saver = Saver(SaveContext(storage, 0, 1, token, Retention(3)), asynchronous=False)
     saver.save(state.stepper.counters.step, shards, aliases, {"state": plain_state, "world": world_size})
 
     [save] = saver.take_ended()
@@ -210,7 +212,7 @@ def _is_to(report: dict[str, Any], folder: Path) -> bool:
     if report["folder"] == str(folder.resolve()):
         return True
     if report["error"] is None:
-        return open_store(folder / "checkpoints").owner() == report["token"]
+        return open_storage(folder / "checkpoints").owner() == report["token"]
     # Nothing was written to know the folder by.
     return Path(report["folder"]).name == folder.resolve().name
 
@@ -236,7 +238,7 @@ def load_state(
 
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
-        calls.loads.append((key, Path(reader.checkpoint.store.address).resolve()))
+        calls.loads.append((key, Path(reader.checkpoint.storage.address).resolve()))
         state.restore(reader, reader.manifest.values["state"])
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
@@ -267,8 +269,8 @@ def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta
 def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointReader:
     """Choose the checkpoint, and leave the choice for the other ranks."""
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
-        store, only = _at(path)
-        reader = find(store, 0, 1, lambda value: [value], only)
+        storage, only = _at(path)
+        reader = find(storage, 0, 1, lambda value: [value], only)
         if reader is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",
@@ -276,7 +278,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
                 "give the folder that save_checkpoint was given",
             )
         choice["checkpoint"] = reader.checkpoint.name
-        choice["folder"] = str(Path(store.address).resolve())
+        choice["folder"] = str(Path(storage.address).resolve())
         choice["digest"] = digest_of(reader.manifest)
         choice["saves"] = calls.saves[0]
 
@@ -307,8 +309,8 @@ def _chosen_by_rank_0(calls: CheckpointCalls, key: str, path: Path, limit: timed
 
 def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> CheckpointReader:
     """Return a reader of what rank 0 chose, and raise if this rank was given another checkpoint or sees other files."""
-    store, only = _at(path)
-    checkpoint = Checkpoint(store, choice["checkpoint"])
+    storage, only = _at(path)
+    checkpoint = Checkpoint(storage, choice["checkpoint"])
 
     # Rank 0 has verified all bytes that it sees. Another machine may have its own disk, which its ranks verify.
     manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
@@ -328,9 +330,9 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     return CheckpointReader(checkpoint, manifest)
 
 
-def _at(path: Path) -> tuple[Store, str | None]:
-    """Return the store of the checkpoints at `path`, and a name if `path` is a checkpoint itself."""
+def _at(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return the storage of the checkpoints at `path`, and a name if `path` is a checkpoint itself."""
     if is_checkpoint(path):
         checkpoint = Checkpoint.at(path)
-        return checkpoint.store, checkpoint.name
-    return open_store(path / "checkpoints"), None
+        return checkpoint.storage, checkpoint.name
+    return open_storage(path / "checkpoints"), None

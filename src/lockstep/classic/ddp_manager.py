@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.classic.process_group import Membership, check_announced, current_world, time_limit
 from lockstep.data.samplers import make_sampler
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
 from lockstep.runtime.context import choose_device

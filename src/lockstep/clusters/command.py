@@ -21,6 +21,9 @@ class Platform(Protocol):
     # What `lockstep launch --help` says about it.
     HELP: str
 
+    # False if the run folder is a path of other machines, where this one cannot write. True if it is left out.
+    SEES_RUN_DIR: bool
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that only this platform has."""
         ...
@@ -35,7 +38,7 @@ class Platform(Protocol):
 
 
 # In the order in which `lockstep launch --help` lists them. A new platform is a module and a name here.
-PLATFORMS: tuple[str, ...] = ("nodes",)
+PLATFORMS: tuple[str, ...] = ("slurm", "ray", "kubernetes", "nodes")
 
 
 def platform(name: str) -> Platform:
@@ -75,7 +78,8 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)
         return 0
 
-    files = write(texts, options.out or request.run_dir / "launch")
+    own = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
+    files = write(texts, options.out or own / "launch")
     return chosen.submit(request, options, files) if options.submit else 0
 
 

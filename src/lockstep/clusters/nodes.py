@@ -1,29 +1,254 @@
-"""Plain hosts: the command to type on each of them."""
+"""Plain hosts: log in to each of them and start its launcher, or print what to type there."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from lockstep.clusters.command import make_request
+from lockstep.clusters.hosts import Host, parse_hosts
+from lockstep.clusters.logins import Logins
 from lockstep.clusters.request import Request
+from lockstep.clusters.tether import Facts, Training
 from lockstep.errors import UserError
+from lockstep.launch.job import Bounds, parse_nproc
 
-HELP = "hosts that you can log in to: print the command for each of them"
+HELP = "hosts that you can log in to: start the job on all of them over ssh, or print the command for each"
+
+# The port that printed commands name. With --submit the first host chooses one that is free.
+PRINTED_PORT = 29400
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", metavar="HOST,...", required=True, help="names or addresses; the first coordinates")
-    parser.add_argument("--port", type=int, default=29400, help="port of the first host (default 29400)")
+    # The number of machines is that of the hosts, unless a range is asked for.
+    parser.set_defaults(nnodes=None)
+    parser.add_argument("--hosts", metavar="HOST,...", help="names or addresses; the first coordinates")
+    add_host_options(parser)
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `lockstep train --nodes` has in common with `lockstep launch nodes`."""
+    parser.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: host1 slots=4")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help='how to log in, as in "ssh -p 2222 -i key"')
+    parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
+    parser.add_argument("--port", type=int, metavar="N", help="where the hosts meet (default: a free port)")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="an environment variable for all hosts, such as NCCL_DEBUG=INFO; may be repeated",
+    )
+
+
+# ---- lockstep launch nodes, and lockstep train --nodes ----
 
 
 def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
-    hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
-    join = ",".join(f"{host}:{options.port}" for host in hosts)
-    command = request.shell_command("--join", join)
-    return {"commands.txt": "".join(f"# on {host}:\n{command}\n" for host in hosts)}
+    """Return the command to type on each host."""
+    hosts = parse_hosts(options.hosts, options.hostfile)
+    request = _for_hosts(request, hosts, options.nnodes)
+    join = ",".join(f"{_bracketed(host.name)}:{options.port or PRINTED_PORT}" for host in hosts)
+    program = (options.python, "-m", "lockstep") if options.python else ("lockstep",)
+    variables = shlex.join(f"{name}={value}" for name, value in _environment(options.env).items())
+    folder = shlex.quote(os.getcwd())
+
+    text = ""
+    for host in hosts:
+        command = replace(request, nproc=_nproc_of(host, request)).shell_command("--join", join, program=program)
+        text += f"# on {host.name}:\ncd {folder} && {f'{variables} ' if variables else ''}{command}\n"
+
+    return {"commands.txt": text}
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-    raise UserError(
-        "lockstep launch nodes cannot log in to hosts yet", "--submit", f"type what {files['commands.txt']} says"
-    )
+    """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
+    hosts = parse_hosts(options.hosts, options.hostfile)
+    request = _for_hosts(request, hosts, options.nnodes)
+    words = ["launch", *options.arguments[1:]]
+    if not any(word.startswith("run_dir=") for word in words):
+        words.append(f"run_dir={request.run_dir}")
+
+    return _run(request, hosts, options, shlex.join(["lockstep", *words]))
+
+
+def train(options: argparse.Namespace, overrides: Sequence[str], resume_command: str) -> int:
+    """Run `lockstep train TARGET --nodes host1,host2`. `resume_command` is for the run folder in `overrides`."""
+    if options.join is not None:
+        raise UserError(
+            "--nodes and --join are two ways to start a job on several machines",
+            f"--join {options.join}",
+            "leave --join out: the hosts meet at an address of the first one",
+        )
+
+    options.nproc = options.nproc or "auto"
+    hosts = parse_hosts(options.nodes, options.hostfile)
+    request = replace(make_request(options, overrides), resume=options.resume or "never")
+    return _run(_for_hosts(request, hosts, options.nnodes), hosts, options, resume_command)
+
+
+def _for_hosts(request: Request, hosts: Sequence[Host], asked: str | None) -> Request:
+    """Return the request with as many machines as there are hosts, or with the range that was asked for."""
+    nodes = Bounds(len(hosts), len(hosts)) if asked is None else request.nnodes
+    if nodes.most > len(hosts):
+        raise UserError(
+            f"--nnodes {asked} needs {nodes.most} hosts",
+            f"{len(hosts)}: {', '.join(host.name for host in hosts)}",
+            "name more hosts, or leave --nnodes out",
+        )
+
+    for host in hosts:
+        _nproc_of(host, request)
+
+    return replace(request, nnodes=nodes)
+
+
+def _nproc_of(host: Host, request: Request) -> str:
+    """Return how many processes a host runs: --nproc, or its slots if --nproc is auto."""
+    if host.slots is None:
+        return request.nproc
+    if request.nproc == "auto":
+        return str(host.slots)
+
+    if parse_nproc(request.nproc).most > host.slots:
+        raise UserError(
+            f"--nproc {request.nproc} is more than {host.name} has slots",
+            f"slots={host.slots} in the hostfile",
+            f"use --nproc {host.slots}, or --nproc auto for the slots of each host; or raise slots",
+        )
+
+    return request.nproc
+
+
+def _environment(asked: Sequence[str]) -> dict[str, str]:
+    """Return the variables of --env: NAME=VALUE, or NAME for its value here."""
+    found = {}
+    for word in asked:
+        name, equals, value = word.partition("=")
+        if not equals and name not in os.environ:
+            raise UserError(f"--env {name} has no value here", "", f"use --env {name}=VALUE, or set {name} first")
+        found[name] = value if equals else os.environ[name]
+
+    return found
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# ---- the start ----
+
+
+def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
+    # `lockstep --help` must not wait for these.
+    from lockstep.launch.nodes.search import ONE_LOG
+    from lockstep.launch.wire.door import SECRET, SECRET_FILE
+
+    variables = _environment(options.env)
+    with Logins(hosts, options.ssh, os.getcwd(), options.python or sys.executable) as logins:
+        facts = _look(logins, request)
+        addresses = [_address_of(place, hosts, facts) for place in range(len(hosts))]
+        port = _try_out(logins, request, addresses[0], options.port or 0)
+
+        # The job's secret is in the run folder, in a file that only this user can read, unless the user has set it.
+        given = {name: os.environ[name] for name in (SECRET, SECRET_FILE) if name in os.environ}
+        job = Training(
+            target=request.target,
+            overrides=[*request.overrides, f"run_dir={request.run_dir}"],
+            config_files=list(request.config_files),
+            arguments=list(request.script_arguments),
+            nproc=request.nproc,
+            nnodes=f"{request.nnodes.least}:{request.nnodes.most}",
+            join=",".join(f"{_bracketed(address)}:{port}" for address in addresses),
+            resume=request.resume,
+            resume_command=resume_command,
+            env={ONE_LOG: "1", **given, **variables},
+        )
+        jobs = [replace(job, nproc=_nproc_of(host, request)) for host in hosts]
+        return logins.train(jobs, request.nnodes.least)
+
+
+def _look(logins: Logins, request: Request) -> list[Facts]:
+    """Ask all hosts what they have, and raise a UserError if they cannot run one job together."""
+    target = request.target if request.target.endswith(".py") else request.target.rpartition(":")[0]
+    files = [*request.config_files, *([target] if target else [])]
+    names = [host.name for host in logins.hosts]
+    asked = {"look": {"target": request.target, "hosts": names, "files": files}}
+    facts = [Facts(**answer["facts"]) for answer in logins.ask(range(len(names)), asked, "facts")]
+
+    for name, here in zip(names, facts, strict=True):
+        if here.missing:
+            raise UserError(
+                f"{name} does not have {', '.join(here.missing)}",
+                f"looked for in {os.getcwd()}",
+                "copy the files there, or start the job in a folder that all hosts share",
+            )
+
+    for name, here in zip(names[1:], facts[1:], strict=True):
+        first = facts[0].program
+        different = [key for key in first if here.program.get(key) != first[key]]
+        if different:
+            found = "; ".join(f"{key}: {first[key]} on {names[0]}, {here.program.get(key)} there" for key in different)
+            raise UserError(
+                f"{name} would run another program than {names[0]}",
+                found,
+                "install the same versions and copy the same files to every host; --python PATH names another Python",
+            )
+
+    return facts
+
+
+def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> str:
+    """Return the address of one host that the others use, which must be one of its own.
+
+    A host's own name often means 127.0.1.1 to the host itself, so what the others know comes first. A name that only
+    the configuration of ssh knows means nothing to any of them: then the address at which the login arrived is taken.
+    """
+    name, own = hosts[place].name, facts[place]
+    others = [other for number, other in enumerate(facts) if number != place]
+    known = [address for other in [*others, own] for address in other.resolved.get(name, [])]
+    candidates = [*known, own.reached_at, *own.addresses]
+    alone = len({fact.name for fact in facts}) == 1
+
+    def fits(address: str) -> bool:
+        is_loopback = address.startswith("127.") or address == "::1"
+        return (address in own.addresses or is_loopback) and (alone or not is_loopback)
+
+    found = next((address for address in candidates if fits(address)), None)
+    if found is None:
+        raise UserError(
+            f"the other hosts cannot know where {name} is",
+            f"{name} means {', '.join(known) or 'nothing'} to them; its own addresses are {', '.join(own.addresses)}",
+            f"use an address of {name} instead of its name",
+        )
+
+    return found
+
+
+def _try_out(logins: Logins, request: Request, address: str, port: int) -> int:
+    """Have the first host choose a port, and the others try to reach it. Returns the port."""
+    first, *others = [host.name for host in logins.hosts]
+    mark = str(request.run_dir / f".shared-{secrets.token_hex(4)}")
+    (answer,) = logins.ask([0], {"listen": {"address": address, "port": port, "mark": mark}}, "port")
+    if problem := answer.get("problem"):
+        raise UserError(
+            f"{first} cannot listen at {address} port {port or 'of its choice'}, or write to {request.run_dir}",
+            problem,
+            "leave --port out: a free port is chosen" if port else "use a run_dir that it can write to",
+        )
+
+    port = answer["port"]
+    asked = {"try": {"address": address, "port": port, "mark": mark}}
+    for name, tried in zip(others, logins.ask(range(1, len(logins.hosts)), asked, "tried"), strict=True):
+        if problem := tried.get("tried") or tried.get("problem"):
+            network = f"open the network between {name} and {first}, for all ports: ranks use more than this one"
+            shared = "set run_dir to a folder that all hosts share"
+            raise UserError(f"{name} cannot join {first}", problem, shared if mark in problem else network)
+
+    return port

@@ -21,6 +21,7 @@ class Request:
     run_dir: Path
     nproc: str  # processes on each machine, as typed: a count, a range or auto
     nnodes: Bounds
+    resume: str = "auto"  # a node that starts again resumes
 
     @property
     def name(self) -> str:
@@ -28,17 +29,21 @@ class Request:
         return self.run_dir.name
 
     def train_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
-        """Return the words of the command for one machine. A node that starts again resumes.
+        """Return the words of the command for one machine.
 
         `options` are added as they are, such as `--join HOST:PORT`.
         """
+        size = ["--nproc", self.nproc, "--nnodes", str(self.nnodes).replace("..", ":")]
+        return self.rank_command(*size, *options, program=program)
+
+    def rank_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> list[str]:
+        """Return the words of the command that trains as one rank, for a platform that starts the ranks itself."""
         words = [*program, "train", self.target, *self.overrides, f"run_dir={self.run_dir}"]
         for path in self.config_files:
             words += ["--config", path]
 
-        words += ["--nproc", self.nproc, "--nnodes", f"{self.nnodes.least}:{self.nnodes.most}", "--resume", "auto"]
         arguments = ["--", *self.script_arguments] if self.script_arguments else []
-        return [*words, *options, *arguments]
+        return [*words, *options, "--resume", self.resume, *arguments]
 
     def shell_command(self, *options: str, program: Sequence[str] = ("lockstep",)) -> str:
         """Return `train_command` as one line for a shell, with quotes where they are needed."""

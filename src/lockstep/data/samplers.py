@@ -64,9 +64,9 @@ class SequentialSampler:
 class ShuffledSampler:
     """Every sample once per epoch, in an order that depends on (seed, epoch, length), in O(1) memory.
 
-    The permutation is never stored. A keyed Feistel network permutes the integers below the next power of four, and an
-    id outside the dataset is permuted again until it falls inside ("cycle walking"). The result is a permutation of the
-    dataset.
+    The permutation is never stored. A keyed Feistel network permutes the integers below the next power of four; a
+    result past the end of the dataset is permuted again until it falls inside ("cycle walking"). What remains is a
+    permutation of the dataset.
     """
 
     def __init__(self, length: int, seed: int):

@@ -30,9 +30,9 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.shard import Window, micro_slice, next_window, rank_range
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
+from lockstep.data.windows import Window, micro_slice, next_window, rank_range
 from lockstep.errors import UserError
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
@@ -104,14 +104,14 @@ class MapSource:
         self.length = len(sampler)
         self.position = 0  # where the next step begins, in the endless sequence of samples
 
-        # Spans [start, stop) of positions that are skipped because they spoiled a step.
+        # Spans [start, stop) of positions that are left out because their step was skipped.
         self.skipped_spans: list[tuple[int, int]] = []
 
-        # The assignment of micro-batches before this position is final: workers may already be reading them.
-        self.assigned_until = 0
-
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
-        self._assignments: list[tuple[int, tuple[float, ...]]] = []
+        self._speeds: list[tuple[int, tuple[float, ...]]] = []
+
+        # (index, padding) of this rank's micro-batches in each window that is being read, by the position after it.
+        self._assigned: dict[int, list[tuple[int, bool]]] = {}
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None
@@ -123,11 +123,10 @@ class MapSource:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
         window = self._window(self.position)
         after = self._end_position(window)
-        self.assigned_until = max(self.assigned_until, after)
-        micros = self._micro_batches(window)
+        assigned = self._assign(window)
         return StepBatches(
-            len(micros),
-            self._load(window, micros),
+            len(assigned),
+            self._load(window, assigned),
             window.size,
             total=self._count(window),
             span=(after - window.size, after),
@@ -136,6 +135,7 @@ class MapSource:
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         assert batches.span is not None
         self.position = batches.span[1]
+        self._assigned.pop(self.position, None)
 
     def some_samples(self, count: int = 8) -> list[Any]:
         """Return a few samples, evenly spread over the dataset, each as a batch of one."""
@@ -230,7 +230,7 @@ class MapSource:
         return [request.epoch, *request.ids]
 
     def skip(self, span: tuple[int, int]) -> None:
-        """Skip these positions from now on, because they spoiled a step."""
+        """Leave these positions out from now on, because their step was skipped."""
         self.skipped_spans = sorted({*self.skipped_spans, span})
 
     def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
@@ -238,8 +238,13 @@ class MapSource:
 
         All ranks must call it with the same arguments, before any of them has read up to `position`.
         """
-        assert position >= self.assigned_until
-        self._assignments.append((position, tuple(speeds)))
+        assert position >= self.final_until
+        self._speeds.append((position, tuple(speeds)))
+
+    @property
+    def final_until(self) -> int:
+        """Positions before this are assigned to ranks for good: workers may already be reading them."""
+        return max(self._assigned, default=self.position)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -260,7 +265,7 @@ class MapSource:
         self.position = int(state["position"])
         self.skipped_spans = [(int(start), int(stop)) for start, stop in state["skipped_spans"]]
         self._prefetched = None
-        self.assigned_until = self.position
+        self._assigned.clear()
 
     # ---- choosing samples ----
 
@@ -286,13 +291,15 @@ class MapSource:
     def _count(self, window: Window) -> int:
         return -(-window.size // self.options.micro_batch)
 
-    def _micro_batches(self, window: Window) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a window, still without data. A rank without work runs one as padding.
+    def _assign(self, window: Window) -> list[tuple[int, bool]]:
+        """Return (index, padding) of this rank's micro-batches of a window. A rank without work runs one as padding.
 
-        With prefetching, each step calls this twice: first in `_requests`, then in `take`. `_load` pairs the batches
-        from the first call with the micro-batches from the second by their order alone, so both calls must return the
-        same. They do, because both callers advance `assigned_until`, before which `assign_by` changes nothing.
+        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended.
         """
+        after = self._end_position(window)
+        if after in self._assigned:
+            return self._assigned[after]
+
         count = self._count(window)
         rank, size = self.data_world.rank, self.data_world.size
 
@@ -300,14 +307,15 @@ class MapSource:
             local = range(rank, count, size)
         else:
             begin = window.epoch * self.length + window.start
-            speeds = next((speeds for first, speeds in reversed(self._assignments) if first <= begin), None)
+            speeds = next((speeds for first, speeds in reversed(self._speeds) if first <= begin), None)
             local = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         needed = -(-count // size) if self.options.collective_forwards else 1
         padding = [local[0] if local else 0] * (needed - len(local))
-        micros = [self._micro_batch(window, index, padding=False) for index in local]
-        return micros + [self._micro_batch(window, index, padding=True) for index in padding]
+        assigned = [(index, False) for index in local] + [(index, True) for index in padding]
+        self._assigned[after] = assigned
+        return assigned
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
         start, stop = micro_slice(window, self.options.micro_batch, index)
@@ -316,12 +324,13 @@ class MapSource:
 
     # ---- reading samples ----
 
-    def _load(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Read the data of this rank's micro-batches of a window, and yield them."""
+    def _load(self, window: Window, assigned: list[tuple[int, bool]]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of a window with their data. None of them is kept here."""
         # Without workers or a GPU, prefetching would overlap with nothing.
         prefetches = self.options.config.workers or self.options.device.type == "cuda"
         batches = self._prefetch(window) if prefetches else None
-        for micro in micros:
+        for index, padding in assigned:
+            micro = self._micro_batch(window, index, padding)
             micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
             if is_empty(micro.data):
                 self._make_padding(micro)
@@ -367,6 +376,5 @@ class MapSource:
         while True:
             window = self._window(position)
             position = self._end_position(window)
-            self.assigned_until = max(self.assigned_until, position)
-            for micro in self._micro_batches(window):
-                yield Request(window.epoch, micro.ids)
+            for index, padding in self._assign(window):
+                yield Request(window.epoch, self._micro_batch(window, index, padding).ids)

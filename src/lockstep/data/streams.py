@@ -41,8 +41,8 @@ class StreamSource:
         ranks = options.data_world.size
 
         # The number of this rank's micro-batches in a step.
-        self._micro_batches, rest = divmod(options.global_batch, ranks * micro_batch)
-        if rest:
+        self._micro_batches, remainder = divmod(options.global_batch, ranks * micro_batch)
+        if remainder:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
                 f"{micro_batch} on {ranks} ranks",

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder

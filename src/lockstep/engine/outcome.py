@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig, SpikeConfig
-from lockstep.engine.control import StepControl
+from lockstep.engine.progress import StepProgress
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
 from lockstep.precision import DynamicScaler
@@ -35,7 +35,7 @@ MAX_NAMED_IDS = 8  # a message names at most this many samples of a micro-batch
 class Outcome:
     """A reduced step and the numbers that decide whether it is applied. They are the same on every rank."""
 
-    control: StepControl
+    progress: StepProgress
     reduced: Reduced
     loss_limit: float  # a mean loss above this is a spike
     word: ControlWord  # summed over all ranks
@@ -43,7 +43,7 @@ class Outcome:
 
     finite: bool = field(init=False)  # whether the gradient is
     mean_loss: float = field(init=False)  # for spike detection; 0 if detection is off
-    accepted: bool = field(init=False)  # the step is applied; `rejected_on_device` computes the opposite on the device
+    accepted: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
 
     def __post_init__(self) -> None:
         word = self.word
@@ -67,19 +67,19 @@ class Outcome:
         return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
 
 
-def rejected_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
-    """Return the opposite of `Outcome.accepted` as a tensor () on the device."""
-    rejected = ~torch.isfinite(grad_norm)
+def skip_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
+    """Return whether the step must be skipped, the opposite of `Outcome.accepted`, as a tensor () on the device."""
+    skip = ~torch.isfinite(grad_norm)
 
     # Without a limit, skip decoding the control word, which would launch kernels.
     if loss_limit == math.inf:
-        return rejected
+        return skip
 
-    return rejected | (reduced.codec.mean_loss(reduced.packed) > loss_limit)
+    return skip | (reduced.codec.mean_loss(reduced.packed_word) > loss_limit)
 
 
-class SpoiledStep(NamedTuple):
-    """A step after which the run must rewind."""
+class SkippedStep(NamedTuple):
+    """A skipped step after which the run must rewind."""
 
     result: StepResult
     span: tuple[int, int] | None  # positions [start, stop) of its samples, if the source has positions
@@ -88,9 +88,7 @@ class SpoiledStep(NamedTuple):
 class Outcomes:
     """Counts outcomes and reacts to skipped steps. All ranks get the same numbers and so make the same decisions."""
 
-    def __init__(
-        self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: EventLogger | None
-    ):
+    def __init__(self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: EventLogger):
         self._config = config
         self._scaler = scaler
         self._runtime = runtime
@@ -100,15 +98,49 @@ class Outcomes:
         # Counts so far.
         self.skipped = 0
         self.skipped_since_log = 0
-        self.failures_in_a_row = 0
+        self.skips_in_a_row = 0  # without those that only lowered the loss scale of fp16
         self.empty_in_a_row = 0  # steps of weight 0
-        self.spoiled: SpoiledStep | None = None  # the step to undo: the run must rewind to its last checkpoint
+        self.rewind_after: SkippedStep | None = None  # the run must rewind to its last checkpoint
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
 
     def conclude(self, outcome: Outcome) -> StepResult:
         """Check that the ranks agree, count the step, react if it was skipped, and return its result."""
+        result = self._result_if_agreed(outcome)
+
+        # A step of weight 0 is legal, but many in a row deserve a warning.
+        if result.weight == 0:
+            self.empty_in_a_row += 1
+            if self.empty_in_a_row == MANY_EMPTY:
+                reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
+                self._log_event("warning", step=result.step, reason=reason)
+
+            return result
+
+        self.empty_in_a_row = 0
+        scale_lowered = self._update_scale(outcome)
+        if result.applied:
+            self.skips_in_a_row = 0
+            self.spikes.add(outcome.mean_loss)
+        else:
+            self._skip(outcome, result, scale_lowered)
+
+        return result
+
+    def conclude_measured(self, outcome: Outcome) -> StepResult:
+        """Check that the ranks agree, and return the result of a pass without an update.
+
+        It counts neither as an applied step nor as one of weight 0, and its loss is not one to compare later losses
+        with. A gradient that is not finite is treated as that of a skipped step.
+        """
+        result = replace(self._result_if_agreed(outcome), applied=False)
+        if result.skip_reason:
+            self._skip(outcome, result, self._update_scale(outcome))
+        return result
+
+    def _result_if_agreed(self, outcome: Outcome) -> StepResult:
+        """Return the result of a step, or raise if the ranks do not agree."""
         word = outcome.word
-        step = outcome.control.step
+        step = outcome.progress.step
         ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these checks do not prevent it, they only end the run.
@@ -124,45 +156,22 @@ class Outcomes:
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
-        result = StepResult(
+        return StepResult(
             step=step,
             applied=outcome.accepted,
             weight=float(word.weight),
             grad_norm=outcome.grad_norm,
             skip_reason=outcome.skip_reason(),
-            stop=word.stop > 0,
             exhausted=word.exhausted == ranks,
-            save=word.save > 0,
-            preempt=word.preempt > 0,
-            save_failed=word.save_failed > 0,
-            new_metrics=word.new_metrics > 0,
+            flags=word,
         )
-
-        # A step of weight 0 is legal, but many in a row deserve a warning.
-        if result.weight == 0:
-            self.empty_in_a_row += 1
-            if self.empty_in_a_row == MANY_EMPTY and self._log_event:
-                reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
-                self._log_event("warning", step=step, reason=reason)
-
-            return result
-
-        self.empty_in_a_row = 0
-        scale_lowered = self._update_scale(outcome)
-        if result.applied:
-            self.failures_in_a_row = 0
-            self.spikes.add(outcome.mean_loss)
-        else:
-            self._skip(outcome, result, scale_lowered)
-
-        return result
 
     def _out_of_step(self, step: int, marks: int) -> OutOfStep:
         """Return the error for ranks in different collectives, with the ranks that called the wrong one."""
         runtime = self._runtime
 
-        # Ranks that got a foreign tensor in place of gradients report in the store. The ranks that sent it do not: they
-        # still wait in their own collective.
+        # Ranks that received another collective's tensor in place of gradients report in the store. The ranks that sent
+        # it do not: they still wait in their own collective.
         reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=REPORT_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in reported]
         who = listed_ranks(odd) if odd else "another rank"
@@ -191,18 +200,18 @@ class Outcomes:
         self.skipped_since_log += 1
         reason = self._log_skip(outcome, result)
 
-        # An overflow that lowers the fp16 loss scale is no failure: this is how the scaler finds its value.
+        # An overflow that lowers the fp16 loss scale is not a failure: this is how the scaler finds its value.
         if scale_lowered:
             self._scale_backoffs += 1
             return
 
-        # Everything else is a failure. Too many in a row end the run under every policy.
-        self.failures_in_a_row += 1
+        # Too many of the others in a row end the run under every policy.
+        self.skips_in_a_row += 1
         limit = self._config.nonfinite.max_in_a_row
         key = "spike" if outcome.finite else "nonfinite"
         policy = getattr(self._config, key).policy
-        if policy == "stop" or self.failures_in_a_row >= limit:
-            in_a_row = f"{plural(self.failures_in_a_row, 'such step')} in a row"
+        if policy == "stop" or self.skips_in_a_row >= limit:
+            in_a_row = f"{plural(self.skips_in_a_row, 'such step')} in a row"
             raise UserError(
                 f"step {result.step}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={limit})",
                 "",
@@ -210,13 +219,10 @@ class Outcomes:
             )
 
         if policy == "rewind":
-            self.spoiled = SpoiledStep(result, outcome.control.batches.span)
+            self.rewind_after = SkippedStep(result, outcome.progress.batches.span)
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Log the skip with its reason and the samples to blame, and return both as text. Collective."""
-        if self._log_event is None:
-            return result.skip_reason
-
         local_lines = _blame(outcome, self._runtime.world.rank)
         blamed = [line for lines in self._runtime.collectives.gather_json(local_lines) for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
@@ -250,7 +256,7 @@ class Outcomes:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "skips": {"skipped": self.skipped, "failures_in_a_row": self.failures_in_a_row},
+            "skips": {"skipped": self.skipped, "failures_in_a_row": self.skips_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
             "scaler": self._scaler.get_state() if self._scaler else None,
         }
@@ -258,7 +264,7 @@ class Outcomes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state["skips"]["skipped"]
         self.skipped_since_log = 0
-        self.failures_in_a_row = state["skips"]["failures_in_a_row"]
+        self.skips_in_a_row = state["skips"]["failures_in_a_row"]
         self.empty_in_a_row = 0
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
@@ -293,8 +299,8 @@ class SpikeDetector:
 def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Return one line for each micro-batch of this rank that may have caused the skip."""
     # The host waits for the losses here. Skipped steps are rare, so this is acceptable.
-    control = outcome.control
-    pairs = [(batch, float(total)) for batch, (total, _) in zip(control.trained, control.losses, strict=True)]
+    progress = outcome.progress
+    pairs = [(batch, float(total)) for batch, (total, _) in zip(progress.trained, progress.losses, strict=True)]
 
     # Every micro-batch contributes to a spike of the global mean: name the one with the largest loss.
     if outcome.finite:

@@ -27,7 +27,7 @@ from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_l
 from lockstep.errors import UserError
 from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.inner_gradients import pause_watching, start_watching, stop_watching
+from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.precision import full_precision
@@ -296,7 +296,7 @@ class OwnStep:
             )
 
         # Not at the end of the previous pass: after `measure` its gradients stay available until here.
-        if self._control.pass_index != self.passes_done:
+        if self._progress.pass_index != self.passes_done:
             self._begin_pass()
 
         for micro in self._batches if self.passes_done == 0 else self._saved_batches:
@@ -304,31 +304,27 @@ class OwnStep:
                 self._saved_batches.append(micro)
             self._yielded += 1
             self.first = micro.first
-            self._driver.before_forward(micro, self._control)
+            self._driver.before_forward(micro, self._progress)
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            start_watching(self._driver.before_inner_gradient)
-            try:
-                with self._control.autocast():
-                    yield micro.data
-            finally:
-                stop_watching()
+            with use_engine(self._driver.watched_engine), self._progress.autocast():
+                yield micro.data
 
-            if self._control.backwards_done != self._yielded:
+            if self._progress.backwards_done != self._yielded:
                 raise self._backward_count_error("0 times")
 
     @property
     def padding(self) -> bool:
         """Whether this batch is padding, with weight 0. It runs only because collectives need every rank."""
-        return self._control.micro is not None and self._control.micro.padding
+        return self._progress.micro is not None and self._progress.micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
         """Backpropagate the SUM of the loss over this batch; `weight` is the number of terms in the sum.
 
         `loss_sum` and the metrics, which are sums as well, have shape ().
         """
-        if self._control.backwards_done == self._yielded:
+        if self._progress.backwards_done == self._yielded:
             raise self._backward_count_error("twice")
 
         self._gradients.check("step.backward")
@@ -338,18 +334,18 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with pause_watching(), full_precision(self._run.stepper.context.precision):
-            self._driver.backward(Loss(loss_sum, weight, metrics), self._control)
+        with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
+            self._driver.backward(Loss(loss_sum, weight, metrics), self._progress)
 
         self._gradients.note()
-        if self._control.backwards_done == self._batches.count:
+        if self._progress.backwards_done == self._batches.count:
             self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers.
 
         If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
-        outcome: if it is read late, that of the previous step.
+        result: on a GPU it may be that of the previous step.
         """
         self._check_pass("step.apply()")
         indices = self._indices(optimizers)
@@ -364,7 +360,7 @@ class OwnStep:
                     cause="unused",
                 )
 
-        self.result = self._run.stepper.apply(self._control, reduced, indices)
+        self.result = self._run.stepper.apply(self._progress, reduced, indices)
         self._end_pass()
         return self.result
 
@@ -374,16 +370,16 @@ class OwnStep:
         The result holds the norm of this gradient over all ranks. The last pass of a step must end with `apply`.
         """
         self._check_pass("step.measure()")
-        if self._control.ends_step:
+        if self._progress.ends_step:
             raise UserError(
                 f"step.measure() was called in the last of {self._passes} passes over the batches of step {self.index}",
                 "a step ends with step.apply()",
                 f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
 
-        # On a GPU the host may not have read the outcome of the previous update yet.
+        # On a GPU the host may not have read the result of the previous update yet.
         self._run.end_pass(self._run.stepper.wait_for_outcome())
-        self.result = self._run.stepper.measure(self._control, self._reduced())
+        self.result = self._run.stepper.measure(self._progress, self._reduced())
         self._end_pass()
         return self.result
 
@@ -394,7 +390,7 @@ class OwnStep:
 
     def _begin_pass(self) -> None:
         self._yielded = 0
-        self._control = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
         self._driver.begin()
 
     def _end_pass(self) -> None:
@@ -410,7 +406,7 @@ class OwnStep:
         self._run.runtime.heartbeat.beat("user code")
 
     def _check_pass(self, call: str) -> None:
-        if self.ended or self._control is not self._run.stepper.control:
+        if self.ended or self._progress is not self._run.stepper.progress:
             raise UserError(
                 f"{call} was called on step {self.index}, which has ended",
                 "",
@@ -419,7 +415,7 @@ class OwnStep:
             )
 
         # Without the last backward, which includes the all-reduce, the other ranks would wait.
-        done = self._control.backwards_done if self._control.pass_index == self.passes_done else 0
+        done = self._progress.backwards_done if self._progress.pass_index == self.passes_done else 0
         if done != self._batches.count:
             raise UserError(
                 f"{call} was called after {done} of {self._batches.count} batches of the step",

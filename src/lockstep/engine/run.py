@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
-from lockstep.data.sources import MapSource
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
-from lockstep.engine.outcome import SpoiledStep
+from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check
 from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
@@ -135,7 +134,7 @@ class Run:
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
         """End a step: advance the data source, write a log line if it is due, and run periodic checks.
 
-        `result` is the newest known outcome: if it is read late, that of the previous step, or None after the first.
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -143,7 +142,7 @@ class Run:
 
         if self.sample_log:
             # A step that is repeated after a restart has one line per attempt. The last attempt counts.
-            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.control.trained]
+            ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.progress.trained]
             record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
 
@@ -154,7 +153,7 @@ class Run:
         if self.load_balancer:
             self.load_balancer.end_step(step)
 
-        # Only the last log line waits for the outcome of its own step. Earlier lines use the newest known outcome.
+        # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
         if step == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_flags(last)
@@ -173,24 +172,25 @@ class Run:
 
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
-        self.stepper.set_flags(save=self.checkpoints.save_is_due_by_clock(), save_failed=save_failed)
+        save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
+        self.stepper.set_flags(save=save, save_failed=save_failed)
 
     def maintain(self, evaluation_due: bool = False) -> None:
-        """Rewind if the step was spoiled, save if a checkpoint is due, and end the process if it is preempted.
+        """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
 
-        # A checkpoint needs the outcome of its step, which may also show that the step was spoiled.
+        # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
             self._accept_flags(self.stepper.wait_for_outcome())
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
-        if self.stepper.outcomes.spoiled:
-            self._rewind(self.stepper.outcomes.spoiled)
+        if self.stepper.outcomes.rewind_after:
+            self._rewind(self.stepper.outcomes.rewind_after)
             save_due = False  # this state was just loaded from a checkpoint
 
         # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
@@ -202,8 +202,9 @@ class Run:
             self.save_checkpoint(evaluation_due)
             self._save_agreed = False
             self.stepper.set_flags(save=False)
+            self.runtime.notice.saved()
             self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
-        elif step == (self.resumed.step if self.resumed else 0) + 1:
+        elif self._is_first_step_of_process:
             # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it
             # now makes the first save shorter. If the forward adds parameters, it has done so by now.
             self.model_setup.guard.check_structure()
@@ -211,6 +212,10 @@ class Run:
 
         if self._preempt_agreed:
             self._end_preempted()
+
+    @property
+    def _is_first_step_of_process(self) -> bool:
+        return self.stepper.counters.step == (self.resumed.step if self.resumed else 0) + 1
 
     def save_checkpoint(self, evaluation_due: bool = False) -> None:
         """Save a checkpoint of the current state. `evaluation_due`: see `maintain`."""
@@ -241,8 +246,7 @@ class Run:
         `moves_rate`: step schedulers such as ReduceLROnPlateau with this evaluation.
         """
         # `data` may be the training dataset, which worker processes read too.
-        reading_here = self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
-        with reading_here:
+        with self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext():
             evaluation = self.model_setup.evaluator.evaluate(
                 data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
             )
@@ -383,7 +387,7 @@ class Run:
             return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
 
         # In every step, because user code may change the dataset at any time.
-        if isinstance(self.source, MapSource):
+        if hasattr(self.source, "check_dataset"):
             self.source.check_dataset()
         return self.source.take()
 
@@ -405,7 +409,7 @@ class Run:
             yield micro
 
     def _log(self, result: StepResult | None) -> None:
-        """Write the log line for the steps since the last one. `result` is the newest known outcome."""
+        """Write the log line for the steps since the last one. `result` is the newest known result."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
         numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
@@ -417,11 +421,11 @@ class Run:
             numbers["scale"] = stepper.scaler.value
 
         # `new` comes from the control word, so all ranks enter this collective together.
-        metrics = stepper.context.metrics
-        if metrics.new:
-            self.recorder.agree_on_names(metrics.seen)
-            metrics.known = set(self.recorder.names)
-            metrics.new = False
+        names = stepper.context.metric_names
+        if names.new:
+            self.recorder.agree_on_names(names.seen)
+            names.known = set(self.recorder.names)
+            names.new = False
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self.recorder.end_interval(
@@ -435,23 +439,24 @@ class Run:
         if result is None:
             return
 
-        self._stop_agreed |= result.stop
-        self._preempt_agreed |= result.preempt
-        self._save_agreed |= result.save
-        self.stepper.context.metrics.new |= result.new_metrics
+        flags = result.flags
+        self._stop_agreed |= flags.stop > 0
+        self._preempt_agreed |= flags.preempt > 0
+        self._save_agreed |= flags.save > 0
+        self.stepper.context.metric_names.new |= flags.new_metrics > 0
 
         # All ranks abandon the save in the same step, because they read the same control word.
-        if result.save_failed:
+        if flags.save_failed:
             self.checkpoints.abandon_if_failed()
 
-    def _rewind(self, spoiled: SpoiledStep) -> None:
-        """Return to the last checkpoint and skip the samples of the spoiled step from now on."""
-        self.stepper.outcomes.spoiled = None
-        resumed = self.checkpoints.rewind(spoiled.result, spoiled.span)
+    def _rewind(self, skipped: SkippedStep) -> None:
+        """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
+        self.stepper.outcomes.rewind_after = None
+        resumed = self.checkpoints.rewind(skipped.result, skipped.span)
 
         # The log interval also returns to its state in the checkpoint.
         self.recorder.resume_interval(self.stepper.sums, resumed.loop.interval)
-        self.stepper.context.metrics.known = set(self.recorder.names)
+        self.stepper.context.metric_names.known = set(self.recorder.names)
         self._interval = Interval()
         self.recorder.start_clock()
 

@@ -22,11 +22,11 @@ from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import RunState, Stateful
-from lockstep.checkpoint.storage import clean
+from lockstep.checkpoint.storage import delete_leftovers
 from lockstep.config import Resolved, RunConfig
-from lockstep.data.shard import rank_range
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import MapSource, open_source
+from lockstep.data.sources import open_source
+from lockstep.data.windows import rank_range
 from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
@@ -194,7 +194,7 @@ class RunBuilder:
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
         with preserve_rng(runtime.device):
-            sample = source.largest_input if isinstance(source, MapSource) else lambda: None
+            sample = getattr(source, "largest_input", lambda: None)
             runtime.suit_threads(driver.model, plan.micro_batch, sample)
 
         data_line = _attach_source(source, driver, plan, config, runtime)
@@ -238,7 +238,7 @@ class RunBuilder:
             evaluation=self.evaluation,
             _keep_alive=self,
         )
-        checkpoints.ensure_rewind(run.save_checkpoint)
+        checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
         # Set last: while `self.run` is None, an error counts as a set-up error.
         self.run = run
@@ -378,6 +378,7 @@ class RunBuilder:
             plan=plan,
             runtime=self.runtime,
             log_event=self.recorder.event,
+            before_next_update=stepper.update.before_next,
         )
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.
@@ -385,7 +386,7 @@ class RunBuilder:
 
         # Free the space of what killed attempts left behind.
         if self.runtime.is_main:
-            clean(checkpoints.store, self.folder.token)
+            delete_leftovers(checkpoints.storage, self.folder.token)
 
         checkpoints.check_space()
         return checkpoints
@@ -396,7 +397,7 @@ class RunBuilder:
         check_steps_left(plan.steps, step)
         self.started -= resumed.loop.seconds
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
-        stepper.context.metrics.known = set(self.recorder.names)
+        stepper.context.metric_names.known = set(self.recorder.names)
         # If all steps are done, no new log line will be written, but the summary needs the last one.
         if step == plan.steps:
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
@@ -511,6 +512,6 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.
-            add=lambda values: runtime.collectives.sum_(values if role.reports_loss else values.zero_()),
+            all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),
         )
     )

@@ -1,8 +1,10 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-    control = self.begin(batches)                                        sums and counts start at 0
-    reduced = self.driver.forward_backward(batches, loss_fn, control)    reduced over micro-batches and ranks
-    factor  = clipping x N / (global weight x loss scale)                N: world size, or 1 if gradients are sums
+Ranks that are out of step are noticed only after the update, and end the run.
+
+    progress = self.begin(batches)                                       sums and counts start at 0
+    reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
+    factor   = clipping x N / (global weight x loss scale)               N: world size, or 1 if gradients are sums
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
 A custom loop runs the micro-batches itself, between `begin` and `apply`.
@@ -15,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
-from lockstep.engine.control import StepContext, StepControl
-from lockstep.engine.outcome import Outcome, Outcomes, rejected_on_device
+from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
+from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
@@ -31,7 +33,8 @@ from lockstep.optim.update import Update
 from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.context import EventLogger, Runtime, log_nothing
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import StepBatches, StepResult
 
 
@@ -45,7 +48,7 @@ class Counters:
 class Pending:
     """A step whose outcome the host has not read from the GPU yet."""
 
-    control: StepControl
+    progress: StepProgress
     reduced: Reduced
     loss_limit: float
     row: Tensor  # [1 + LENGTH]: gradient norm and packed control word, in pinned host memory
@@ -55,7 +58,7 @@ class Pending:
 class Stepper:
     """Runs optimizer steps on this rank, in lockstep with all others."""
 
-    control: StepControl  # of the current step
+    progress: StepProgress  # of the current step
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Stepper:
         config: RunConfig,
         runtime: Runtime,
         global_batch: int,
-        log_event: EventLogger | None = None,
+        log_event: EventLogger = log_nothing,
         before_all_reduce: Callable[[], None] | None = None,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
@@ -85,7 +88,7 @@ class Stepper:
             self.scaler,
             global_batch,
             reports_loss=driver.role.reports_loss,
-            word_has_loss=self.outcomes.spikes.on,
+            sends_loss=self.outcomes.spikes.on,
             before_all_reduce=before_all_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
@@ -102,87 +105,80 @@ class Stepper:
         self._pending: Pending | None = None
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
-        """Run a whole step. Return the newest known result.
+        """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
+        progress = self.begin(batches)
+        reduced = self.driver.forward_backward(batches, loss_fn, progress)
+        return self.apply(progress, reduced)
 
-        If the outcome is read late, that is the result of the previous step.
-        """
-        control = self.begin(batches)
-        reduced = self.driver.forward_backward(batches, loss_fn, control)
-        return self.apply(control, reduced)
-
-    def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepControl:
+    def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
         """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
-        self.control = StepControl(self.context, batches, self.counters.step, pass_index, passes)
-        return self.control
+        self.progress = StepProgress(self.context, batches, self.counters.step, pass_index, passes)
+        return self.progress
 
     def apply(
-        self, control: StepControl, reduced: Reduced, optimizers: Sequence[int] | None = None
+        self, progress: StepProgress, reduced: Reduced, optimizers: Sequence[int] | None = None
     ) -> StepResult | None:
         """Divide once, clip, and step the optimizers: everything that scales a gradient is one factor.
 
         `optimizers` holds the indices of the optimizers to step; None means all of them. The caller must have cleared
         the gradients of the others.
         """
-        assert control.backwards_done == control.batches.count, "apply() before the last micro-batch"
-        control.optimizer_indices = self.update.optimizer_indices if optimizers is None else optimizers
-        control.micro = None  # `control` lives until the outcome is known and must not hold the batch in device memory
+        assert progress.backwards_done == progress.batches.count, "apply() before the last micro-batch"
+        progress.optimizer_indices = self.update.optimizer_indices if optimizers is None else optimizers
+        progress.micro = None  # `progress` lives until the outcome is known, and must not keep the batch in memory
         self.context.runtime.heartbeat.beat("update")
 
         # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
         if self.context.config.exact:
-            control.seed("update")
+            progress.seed("update")
 
         self.lr = self.learning_rate.set(self.counters.applied)
-        self.counters.step += control.ends_step
+        self.counters.step += progress.ends_step
 
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
-            return self._apply_late(control, reduced, norm)
-        return self._apply_now(control, reduced, norm)
+            return self._apply_late(progress, reduced, norm)
+        return self._apply_now(progress, reduced, norm)
 
     def set_flags(self, **flags: bool) -> None:
         """Set `Flags` of the next control words, which all ranks receive: `stop`, `save`, ..."""
         self.context.flags |= {name: int(value) for name, value in flags.items()}
 
-    def measure(self, control: StepControl, reduced: Reduced) -> StepResult:
+    def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""
-        word = reduced.codec.unpack(reduced.packed.tolist())
-        norm = torch.linalg.vector_norm(reduced.norms)
-        weight = float(word.weight) or math.nan
-        grad_norm, _ = self._norm_and_factor(reduced, float(norm), weight)
-        self.update.multiply(reduced.parameters, self._to_mean(reduced, weight))
-        outcome = Outcome(control, reduced, math.inf, word, grad_norm)
-        return replace(self.outcomes.conclude(outcome), applied=False)
+        word, weight = self._wait_for_word(reduced)
+        to_mean = self._to_mean(reduced, weight)
+        grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+        self.update.multiply(reduced.parameters, to_mean)
+        return self.outcomes.conclude_measured(Outcome(progress, reduced, math.inf, word, grad_norm))
 
-    def _apply_now(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult:
+    def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
-        word = reduced.codec.unpack(reduced.packed.tolist())  # on a GPU the host waits here for the device
-
-        # Weight 0 means that no term counts: the norm becomes nan, so the step is not accepted.
-        grad_norm, factor = self._norm_and_factor(reduced, float(norm), float(word.weight) or math.nan)
-        outcome = Outcome(control, reduced, self.outcomes.spikes.limit(), word, grad_norm)
+        word, weight = self._wait_for_word(reduced)
+        grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
+        outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
-            self.update.step(reduced.parameters, factor, control.update_count, control.optimizer_indices)
-            self._count_update(control)
+            self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
+            self._count_update(progress)
 
         return self._conclude(outcome)
 
-    def _apply_late(self, control: StepControl, reduced: Reduced, norm: Tensor) -> StepResult | None:
-        """Let the device decide: a fused optimizer skips a rejected step. Return the result of the previous step."""
+    def _apply_late(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult | None:
+        """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
-        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed))
+        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed_word))
         loss_limit = self.outcomes.spikes.limit()
-        rejected = rejected_on_device(reduced, grad_norm, loss_limit)
-        self.update.step_on_device(factor, rejected, control.update_count, control.optimizer_indices)
-        self._count_update(control)  # assumed; `wait_for_outcome` uncounts it if the device skipped
+        skip = skip_on_device(reduced, grad_norm, loss_limit)
+        self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
+        self._count_update(progress)  # assumed; `wait_for_outcome` uncounts it if the device skipped
 
         # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
-        row = torch.cat([grad_norm.reshape(1), reduced.packed.double()]).to("cpu", non_blocking=True)
+        row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = Pending(control, reduced, loss_limit, row, arrived)
+        self._pending = Pending(progress, reduced, loss_limit, row, arrived)
         return previous
 
     def wait_for_outcome(self) -> StepResult | None:
@@ -194,23 +190,31 @@ class Stepper:
         pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
-        outcome = Outcome(pending.control, pending.reduced, pending.loss_limit, word, grad_norm)
+        outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
-            self._uncount_update(pending.control)
+            self._uncount_update(pending.progress)
 
         return self._conclude(outcome)
 
-    def _count_update(self, control: StepControl) -> None:
-        self.counters.applied += control.ends_step
-        self.learning_rate.count(control.optimizer_indices, 1)
+    def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
+        """Return the summed control word and its weight. On a GPU the host waits here for the device.
 
-    def _uncount_update(self, control: StepControl) -> None:
-        self.counters.applied -= control.ends_step
-        self.learning_rate.count(control.optimizer_indices, -1)
+        Weight 0 means that no term counts. It is returned as nan: so is the norm then, and the step is not accepted.
+        """
+        word = reduced.codec.unpack(reduced.packed_word.tolist())
+        return word, float(word.weight) or math.nan
+
+    def _count_update(self, progress: StepProgress) -> None:
+        self.counters.applied += progress.ends_step
+        self.learning_rate.count_step(progress.optimizer_indices)
+
+    def _uncount_update(self, progress: StepProgress) -> None:
+        self.counters.applied -= progress.ends_step
+        self.learning_rate.uncount_step(progress.optimizer_indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
         if outcome.accepted:
-            self.sums.add(outcome.control.losses, outcome.control.metrics)
+            self.sums.add(outcome.progress.losses, outcome.progress.metrics)
         return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
@@ -240,7 +244,7 @@ class Stepper:
         # Sums and a pending outcome belong to steps that this load undoes.
         self.sums = self._new_sums()
         self._pending = None
-        self.learning_rate.note()  # loading replaced the parameter groups
+        self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.applied)
 
     def _new_sums(self) -> Sums:

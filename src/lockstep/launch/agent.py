@@ -1,6 +1,6 @@
 """The agent of one node: it starts the node's ranks, watches them, asks them to save and exit, and kills them.
 
-It decides nothing. The coordinator's orders go in (`do`), and messages for the coordinator come out (`poll`,
+It decides nothing. The coordinator's orders go in (`carry_out`), and messages for the coordinator come out (`poll`,
 `node_beat`). Every node has an agent, including the coordinating node.
 """
 
@@ -11,11 +11,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.launch import failure, records
-from lockstep.launch.job import Job
+from lockstep.launch import failure
+from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.door import SECRET
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -33,7 +34,7 @@ from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.rendezvous.proof import Secret
 from lockstep.runtime.threads import share_cores
 
-# How long the zygote may take to report the end of killed ranks.
+# How long the zygote may take to say that killed ranks have ended.
 RANKS_KILL_S = 5.0
 
 
@@ -45,13 +46,13 @@ class Agent:
         self.name = name
         self.secret = secret  # the job's secret; None on a single machine
 
-        # How many ranks the node can run, and with how many it would join now: as many as it ran last.
+        # The bounds of this node's ranks; `preferred` is the number it ran last.
         self.nproc = job.nproc
 
         # On the coordinating node, the path of the term file.
         self.term_file: Path | None = None
 
-        # The first zygote starts at once: it imports torch while the nodes gather.
+        # The first zygote starts at once: it imports torch while the nodes join.
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
 
         # A zygote for another number of ranks, which imports while the current ranks still run.
@@ -59,7 +60,7 @@ class Agent:
         self._current: LocalAttempt | None = None
 
         # The newest attempt whose ranks were requested from the zygote.
-        self._started = -1
+        self._started: int | None = None
 
         # Whether a zygote died while importing; a new zygote would die as well.
         self._cannot_import = False
@@ -69,7 +70,7 @@ class Agent:
 
     # ---- orders of the coordinator ----
 
-    def do(self, message: Message) -> None:
+    def carry_out(self, message: Message) -> None:
         """Carry out an order."""
         current = self._current
         match message:
@@ -142,7 +143,7 @@ class Agent:
 
     def _preempt(self, current: LocalAttempt) -> None:
         """Ask the ranks to save and exit."""
-        # Before the zygote is ready no rank exists, so all are reported as preempted.
+        # Before the zygote is ready no rank exists, so all count as preempted.
         if not self._zygote.ready:
             self._zygote.forget()
             preempted = failure.RankExit(failure.PREEMPTED)
@@ -156,7 +157,7 @@ class Agent:
         current.killed_at = time.monotonic()
         self._zygote.forget()
 
-        # Before the zygote is ready no rank exists, and none will be reported.
+        # Before the zygote is ready no rank exists, and none will be.
         if not self._zygote.ready:
             current.ranks.clear()
 
@@ -167,11 +168,11 @@ class Agent:
         if self._current is not None:
             self._kill(self._current)
 
-        # A zygote that does not report their end is killed before this deadline, and its ranks die with it.
+        # A zygote that does not say that they ended is killed before this deadline, and its ranks die with it.
         deadline = time.monotonic() + 2 * RANKS_KILL_S
         while self._current is not None and time.monotonic() < deadline:
             self.poll()
-            records.wait_readable(self.sockets(), 0.05)
+            wait_readable(self.sockets(), 0.05)
 
         self._close_attempt()
         self._messages.clear()
@@ -184,17 +185,17 @@ class Agent:
         if current is not None:
             current.touch()
 
-        reports = self._zygote.poll()
+        changes = self._zygote.poll()
 
         # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
-        if current is not None and any("code" in report for report in reports):
+        if current is not None and any("code" in change for change in changes):
             self._messages.append(self.node_beat())
 
-        for report in reports:
-            if current is not None and report["rank"] in current.ranks:
-                self._handle_report(current, current.ranks[report["rank"]], report)
+        for change in changes:
+            if current is not None and change["rank"] in current.ranks:
+                self._handle_change(current, current.ranks[change["rank"]], change)
 
-        # A zygote that does not report the end of killed ranks is itself suspended or stuck.
+        # A zygote that does not say that killed ranks have ended is itself suspended or stuck.
         if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
             self._zygote.kill()
 
@@ -208,13 +209,13 @@ class Agent:
         messages, self._messages = self._messages, []
         return messages
 
-    def _handle_report(self, current: LocalAttempt, rank: failure.LocalRank, report: dict[str, int]) -> None:
-        # A report without an exit code says that the rank started.
-        if "code" not in report:
-            current.rank_started(rank, report["pid"])
-        elif rank.pid == report["pid"]:
+    def _handle_change(self, current: LocalAttempt, rank: failure.LocalRank, change: dict[str, int]) -> None:
+        """Handle the start of a rank, which has no exit code, or its end."""
+        if "code" not in change:
+            current.rank_started(rank, change["pid"])
+        elif rank.pid == change["pid"]:
             del current.ranks[rank.number]
-            rank_exit = failure.examine(rank, report["code"], time.time())
+            rank_exit = failure.examine(rank, change["code"], time.time())
             self._messages.append(RankExited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:
@@ -226,7 +227,7 @@ class Agent:
             self._current.kill()
             self._current.ranks.clear()
 
-        attempt = self._current.number if self._current else -1
+        attempt = self._current.number if self._current else None
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"
         self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
@@ -256,7 +257,7 @@ def _environment_for(count: int) -> dict[str, str]:
     """Return the environment of `count` ranks, which share the cores unless the user set OMP_NUM_THREADS."""
     # Ranks must not get the job's secret: programs may record their environment. Nor must they get the variables of
     # another job, one of whose ranks may have started this launcher.
-    others = {SECRET, *OF_ONE_JOB}
+    others = {SECRET, RESUME_COMMAND, *OF_ONE_JOB}
     inherited = {name: value for name, value in os.environ.items() if name not in others}
     share_cores(inherited, count)
     return inherited

@@ -7,67 +7,55 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 import time
 from contextlib import closing
 from functools import partial
 from typing import assert_never
 
-from lockstep.errors import printable
-from lockstep.launch import records
 from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.cluster import Node
+from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
+from lockstep.launch.decisions.validation import problem_with
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.run_dir import latest_step
-from lockstep.launch.wire.connections import BEAT_S, ConnectionLost, Hub
+from lockstep.launch.terminal import say
+from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
 from lockstep.launch.wire.door import Sighting
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
-    Command,
     CoordinatorState,
-    DropNode,
     Hello,
     JobEnd,
-    LogEvent,
     Message,
     NodeBeat,
     RankExited,
     RanksGone,
     Refused,
-    Send,
     SignalReceived,
     Stacks,
     Start,
-    StartAttempt,
     Welcome,
     ZygoteLost,
     difference,
+    different_program,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
-# How long a turn of the loop waits for something to happen.
-TURN_S = 0.05
+# How long an iteration of the loop waits for something to happen.
+WAIT_S = 0.05
 
-# A loop that made no turn for this long was suspended, and another node may have taken over. Must stay below
-# LOST_AFTER_S.
+# A loop that did not come round for this long was suspended, or was collecting stacks, and another node may have taken
+# over.
 SUSPENDED_S = 2.0
 
 # Upper bound on the rank count that a remote node may announce.
 MAX_RANKS = 4096
-
-
-def say(text: str) -> None:
-    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
-
-    # Parts of the text come from ranks and other nodes.
-    print(printable(text), file=sys.stderr, flush=True)
 
 
 class Coordinator:
@@ -103,7 +91,8 @@ class Coordinator:
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
-        self._watch = FolderWatch(job.run_dir, held_term)
+        self._last_iteration = now
+        self._watch = FolderWatch(job.run_dir, held_term, self._is_stuck)
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
         self.received_signals: list[str] = []
@@ -114,7 +103,7 @@ class Coordinator:
             with closing(self._watch):
                 self._watch.start()
                 while self._ending is None and not self._superseded:
-                    self._turn()
+                    self._iterate()
 
                 self._agent.stop()
                 self._close_store()
@@ -136,23 +125,23 @@ class Coordinator:
     def state(self) -> CoordinatorState:
         return self._state_machine.coordinator_state(time.monotonic())
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
         now = time.monotonic()
         store_sockets = self._store.sockets(now) if self._store else []
-        records.wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, TURN_S)
+        wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, WAIT_S)
 
         # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
         self._superseded = self._watch.superseded
-        if now - self._watch.last_turn > SUSPENDED_S:
+        if now - self._last_iteration > SUSPENDED_S:
             self._look_for_successor()
         if self._superseded:
             return
 
-        self._watch.last_turn = now
+        self._last_iteration = now
 
-        # Events of this node and of the others.
+        # What happened on this node and on the others.
         while self._signals:
             self.received_signals.append(self._signals.pop(0))
             self._state_machine.preempt_requested(self.received_signals[-1], now)
@@ -169,29 +158,33 @@ class Coordinator:
             self._newcomers.clear()
 
         for sighting in self._hub.take_sightings():
-            self._report_stranger(sighting, f"--join {self._job.join}")
+            self._announce_stranger(sighting, f"--join {self._job.join}")
 
         if self._store is not None:
             self._store.poll(now)
             for sighting in self._store.take_sightings():
-                self._report_stranger(sighting, "the ranks' store")
+                self._announce_stranger(sighting, "the ranks' store")
 
         self._poll_folder(now)
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._every_second(now)
 
-        # Time passing is an event as well. Then carry out all commands issued in this turn.
+        # Time has passed as well. Then carry out all commands that were issued in this iteration.
         self._state_machine.tick(now)
         for command in self._state_machine.take():
             self._carry_out(command)
 
+    def _is_stuck(self) -> bool:
+        """Return whether the loop has not come round for as long as it takes the other nodes to lose this one."""
+        return time.monotonic() - self._last_iteration > LOST_AFTER_S
+
     def _look_for_successor(self) -> None:
-        """Look at the disk now, which may take a while, and not only once a second, as the thread does."""
+        """Check the disk now, instead of waiting for the thread's next look. This may block."""
         if self._held_term is not None:
             self._superseded = self._superseded or self._held_term.superseded()
 
-    def _report_stranger(self, sighting: Sighting, where: str) -> None:
+    def _announce_stranger(self, sighting: Sighting, where: str) -> None:
         """Print the first stranger of each kind. Nothing the stranger sent is printed."""
         source = f" from {sighting.address}" if sighting.address else ""
         say(f"lockstep: a stranger{source} at {where} {sighting.kind}; others like it are only counted")
@@ -231,7 +224,7 @@ class Coordinator:
                 self._admit(node, message, now)
             case _ if node not in self._state_machine.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := self._state_machine.attempt.problem_with(message, node):
+            case _ if problem := problem_with(message, node, self._state_machine.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
             case _:
                 self._handle(node, message, now)
@@ -250,6 +243,9 @@ class Coordinator:
 
         if different := difference(hello, self._job.identity):
             answer = Refused(f"{join}: the commands of two nodes differ", different, same)
+        elif different := different_program(hello, self._job.identity):
+            fix = "install the same versions and copy the same files to every node, then run the same command there"
+            answer = Refused(f"{join}: two nodes would run different programs", different, fix)
         elif self._state_machine.cluster.full:
             answer = Refused(
                 f"{join}: no more nodes can join",
@@ -281,7 +277,7 @@ class Coordinator:
             case NodeBeat():
                 self._state_machine.beat_received(node, message, now)
             case SignalReceived():
-                self._state_machine.preempt_requested(message.signal, now)
+                self._state_machine.preempt_requested(message.signal, now, node)
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the coordinator")
 
@@ -319,7 +315,7 @@ class Coordinator:
 
         self._close_store()
         several = len(command.counts) > 1
-        store = secrets.token_hex(16) if several else ""
+        store_nonce = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -329,7 +325,8 @@ class Coordinator:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)
             store_port = listener.getsockname()[1]
-            self._store = StoreServer(listener, store_secret(self._agent.secret, store), world_size)
+            key = store_secret(self._agent.secret, store_nonce)
+            self._store = StoreServer(listener, key, world_size)
 
         # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
@@ -347,7 +344,7 @@ class Coordinator:
                 address=address,
                 port=port,
                 store_port=store_port,
-                store=store,
+                store_nonce=store_nonce,
             )
             self._send(node, start)
             first_rank += count
@@ -359,10 +356,10 @@ class Coordinator:
 
     def _send(self, node: int, message: Message) -> None:
         if node == COORDINATOR:
-            self._agent.do(message)
+            self._agent.carry_out(message)
         else:
             self._hub.send(node, message)
 
     def _send_to_nodes(self, message: Message) -> None:
-        """Send a message to all nodes but this one, to which the hub has no connection."""
+        """Send a message to all other nodes; the hub skips this one."""
         self._hub.send_to_all(self._state_machine.cluster.nodes, message)

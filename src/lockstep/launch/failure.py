@@ -6,10 +6,8 @@ root failure, so that the user sees the error that came first and not its conseq
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
-import linecache
 import re
 import shutil
 import signal
@@ -19,6 +17,7 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Literal
 
 from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import records
@@ -29,12 +28,12 @@ from lockstep.runtime import heartbeat
 PREEMPTED = Preempted.CODE
 CLEAN = (0, PREEMPTED)
 
-# The only exception that a restart fixes: micro_batch=auto raises it to ask for a smaller micro-batch.
-SMALLER = SmallerMicroBatch.__name__
+# Who says that something failed: a rank, with its exception; the kernel, with a signal; or the launcher.
+Origin = Literal["exception", "signal", "launcher"]
 
 
 class Kind(StrEnum):
-    """Kinds of failures that are neither an exception nor a signal, and that the launcher itself notices."""
+    """Kinds of failures whose origin is the launcher."""
 
     NODE = "node"  # a machine is lost, or too few machines joined
     ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
@@ -66,10 +65,10 @@ _ABORT_REASON = re.compile(
 class Failure:
     """Why an attempt ended: which rank failed, where and when."""
 
-    rank: int
+    rank: int | None  # None if the failure concerns no rank: a lost node that had none, for example
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or a `Kind`
+    kind: str  # the exception's type, the signal's name, or a `Kind`, depending on `origin`
     message: str
     traceback: str = ""
     for_user: bool = False  # whether the message says what to do; then no traceback is shown
@@ -77,29 +76,44 @@ class Failure:
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
     cause: str = ""  # see `UserError`
+    origin: Origin = "exception"  # the only one of which ranks write records
+
+    @classmethod
+    def noticed(
+        cls, kind: Kind, message: str, rank: int | None = None, host: str = "", when: float | None = None, **others: Any
+    ) -> Failure:
+        """Return a failure that the launcher has noticed: now, or at the time `when`. `others` are other fields."""
+        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **others)
+
+    def noticed_as(self, *kinds: Kind) -> bool:
+        """Return whether the launcher has noticed this failure, as one of these kinds."""
+        return self.origin == "launcher" and self.kind in kinds
+
+    def raised_as(self, error: type[BaseException]) -> bool:
+        """Return whether a rank raised this exception. A record has only its name."""
+        return self.origin == "exception" and self.kind == error.__name__
 
     @property
-    def is_signal(self) -> bool:
-        # A user's exception may be called SIGNAL_LOST; signals without a name are SIG and a number.
-        return self.kind in signal.Signals.__members__ or re.fullmatch(r"SIG\d+", self.kind) is not None
+    def asks_for_smaller(self) -> bool:
+        """Whether micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes."""
+        return self.raised_as(SmallerMicroBatch)
 
     @property
     def likely_to_repeat(self) -> bool:
         """Whether this is an exception or an exit code, which the same program would most likely repeat."""
-        return self.kind not in (Kind.NODE, Kind.ZYGOTE, Kind.HANG, SMALLER) and not self.is_signal
+        return self.noticed_as(Kind.EXIT) or (self.origin == "exception" and not self.asks_for_smaller)
 
     @property
     def is_complaint(self) -> bool:
         """Whether the failure only says that another rank is gone: a torch exception, or the abort that followed it."""
-        if self.kind == signal.SIGABRT.name:
-            return bool(_LOST_PEER.search(self.message))
-
-        return self.kind in _TORCH_ERRORS and bool(_LOST_PEER.search(self.message))
+        torch_raised = self.origin == "exception" and self.kind in _TORCH_ERRORS
+        aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
+        return (torch_raised or aborted) and bool(_LOST_PEER.search(self.message))
 
     @property
     def headline(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.kind in (Kind.NODE, Kind.ZYGOTE, OutOfStep.__name__):
+        if self.noticed_as(Kind.NODE, Kind.ZYGOTE) or self.raised_as(OutOfStep):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -117,12 +131,12 @@ class Failure:
 
         # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
         # that noticed it does not help.
-        headline_only = self.kind in (SMALLER, OutOfStep.__name__)
+        headline_only = self.asks_for_smaller or self.raised_as(OutOfStep)
         detail = [] if headline_only else stacks.fold(self.traceback)
         last_lines = [] if headline_only else self.log.rstrip().splitlines()
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
-        if detail and last_lines and self.is_signal:
+        if detail and last_lines and self.origin == "signal":
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
 
         return "\n".join([self.headline, *(f"  {line}" for line in detail or last_lines)])
@@ -152,34 +166,9 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return FILE:LINE of the line that raised an error; "" if that is unknown.
-
-    Also "" for a final `sys.exit(main())`, which every rank reaches, so it explains nothing.
-    """
+    """Return FILE:LINE of the line that raised an error; "" if that is unknown."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or (frames[-1].name == "<module>" and _on_every_rank(frames[-1].filename, frames[-1].lineno or 0)):
-        return ""
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
-
-
-def _on_every_rank(filename: str, line: int) -> bool:
-    """Return whether this line of a script stands under no condition but `if __name__ == "__main__"`."""
-    try:
-        body = ast.parse("".join(linecache.getlines(filename))).body
-    except (SyntaxError, ValueError):
-        return False
-
-    statements: list[ast.stmt] = []
-    for statement in body:
-        match statement:
-            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
-                statements += statement.body
-            case _:
-                statements.append(statement)
-
-    # A statement `rank == 1 and sys.exit()` is an expression as well, but no call.
-    found = [statement for statement in statements if statement.lineno <= line <= (statement.end_lineno or 0)]
-    return any(isinstance(getattr(part, "value", part), ast.Call | ast.Raise) for part in found)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _end_note(folder: Path, rank: int) -> Path:
@@ -225,7 +214,7 @@ class RankExit:
         lost its peers raises. SIGABRT is excluded: a rank may abort because a peer is gone.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        return killed or (self.failure is not None and self.failure.kind == Kind.EXIT)
+        return killed or (self.failure is not None and self.failure.noticed_as(Kind.EXIT))
 
     @property
     def is_complaint(self) -> bool:
@@ -236,9 +225,9 @@ class RankExit:
 def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
-    A rank that was killed, or exited without a record, comes first, then a rank that failed by itself, then a complaint
-    about another rank; among equals, the earliest. A process that dies leaves no record, and its peers record their
-    complaints within milliseconds, so that time alone would blame one of the peers.
+    A rank that died by itself (`RankExit.is_root`) comes first, then a rank that raised an error of its own, then a
+    complaint about another rank; among equals, the earliest. A process that dies leaves no record, and its peers record
+    their complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
         (not rank_exit.is_root, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
@@ -252,9 +241,10 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
 def left_early(rank: int, host: str, complaint: Failure, exit_line: str) -> Failure:
     """Return the failure of a rank that ended with code 0 while other ranks still needed it."""
     found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
-    unknown = "its script came to its end: look for a loop that is shorter there"
-    why = f"sys.exit at {exit_line}" if exit_line else unknown
-    return Failure(rank, host, complaint.time, Kind.EXIT, f"{found} ({why})")
+    shorter = "look for a loop that is shorter there"
+    by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
+    why = by_exit if exit_line else f"its script came to its end: {shorter}"
+    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=complaint.time)
 
 
 @dataclass
@@ -299,10 +289,10 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
 def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Failure:
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure(rank.number, rank.host, noticed, Kind.EXIT, text)
+        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=noticed)
 
     if code > 0:
-        return Failure(rank.number, rank.host, noticed, Kind.EXIT, f"ended with code {code}")
+        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=noticed)
 
     # The kernel uses SIGKILL, and no other signal, when memory runs out.
     before = rank.oom_kills_before
@@ -332,7 +322,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))
 
-    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail))
+    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail), origin="signal")
 
 
 def oom_kills() -> int | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.run_dir import folder_identity
-from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S
+from lockstep.launch.wire.connections import BEAT_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 END_S = 2.0
@@ -24,9 +24,13 @@ class FolderWatch:
     other nodes would lose it.
     """
 
-    def __init__(self, run_dir: Path, held_term: HeldTerm | None):
+    def __init__(self, run_dir: Path, held_term: HeldTerm | None, loop_is_stuck: Callable[[], bool] = lambda: False):
         self._run_dir = run_dir
         self._held_term = held_term
+
+        # Whether the coordinator's loop is stuck, for example in a write to a terminal stopped with Ctrl-S. Then this
+        # thread must not write the heartbeat: another node is to take over.
+        self._loop_is_stuck = loop_is_stuck
 
         # The run folder, until it is found missing or replaced.
         self._identity: tuple[int, int] | None = folder_identity(run_dir)
@@ -37,10 +41,6 @@ class FolderWatch:
         self.resize_requests: deque[str] = deque()
         self.removed = False
         self.error: Exception | None = None
-
-        # When the coordinator's loop made its last turn. If the loop is stuck, in a write to a held terminal, this
-        # thread must not write the heartbeat: another node is to take over.
-        self.last_turn = time.monotonic()
 
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
@@ -59,7 +59,7 @@ class FolderWatch:
 
     def look(self) -> None:
         if self._held_term is not None:
-            if time.monotonic() - self.last_turn <= LOST_AFTER_S:
+            if not self._loop_is_stuck():
                 self._held_term.beat()
             self.superseded = self._held_term.superseded()
 

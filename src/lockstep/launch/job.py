@@ -26,11 +26,17 @@ PRELOAD = (
     "lockstep.engine.own_loop",
 )
 
+# Environment variable: what to type to resume the job, if it is not the command of this process.
+RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
+
 # The coordinating node's number. The others get theirs, from 1 on, in the order in which they join.
 COORDINATOR = 0
 
 # The source of a setting that one node chooses for all nodes: the run folder.
 FROM_LAUNCHER = "launcher"
+
+# The key of a job's `spec` under which each node says which versions and which sources it has.
+PROGRAM = "program"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import kill_rank
 from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
-from lockstep.runtime.machine import loopback_interface
+from lockstep.runtime.machine import GLOO_INTERFACE, NCCL_INTERFACE, interface_towards, loopback_interface
 from lockstep.runtime.rendezvous.proof import Secret
-
-# The network interface at whose address gloo listens.
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
 # sum must stay below the silence after which a node counts as lost.
@@ -85,7 +82,7 @@ class LocalAttempt:
             "MASTER_PORT": str(self._start.port),
             FOLDER: str(self.folder),
             ATTEMPT: str(self.number),
-            **(self._store_server(secret) if self._start.store else self._store_file(user)),
+            **(self._store_server(user, secret) if self._start.store_nonce else self._store_file(user)),
         }
 
     def _store_file(self, user: Mapping[str, str]) -> dict[str, str]:
@@ -97,14 +94,25 @@ class LocalAttempt:
         gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in user else {}
         return {STORE_FILE: str(self.folder / "store"), **gloo}
 
-    def _store_server(self, secret: Secret | None) -> dict[str, str]:
+    def _store_server(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
         """Return where ranks of several machines meet: at the coordinator's server, for which they get a key."""
         # The key is in a file, not in a variable, because programs may record their environment.
         assert secret is not None
         key_file = self.folder / "store.key"
         key_file.touch(mode=0o600)
-        key_file.write_bytes(store_secret(secret, self._start.store).key)
-        return {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.store_port)}
+        key_file.write_bytes(store_secret(secret, self._start.store_nonce).key)
+        store = {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.store_port)}
+        return {**self._interfaces(user), **store}
+
+    def _interfaces(self, user: Mapping[str, str]) -> dict[str, str]:
+        """Return the interfaces at which the ranks of this node listen for those of other nodes.
+
+        Left alone, gloo takes the address that the machine's own name has, which is often 127.0.1.1, and NCCL the first
+        interface that is up, which may be a bridge for containers. The way to the coordinator works.
+        """
+        interface = interface_towards(self._start.address)
+        chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
+        return {name: value for name, value in chosen.items() if name not in user}
 
     # ---- while they run ----
 

@@ -6,7 +6,8 @@ dies with its launcher, answers requests for stacks and collectives, and exits w
 No rank outlives its job. What kills it depends on what has died:
 
     the launcher        the lifeline pipe closes, and the rank kills itself (`_die_with_launcher`). If it is suspended
-                        or holds the GIL, the zygote kills it, whose socket closes too (`zygote._serve`).
+                        or holds the GIL, the zygote kills it, because the zygote's socket closes as well
+                        (`zygote._serve`).
     the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
                         its process group as well, with its worker processes (`Agent._replace_zygote`).
     another rank        the agent kills the rank's process group (`Agent._kill`)
@@ -14,7 +15,7 @@ No rank outlives its job. What kills it depends on what has died:
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
 (`_die_with_launcher`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
-is suspended, they fail by themselves, because rank 0 is gone from their process group.
+is suspended, they fail in their next collective, because rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch import failure, records
+from lockstep.launch import failure
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.nodes.election import TermFile
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.runtime.environments.launcher import FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
@@ -87,7 +89,7 @@ def _die_with_launcher(lifeline: int) -> None:
         if term_file and term_file.superseded():
             os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
-        if records.wait_readable([lifeline], LOOK_S if term_file else None):
+        if wait_readable([lifeline], LOOK_S if term_file else None):
             break
 
     # This kills its worker processes too, because each rank leads its own process group.

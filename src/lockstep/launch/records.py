@@ -11,15 +11,14 @@ import io
 import json
 import os
 import secrets
-import select
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
@@ -107,24 +106,18 @@ def not_too_deep(value: Any) -> Any:
     raise ValueError("nested too deep")
 
 
-def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
-    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
-
-    None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
-    """
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLIN)
-
-    return bool(poll.poll(None if seconds is None else 1000 * seconds))
-
-
 def parse(kind: Any, value: Any) -> Any:
-    """Return decoded JSON as a `kind`: a dataclass, a list, a dict, a plain type, or one of these `| None`.
+    """Return decoded JSON as a `kind`.
 
+    A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, or one of these `| None`.
     Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
     base, arguments, has_fields = _taken_apart(kind)
+    if base is Literal:
+        if value not in arguments:
+            raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
+        return value
+
     if base is UnionType:
         return None if value is None else parse(arguments[0], value)
 

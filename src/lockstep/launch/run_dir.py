@@ -46,14 +46,34 @@ WRITTEN = {
 }
 
 
-def new_run_dir(name: str) -> Path:
-    """Return a folder that does not exist yet: runs/NAME-TIME."""
+def new_run_dir(name: str, make: bool = False) -> Path:
+    """Return a folder that does not exist yet: runs/NAME-TIME. With `make` it is made: another start cannot get it."""
     first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([first], others) if not path.exists())
+    for path in itertools.chain([first], others):
+        if path.exists():
+            continue
+
+        # A folder that cannot be made is refused later, in words.
+        try:
+            if make:
+                path.parent.mkdir(exist_ok=True)
+                path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError:
+            pass
+
+        return path
+
+    raise AssertionError("there are always more numbers")
 
 
-def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
+def choose_run_dir(asked: str | None, resume: str, name: str, make: bool = True) -> Path:
+    """Return the run folder: the one that was asked for, that of the run that is resumed, or a new one.
+
+    `make`: a new folder is made at once, so that several runs that start in the same second get different ones.
+    """
     if asked:
         return Path(asked)
 
@@ -78,7 +98,7 @@ def choose_run_dir(asked: str | None, resume: str, name: str) -> Path:
             "set run_dir=FOLDER, or give torchrun --rdzv-id",
         )
 
-    return new_run_dir(name) if resume == "never" else run_of(Path(resume))
+    return new_run_dir(name, make) if resume == "never" else run_of(Path(resume))
 
 
 def refuse_another_run(run: Path, resume: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from contextlib import closing, contextmanager
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.job import Job
+from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.run_dir import hold, remove_old_requests
 from lockstep.launch.wire.messages import JobEnd
+from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
@@ -25,6 +27,8 @@ def supervise(job: Job) -> tuple[JobEnd, bool]:
             "no address where the nodes meet",
             "run the same command on every node, with one node's address: --join HOST:29400",
         )
+
+    check_interfaces(os.environ, parse_address(job.addresses[0])[0] if job.join is not None else None)
 
     name = job.host or socket.gethostname()
     with collect_signals() as signals:

@@ -63,7 +63,7 @@ class Zygote:
         # The timeout is for writing a request, because a suspended zygote reads nothing.
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
-        self._reports = LineReader(self._socket)
+        self._lines = LineReader(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 # -P: a file in the working folder must not replace a standard module of the same name.
@@ -105,19 +105,19 @@ class Zygote:
             self.kill()
 
         # If nothing more will arrive, the process has ended.
-        reports = [json.loads(line) for line in self._reports.read()] if self.alive else []
-        self.alive = self.alive and not self._reports.ended
+        changes = [json.loads(line) for line in self._lines.read()] if self.alive else []
+        self.alive = self.alive and not self._lines.ended
 
         # Its first line only says that the imports are done; requests can be sent from now on.
-        if not self.ready and reports:
-            del reports[0]
+        if not self.ready and changes:
+            del changes[0]
             self.ready = True
             self._since = time.monotonic()
             self._send()
 
-        self._unanswered -= sum("code" not in report for report in reports)
+        self._unanswered -= sum("code" not in change for change in changes)
 
-        return reports
+        return changes
 
     def kill(self) -> None:
         self._process.kill()
@@ -190,7 +190,7 @@ def _serve(control: socket.socket, work: Work) -> None:
     folders: set[str] = set()
 
     with contextlib.suppress(ConnectionError):
-        _report(control, {"ready": os.getpid()})
+        _tell(control, {"ready": os.getpid()})
         while True:
             readable, _, _ = select.select([control, woken], [], [])
 
@@ -212,7 +212,7 @@ def _serve(control: socket.socket, work: Work) -> None:
                 _close(fds)
                 children[pid] = request["rank"]
                 folders.add(request["env"][FOLDER])
-                _report(control, {"rank": request["rank"], "pid": pid})
+                _tell(control, {"rank": request["rank"], "pid": pid})
 
     # The launcher is gone, and may have been killed, so the zygote cleans up.
     for pid in children:
@@ -225,7 +225,7 @@ def _serve(control: socket.socket, work: Work) -> None:
     os._exit(0)
 
 
-def _report(control: socket.socket, values: dict[str, int]) -> None:
+def _tell(control: socket.socket, values: dict[str, int]) -> None:
     control.sendall(json.dumps(values).encode() + b"\n")
 
 
@@ -250,7 +250,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """Report the ranks that ended and kill their worker processes."""
+    """Tell the launcher which ranks have ended, and kill their worker processes."""
     while children:
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -260,7 +260,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
         pid = ended.si_pid
         kill_rank(pid)
         _, status = os.waitpid(pid, 0)
-        _report(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        _tell(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _close(fds: list[int]) -> None:

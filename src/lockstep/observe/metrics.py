@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
-from lockstep.task import Loss, Weight
+from lockstep.task import Loss, Number, Weight
 
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
 
 SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
-Term = tuple[str, Weight, Weight]  # (name, sum, weight)
+Term = tuple[str, Number, Weight]  # (name, sum, weight)
 Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it is nan or infinite
 
 
@@ -30,11 +30,11 @@ class Sums:
     """One rank's sums of the loss and of the task's own metrics, by name."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[Weight, Weight]] = []
+        self._losses: list[tuple[Number, Weight]] = []
         self._metrics: list[Term] = []
-        self._folded: dict[str, tuple[Weight, Weight]] = {}
+        self._folded: dict[str, tuple[Number, Weight]] = {}
 
-    def add(self, losses: list[tuple[Weight, Weight]], metrics: list[Term]) -> None:
+    def add(self, losses: list[tuple[Number, Weight]], metrics: list[Term]) -> None:
         """Add the (sum, weight) of each micro-batch of a step, and its metrics, without waiting for the device."""
         # Nothing is added up yet: that would be one more kernel per micro-batch.
         self._losses += losses
@@ -67,7 +67,7 @@ class Sums:
 
     def take_global(self, names: list[str], collectives: Collectives) -> list[Any]:
         """Return what `take` returns, summed over all ranks, for a checkpoint. Collective; it waits for the device."""
-        return collectives.sum_(self.take(names, collectives.device)).tolist()
+        return collectives.all_reduce_(self.take(names, collectives.device)).tolist()
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
         """Add what `take_global` returned."""
@@ -167,7 +167,7 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
     return {name: total / weight for name, total, weight in pairs if weight}
 
 
-def _add_up(values: list[Weight]) -> Weight:
+def _add_up(values: list[Number]) -> Number:
     """Return the sum of tensors of shape () and plain numbers: a tensor if any of them is one."""
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     plain = float(sum([value for value in values if not isinstance(value, Tensor)]))
@@ -178,7 +178,7 @@ def to_exact(value: float) -> Exact:
     if not math.isfinite(value):
         return value
 
-    # The division leaves no rest: the denominator is a power of two, at most 2^1074.
+    # The division leaves no remainder: the denominator is a power of two, at most 2^1074.
     numerator, denominator = value.as_integer_ratio()
     return (numerator << SMALLEST_POWER) // denominator
 

@@ -99,7 +99,9 @@ class Recorder:
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(self.names)
-        packed = self.runtime.collectives.sum_(torch.cat([sums.take(names, self.runtime.device), self._times(steps)]))
+        packed = self.runtime.collectives.all_reduce_(
+            torch.cat([sums.take(names, self.runtime.device), self._times(steps)])
+        )
 
         # Time and memory are measured on rank 0, which writes the line.
         seconds = time.perf_counter() - self._since

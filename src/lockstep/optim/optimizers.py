@@ -138,11 +138,11 @@ class Optimizers:
     def step(
         self,
         update_count: int,
-        indices: Sequence[int] | None = None,
+        indices: Sequence[int],
         divisor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Step the optimizers with the indices `indices`, or all of them.
+        """Step the optimizers with the indices `indices`.
 
         `update_count` counts the updates of the run, including skipped ones; it seeds stochastic rounding.
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
@@ -150,7 +150,7 @@ class Optimizers:
         self._updating = True  # `_refuse` allows steps meanwhile
 
         # Fused optimizers read their attributes `grad_scale` and `found_inf`; others ignore them.
-        for optimizer in self.all if indices is None else [self.all[i] for i in indices]:
+        for optimizer in [self.all[i] for i in indices]:
             optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
             optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
@@ -256,7 +256,10 @@ class ShardedOptimizers(Optimizers):
 
 @contextmanager
 def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
-    """Restrict the optimizer to these parts of its groups, with the settings of each group."""
+    """Let the optimizer see only these parts of its groups inside the `with` block.
+
+    Each part becomes a parameter group with the settings of the group that it comes from.
+    """
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": tensors} for group, tensors in parts]
     try:
@@ -384,6 +387,6 @@ def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:
     if forgotten:
         raise UserError(
             f"{len(forgotten)} trainable parameters are in no optimizer, first {forgotten[0]!r}",
-            "they would never move",
-            "give them to an optimizer, or freeze them with requires_grad_(False)",
+            "they would never be updated",
+            "add them to an optimizer, or freeze them with requires_grad_(False)",
         )

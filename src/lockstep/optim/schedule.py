@@ -89,22 +89,22 @@ class GuardedRates:
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
-        self.note()
+        self.remember_rates()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers. Not cached, because loading a state replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def note(self) -> None:
-        """Record the current rates as the expected ones."""
+    def remember_rates(self) -> None:
+        """Remember the current rates as the expected ones."""
         self._expected = self._identities()
 
     def _identities(self) -> list[Any]:
         return [_identity(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raise if a rate has changed since `note`."""
+        """Raise if a rate has changed since `remember_rates`."""
         if self._identities() == self._expected:
             return
 
@@ -118,8 +118,11 @@ class GuardedRates:
                     self.advice,
                 )
 
-    def count(self, optimizers: Sequence[int], change: int) -> None:
-        """Count a step of these optimizers (`change` = 1), or undo the count if the device skipped the step (-1)."""
+    def count_step(self, optimizers: Sequence[int]) -> None:
+        """Count a step of these optimizers."""
+
+    def uncount_step(self, optimizers: Sequence[int]) -> None:
+        """Undo the count of a step that the device skipped."""
 
     def observe(self, loss: float, step: int) -> bool:
         """Pass an evaluation loss to the scheduler. Return False if this step already had one."""
@@ -190,7 +193,7 @@ class LearningRate(GuardedRates):
         for group, peak in zip(self.groups, self.peaks, strict=True):
             set_rate(group, peak * share)
 
-        self.note()
+        self.remember_rates()
         return self.peaks[0] * share
 
     def _share(self, step: int) -> float:

@@ -17,7 +17,7 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import local
 
 TINY = 1e-6  # keeps the division by a norm of zero finite
-MIN_WEIGHT_NORM = 1e-3  # for adaptive clipping, so that weights of zero can still change
+MIN_PARAMETER_NORM = 1e-3  # for adaptive clipping, so that parameters of zero can still change
 
 # Returns the norm of each full tensor, even if this rank holds only a shard of it.
 Norms = Callable[[list[Tensor]], list[Tensor]]
@@ -28,7 +28,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self.before_update: Callable[[], None] = lambda: None  # waits for a save that is still copying
+        self._before_next: Callable[[], None] | None = None
         self.optimizer_indices = range(len(optimizers.all))
         self._optimizers = optimizers
         self._clip = clip
@@ -42,6 +42,15 @@ class Update:
         full_gradients = replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
+
+    def before_next(self, call: Callable[[], None]) -> None:
+        """Call this once, before the next update: a save may still be copying the optimizers' state."""
+        self._before_next = call
+
+    def _begin(self) -> None:
+        if self._before_next is not None:
+            self._before_next()
+            self._before_next = None
 
     def clip_factor(self, norm: Any) -> Any:
         """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
@@ -60,7 +69,7 @@ class Update:
         `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
         optimizers to step.
         """
-        self.before_update()
+        self._begin()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
@@ -76,7 +85,7 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
-        self.before_update()
+        self._begin()
         self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
@@ -95,6 +104,6 @@ def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConf
 
     # The norm of a gradient is limited to a fraction of the norm of its parameter, both over full tensors.
     if clip.adaptive is not None:
-        for grad, weight_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
-            limit = clip.adaptive * weight_norm.clamp(min=MIN_WEIGHT_NORM)
+        for grad, parameter_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
+            limit = clip.adaptive * parameter_norm.clamp(min=MIN_PARAMETER_NORM)
             grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))

@@ -99,12 +99,16 @@ class SchedulerRate(GuardedRates):
                 type(scheduler).step(scheduler)
                 self._scheduler_steps[number] += 1
 
-        self.note()
+        self.remember_rates()
         return self.groups[0]["lr"]
 
-    def count(self, optimizers: Sequence[int], change: int) -> None:
+    def count_step(self, optimizers: Sequence[int]) -> None:
         for optimizer in optimizers:
-            self._optimizer_steps[optimizer] += change
+            self._optimizer_steps[optimizer] += 1
+
+    def uncount_step(self, optimizers: Sequence[int]) -> None:
+        for optimizer in optimizers:
+            self._optimizer_steps[optimizer] -= 1
 
     def observe(self, loss: float, step: int) -> bool:
         if not self.needs_evaluations:
@@ -119,7 +123,7 @@ class SchedulerRate(GuardedRates):
             if by_evaluations:
                 type(scheduler).step(scheduler, loss)  # pyrefly: ignore[bad-argument-type]
 
-        self.note()
+        self.remember_rates()
         return True
 
     def release(self) -> None:
@@ -179,7 +183,7 @@ class SchedulerRate(GuardedRates):
             for group, rate in zip(self.groups, state["rates"], strict=True):
                 set_rate(group, rate)
 
-        self.note()
+        self.remember_rates()
 
     def _kinds(self) -> list[str]:
         return [type(entry.scheduler).__name__ for entry in self._entries]

@@ -33,7 +33,7 @@ from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
 from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
 from lockstep.precision import cast_parameters_, choose_precision
-from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 
 
 def apply(
@@ -41,7 +41,7 @@ def apply(
     config: RunConfig,
     runtime: Runtime,
     task: Any = None,
-    log_event: EventLogger = lambda *_, **__: None,
+    log_event: EventLogger = log_nothing,
     data: Callable[[], Any] | None = None,
 ) -> Driver:
     """Apply the configured parallelism to `model`, in place, and return the driver that executes it.

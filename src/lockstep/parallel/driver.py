@@ -22,7 +22,13 @@ from lockstep.checkpoint.state_tree import is_extra, tied_names
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
-from lockstep.parallel.inner_gradients import TORCH_ENGINE, InnerGradient, asked_for, refuse_backward, watched_engine
+from lockstep.parallel.inner_gradients import (
+    TORCH_ENGINE,
+    InnerGradient,
+    asked_for,
+    refuse_backward,
+    watched_engine,
+)
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -39,9 +45,9 @@ class RankRole:
 
     replicated: bool = True  # every rank holds every parameter in full
     collective_forwards: bool = False  # a forward contains collectives: all ranks must run the same number of them
-    interleaved: bool = False  # ranks take micro-batches in turns, instead of one contiguous range each
+    interleaved: bool = False  # ranks take turns with micro-batches, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
-    pipeline_depth: int = 1  # micro-batches in flight at once: one for each rank of a pipeline
+    pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
     data_rank: int = 0  # ranks with the same data_rank train on the same samples
     data_size: int = 1  # the number of different data_ranks
     reports_loss: bool = True  # whether this rank's loss and weight count: true on one rank per data_rank
@@ -56,9 +62,9 @@ class Reduced:
     """The gradients of one step, reduced over micro-batches and ranks. Multiplied by `to_sum`, they are sums."""
 
     parameters: list[nn.Parameter]  # this rank's parameters that have a gradient
-    names: list[str]  # the parameter of each norm; in a pipeline `norms` covers the parameters of all stages
+    names: list[str]  # parameter names, one for each norm; in a pipeline, of all stages
     norms: Tensor  # [len(names)]: L2 norm of each full gradient as reduced, the same bits on every rank
-    packed: Tensor  # [LENGTH]: the summed control word
+    packed_word: Tensor  # [LENGTH]: the summed control word
     codec: ControlWordCodec
     to_sum: float  # the number of ranks if the driver leaves means over ranks, else 1
 
@@ -77,10 +83,11 @@ class Reduced:
         )
 
 
-class Control(Protocol):
+class Progress(Protocol):
     """The part of a step that a driver calls back: accounting, seeds and the control word.
 
-    `StepControl` (`engine/control.py`) implements it and documents each method.
+    `StepProgress` (`engine/progress.py`) implements it and documents each method. It is declared here too, because this
+    package must not import `engine`.
     """
 
     batches: StepBatches
@@ -100,7 +107,7 @@ class Control(Protocol):
 
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None: ...
 
-    def before_reduce(self) -> ControlWord: ...
+    def control_word(self) -> ControlWord: ...
 
     def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
 
@@ -177,14 +184,16 @@ class PlacedModel:
 
     def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
         """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
-        torch.autograd._engine_run_backward = self._watched_engine  # pyrefly: ignore[missing-attribute]
+        # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
+        torch.autograd._engine_run_backward = self.watched_engine  # pyrefly: ignore[missing-attribute]
         try:
             return loss_fn(module, data)
         finally:
             torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
     @cached_property
-    def _watched_engine(self) -> Callable[..., Any]:
+    def watched_engine(self) -> Callable[..., Any]:
+        """What takes the place of torch's engine while user code runs that computes a loss."""
         return watched_engine(self.before_inner_gradient)
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -209,45 +218,45 @@ class Driver(PlacedModel):
     def codec(self) -> ControlWordCodec:
         return ControlWordCodec(self.runtime.device, torch.float64)
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
         for micro in batches.micro_batches:
-            self.before_forward(micro, control)
-            with control.autocast():
+            self.before_forward(micro, progress)
+            with progress.autocast():
                 loss = self.call_loss(loss_fn, self.module, micro.data)
 
-            self.backward(loss, control)  # outside autocast, as torch recommends
+            self.backward(loss, progress)  # outside autocast, as torch recommends
 
         return self.reduced()
 
     def begin(self) -> None:
-        """Begin a step, without gradients."""
+        """Begin a step: clear the gradients of the last one."""
         for parameter in self.parameters:
             parameter.grad = None
 
         if self.broadcasts_buffers:
             self.sync_buffers()
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        control.before_forward(micro)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        progress.before_forward(micro)
         if self.statistics:
             self.statistics.begin(micro)
 
-    def backward(self, loss: Loss, control: Control) -> None:
+    def backward(self, loss: Loss, progress: Progress) -> None:
         """Backpropagate the loss sum. After the last backward of a step, gradients and control word are reduced."""
-        grad_output = control.record(loss)
+        grad_output = progress.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
-        word = control.before_reduce() if control.is_last_micro_batch else None
-        self._backward(loss.total, control.constant(grad_output, loss.total.dtype), word)
+        word = progress.control_word() if progress.is_last_micro_batch else None
+        self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), word)
 
         if word is not None:
             self._word_and_norms = self._reduce(word)
             if self.statistics:
-                self.statistics.end_step(control.batches)
+                self.statistics.end_step(progress.batches)
 
-        control.backwards_done += 1
+        progress.backwards_done += 1
 
     def reduced(self) -> Reduced:
         """Return the reduced gradients, after the last backward."""
@@ -276,8 +285,8 @@ class Driver(PlacedModel):
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
         """Reduce over ranks what the backwards of the step have not.
 
-        Return the summed control word [LENGTH], and the norms of the gradients; None if this rank can compute them by
-        itself, because it holds full gradients.
+        Return the summed control word [LENGTH], and the norms of the gradients. The norms are None if this rank holds
+        full gradients and can compute them itself.
         """
         raise NotImplementedError
 
@@ -295,8 +304,8 @@ def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> N
 
 def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over all ranks of the control word [LENGTH] and of `numbers`, from one collective."""
-    packed = driver.codec.pack(word, times=1.0)
-    sums = driver.runtime.collectives.sum_(torch.cat([packed, numbers.to(packed.device)]))
+    packed = driver.codec.pack(word)
+    sums = driver.runtime.collectives.all_reduce_(torch.cat([packed, numbers.to(packed.device)]))
     return sums[:LENGTH], sums[LENGTH:]
 
 
@@ -304,7 +313,7 @@ class SingleDriver(Driver):
     """Runs the model in one process, where there is nothing to sum."""
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
-        return self.codec.pack(word, times=1.0), None
+        return self.codec.pack(word), None
 
 
 def no_gradient() -> UserError:
@@ -361,7 +370,7 @@ class ShardedDriver(Driver):
             )
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = self.runtime.collectives.sum_(squared_norms(tensors).to(self.runtime.device))
+        squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:

@@ -63,12 +63,11 @@ Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be c
 def watch_loss(loss_fn: Callable[[Any, Any], Loss], before: Callback) -> Callable[[Any, Any], Loss]:
     """Wrap a loss function so that `before` is called before each gradient that the loss computes itself."""
 
+    watched = use_engine(watched_engine(before))
+
     def call(model: Any, data: Any) -> Loss:
-        start_watching(before)
-        try:
+        with watched:
             return loss_fn(model, data)
-        finally:
-            stop_watching()
 
     return call
 
@@ -78,7 +77,7 @@ def watched_engine(before: Callback) -> Callable[..., Any]:
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.
-        with pause_watching():
+        with use_engine(TORCH_ENGINE):
             _, retains_graph, creates_graph, inputs = args[:4]
             accumulates = bool(kwargs.get("accumulate_grad"))
             before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
@@ -87,27 +86,25 @@ def watched_engine(before: Callback) -> Callable[..., Any]:
     return run
 
 
-def start_watching(before: Callback) -> None:
-    """From now on, call `before` before each gradient that is computed."""
-    torch.autograd._engine_run_backward = watched_engine(before)  # pyrefly: ignore[missing-attribute]
-
-
 def stop_watching() -> None:
     torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
 
-class pause_watching:
-    """Stop watching inside the `with` block, and afterwards restore the previous state.
+class use_engine:
+    """Let `engine` compute the gradients inside the `with` block, and afterwards the one before it again.
 
     A class, because a generator takes several times as long, and a custom loop enters this for every micro-batch.
     """
 
+    def __init__(self, engine: Callable[..., Any]):
+        self._engine = engine
+
     def __enter__(self) -> None:
-        self._engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
-        stop_watching()
+        self._before = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+        torch.autograd._engine_run_backward = self._engine  # pyrefly: ignore[missing-attribute]
 
     def __exit__(self, *_: object) -> None:
-        torch.autograd._engine_run_backward = self._engine  # pyrefly: ignore[missing-attribute]
+        torch.autograd._engine_run_backward = self._before  # pyrefly: ignore[missing-attribute]
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:

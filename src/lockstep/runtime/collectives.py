@@ -65,10 +65,10 @@ class Collectives:
 
             return [json.loads(bytes(text[:size].cpu().tolist())) for text, size in zip(texts, sizes, strict=True)]
 
-    def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Add `values` (any shape) over all ranks, in place and on their device: no host synchronisation."""
+    def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum `values` (any shape) over all ranks, in place and on their device: no host synchronization."""
         if not self.world.alone:
-            with self._waiting_in("sum"):
+            with self._waiting_in("all_reduce"):
                 dist.all_reduce(values, group=self.group)
 
         return values

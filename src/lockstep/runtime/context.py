@@ -20,13 +20,20 @@ from lockstep.errors import UserError, plural
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.rendezvous.store import open_store, wait_for
 from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them
+
+
+def log_nothing(event: str, **fields: object) -> None:
+    """Take the place of an EventLogger where there is no log."""
+
 
 BARRIER_CHECK = timedelta(seconds=1)  # how often a store barrier checks whether to give up
 _DEVICE_CHECKS = count()  # gives each comparison of the ranks' devices a new prefix in the store
@@ -180,6 +187,9 @@ def join(
     if world.alone:
         return "none"
 
+    # Our launcher has checked its own environment before it started ranks.
+    if from_launcher(FOLDER) is None:
+        check_interfaces(os.environ)
     # Before the ranks meet: all of them have the same setting.
     check_backend(asked, device)
 

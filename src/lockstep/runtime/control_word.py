@@ -65,7 +65,7 @@ _read_flags = attrgetter(*FLAGS)
 def step_mark(step: int) -> int:
     """Return the number that stands for a step in a control word: 1 to BASE.
 
-    It is never 0, so that a word that is missing, or counted twice, is noticed in the first step too.
+    It is never 0, so that a missing or doubled word changes the sum even in step 0.
     """
     return step % BASE + 1
 
@@ -101,25 +101,25 @@ class ControlWordCodec:
         self._places = torch.tensor([BASE**2, BASE, 1, 1], dtype=torch.float64, device=device)
         self._moduli = torch.tensor([math.inf, BASE, BASE, 1], dtype=torch.float64, device=device)
 
-    def pack(self, word: ControlWord, times: float) -> Tensor:
-        """Return the word multiplied by `times`, as a new tensor [LENGTH] on the device."""
+    def pack(self, word: ControlWord, factor: float = 1.0) -> Tensor:
+        """Return the word multiplied by `factor`, as a new tensor [LENGTH] on the device."""
         weight = 0.0 if isinstance(word.weight, Tensor) else word.weight
         loss = 0.0 if isinstance(word.loss, Tensor) else word.loss
 
         integer = math.floor(weight)
-        high, rest = divmod(integer, BASE**2)
-        digits = (high, rest // BASE, rest % BASE, weight - integer)
+        high, remainder = divmod(integer, BASE**2)
+        digits = (high, remainder // BASE, remainder % BASE, weight - integer)
         values = (*digits, word.step, word.scale, *_read_flags(word), loss)
-        packed = self._to_device([value * times for value in values])
+        packed = self._to_device([value * factor for value in values])
 
         # Numbers that the GPU is still computing are filled in there.
         if isinstance(word.loss, Tensor):
-            packed[LOSS] = word.loss * times
+            packed[LOSS] = word.loss * factor
 
         if isinstance(word.weight, Tensor):
             parts = (word.weight.double() / self._places).fmod_(self._moduli)
             parts[DIGITS].trunc_()
-            packed[WEIGHT] = parts.mul_(times)
+            packed[WEIGHT] = parts.mul_(factor)
 
         return packed
 

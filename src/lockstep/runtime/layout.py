@@ -1,4 +1,4 @@
-"""Where the shards of a tensor lie.
+"""Which shards of a tensor are where.
 
 A rank holds a plain tensor in full; a DTensor is sharded or replicated over a device mesh. These functions return which
 slice of the full tensor a rank holds, and which of several copies is saved, or counted in a norm.

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+from lockstep.errors import UserError
+
+# Where torch's backends listen for other ranks. Gloo takes names; NCCL takes beginnings of names, or names after "=";
+# after "^" both are what it must not use.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 def available_cores() -> int:
@@ -69,3 +77,110 @@ def loopback_interface() -> str | None:
     """Return the name of the network interface that no other machine can reach, or None if there is none."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+# ---- which of several network interfaces ----
+
+
+def addresses_of_interfaces() -> dict[str, list[str]]:
+    """Return the IP addresses of every network interface, without the zones of IPv6 addresses."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def address_towards(host: str) -> str | None:
+    """Return this machine's address on the way to `host`, or None if there is no way. Nothing is sent."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+
+
+def as_others_reach_it(host: str) -> str:
+    """Return `host`, or this machine's address in its network if the name means a loopback address here.
+
+    Debian gives a machine's own name the address 127.0.1.1: a coordinator would listen where nobody can reach it.
+    `localhost`, and an address that is written out, mean what they say.
+    """
+    if host == "localhost" or _is_address(host):
+        return host
+
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return host
+
+    if not all(ipaddress.ip_address(address).is_loopback for address in found if _is_address(address)):
+        return host
+
+    # An address of a network that exists in documentation only: the way there is the way to all others.
+    return address_towards("192.0.2.1") or host
+
+
+def _is_address(text: object) -> bool:
+    try:
+        return bool(ipaddress.ip_address(str(text)))
+    except ValueError:
+        return False
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the network interface that has this machine's address on the way to `host`, or None."""
+    address = address_towards(host)
+    interfaces = addresses_of_interfaces().items()
+    if found := next((name for name, addresses in interfaces if address in addresses), None):
+        return found
+
+    # All of 127.0.0.0/8 is this machine, though the interface has one of these addresses only.
+    return loopback_interface() if address and address.startswith("127.") else None
+
+
+def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None:
+    """Raise a UserError if the user has named an interface that the ranks cannot use to reach each other.
+
+    `towards` is the host where the nodes of a job on several machines meet. Without this check torch would fail with
+    other words, or wait for half an hour.
+    """
+    known = addresses_of_interfaces() if GLOO_INTERFACE in env or NCCL_INTERFACE in env else {}
+    for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
+        asked = env.get(variable, "")
+        named = _matching(asked, known, exact=variable == GLOO_INTERFACE)
+        there = ", ".join(sorted(known))
+        if asked and not named:
+            raise UserError(
+                f"{variable}={asked} names no network interface of {socket.gethostname()}",
+                f"the interfaces here are {there}",
+                f"set {variable} to one of them, or leave it out",
+            )
+
+        if asked and not any(known[name] for name in named):
+            raise UserError(
+                f"{variable}={asked}: this interface of {socket.gethostname()} has no address",
+                f"the interfaces here are {there}",
+                f"set {variable} to another one, or leave it out",
+            )
+
+        # Ranks of other machines would look for this one on their own machine, and wait.
+        away = towards is not None and interface_towards(towards) not in (loopback_interface(), None)
+        if asked and away and named == [loopback_interface()]:
+            raise UserError(
+                f"{variable}={asked} is an interface that no other machine can reach",
+                f"the way to {towards} is {interface_towards(towards or '')}",
+                f"leave {variable} out: Lockstep sets it",
+            )
+
+
+def _matching(asked: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
+    """Return the interfaces that the value of a variable means, as gloo (`exact`) or NCCL read it."""
+    negated, exact = asked.startswith("^"), exact or asked.startswith(("=", "^="))
+    words = [word for word in asked.lstrip("^=").split(",") if word]
+    matches = [name for name in known if any(name == word if exact else name.startswith(word) for word in words)]
+    return [name for name in known if name not in matches] if negated else matches

@@ -10,6 +10,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,28 @@ PREEMPT_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
 WORKER_NAME = "lockstep-worker"
 
 
+# Ray Train has imported this module in each of its workers.
+RAY_TRAIN_CONTEXT = "ray.train.v2._internal.execution.context"
+
+
+def ray_train_notice() -> object | None:
+    """Return Ray Train's notice that nodes of this run will be taken away; None if there is none, or no Ray Train.
+
+    Its public function, `ray.train.get_preemption_info`, is a barrier of all workers: it would cost every step a trip
+    through an actor, and could not be mixed with the user's own calls. So the notice is read where that function reads
+    it, and the control word tells the other ranks.
+    """
+    context = sys.modules.get(RAY_TRAIN_CONTEXT)
+    if context is None:
+        return None
+
+    # Outside a worker there is no context, and in older versions of Ray the context has no notice.
+    try:
+        return context.get_train_context().preemption_context.preemption_info
+    except (RuntimeError, AttributeError):
+        return None
+
+
 class PreemptionNotice:
     """Holds the signal that asked this process to save and exit, if one did."""
 
@@ -35,6 +58,9 @@ class PreemptionNotice:
         self.signal: str | None = None
         self.waits = waits
         self._process = os.getpid()
+
+        # The notice of Ray Train that the newest checkpoint was saved for, or that came before it.
+        self._saved_for: object | None = None
 
         # One byte, which is shared with processes that are forked from this one: 1 once this process is leaving.
         self._leaving = mmap.mmap(-1, 1)
@@ -53,6 +79,18 @@ class PreemptionNotice:
             _print_now("\nlockstep: saving after this step, then stopping; Ctrl-C again to stop at once")
 
         self.signal = signal.Signals(number).name
+
+    def asks_for_save(self) -> bool:
+        """Return whether Ray Train has announced, since the last save, that a node will be taken away.
+
+        The run saves and goes on: Ray Train restarts it when the node is gone, and would count an exception before
+        that as a failure.
+        """
+        info = ray_train_notice()
+        return info is not None and info != self._saved_for
+
+    def saved(self) -> None:
+        self._saved_for = ray_train_notice()
 
     def _receive_in_child(self, number: int) -> None:
         # Schedulers signal all processes of a job. The rank needs the processes that it forked until it has saved.

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from lockstep import api
+from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
@@ -201,16 +202,16 @@ class RecordedRun(Run):
             )
             yield micro
 
-    def _begin_micro(self, micro: MicroBatch, control: Any) -> None:
+    def _begin_micro(self, micro: MicroBatch, progress: Any) -> None:
         """Note the state of the generators after the engine seeds them and before the loss draws from them."""
-        self._before_forward(micro, control)
+        self._before_forward(micro, progress)
         # The source may be ahead of the step, so the newest note need not belong to this micro-batch.
         self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
         self._generators = _generators()
 
-    def _record_loss(self, loss: Loss, control: Any) -> None:
+    def _record_loss(self, loss: Loss, progress: Any) -> None:
         states = _generators()
-        self._backward(loss, control)
+        self._backward(loss, progress)
         self._note |= {
             "total": float(loss.total.detach()),
             "weight": float(loss.weight),
@@ -286,6 +287,7 @@ def _storable(tensor: Tensor) -> Tensor:
 
 def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the counters and settings in a packed state, at any depth."""
+    plain = float_of(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
     elif isinstance(plain, dict | list):

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from lockstep.config import Layer
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
-from lockstep.launch.records import wait_readable
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import available_cores, visible_gpus
@@ -188,7 +188,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
 
     if ended.hung:
         text = f"still running after {time.monotonic() - ended.began:.0f} s"
-        return Failure(0, "localhost", time.time(), Kind.HANG, text, cause="hang")
+        return Failure.noticed(Kind.HANG, text, 0, "localhost", cause="hang")
 
     failures = [Failure.read(path) for path in (ended.folder / "attempt").glob("rank-*.json")]
     if failures:
@@ -197,4 +197,4 @@ def _failure(ended: RunningTrial) -> Failure | None:
     # A rank that was killed, or called os._exit, recorded nothing.
     rank, code = next((rank, ended.codes[n]) for rank, n in enumerate(ended.ranks) if ended.codes[n])
     log = (ended.folder / f"rank-{rank}.log").read_text(errors="replace")
-    return Failure(rank, "localhost", time.time(), "Died", f"rank {rank} ended with code {code}", log=log[-2000:])
+    return Failure.noticed(Kind.EXIT, f"rank {rank} ended with code {code}", rank, "localhost", log=log[-2000:])

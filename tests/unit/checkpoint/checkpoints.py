@@ -1,6 +1,6 @@
 """Checkpoints for tests, made by one or several ranks in one process, and the ways to look at them.
 
-Where a place is needed, a path means a `FileStore` there.
+Where a place is needed, a path means a `FileSystemStorage` there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store
+from lockstep.checkpoint.state_tree import pack, unpack
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
 from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
 
 
-def as_store(place: Path | Store) -> Store:
-    return FileStore(place) if isinstance(place, Path) else place
+def as_storage(place: Path | CheckpointStorage) -> CheckpointStorage:
+    return FileSystemStorage(place) if isinstance(place, Path) else place
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -50,22 +51,22 @@ def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str
 
 
 def savers(
-    place: Path | Store,
+    place: Path | CheckpointStorage,
     size: int = 1,
     token: str = TOKEN,
     keep: Retention | None = None,
     asynchronous: bool = True,
     timeout_s: float = 600.0,
 ) -> list[Saver]:
-    store = as_store(place)
-    store.claim(token)
+    storage = as_storage(place)
+    storage.claim(token)
     keep = keep or Retention(last=10)
-    contexts = [SaveContext(store, rank, size, token, keep, timeout_s) for rank in range(size)]
+    contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
     return [Saver(context, asynchronous) for context in contexts]
 
 
 def commit(
-    place: Path | Store,
+    place: Path | CheckpointStorage,
     step: int,
     size: int = 1,
     tensors: Mapping[str, torch.Tensor] | None = None,
@@ -73,10 +74,11 @@ def commit(
     values: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Commit a checkpoint that `size` ranks have written."""
-    store = as_store(place)
-    team = savers(store, size)
+    storage = as_storage(place)
+    team = savers(storage, size)
     for rank, saver in enumerate(team):
-        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, values or {"step": step})
+        encoded = pack(dict(values or {"step": step}), "values", {})
+        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, encoded)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
@@ -89,10 +91,15 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-def load(place: Path | Store) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = find(as_store(place), 0, 1, alone)
+def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
+    reader = find(as_storage(place), 0, 1, alone)
     assert reader is not None
     return reader, {name: reader.read(name) for name in reader.names()}
+
+
+def values_of(reader: CheckpointReader) -> dict[str, Any]:
+    """Return the values of a checkpoint whose values have no tensors."""
+    return unpack(reader.manifest.values, reader.read, torch.device("cpu"))
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

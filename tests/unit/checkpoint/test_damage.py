@@ -32,7 +32,7 @@ from lockstep.checkpoint.manifest import (
     encode,
     read_manifest,
 )
-from lockstep.checkpoint.storage import Checkpoint, FileStore
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.errors import UserError
 
 FILES = ["manifest.json", file_name(0), file_name(1)]
@@ -165,14 +165,14 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
-    found = find(FileStore(root), 0, 1, alone, only)
+    found = find(FileSystemStorage(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
-        find(FileStore(root), 0, 1, alone, only)
+        find(FileSystemStorage(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
-        find(FileStore(root), 0, 1, alone, "step-00000011")
+        find(FileSystemStorage(root), 0, 1, alone, "step-00000011")
 
 
 def other_format(root: Path, step: int, version: int) -> None:
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
     assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
 
     with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
-        find(FileStore(root), 0, 1, alone, "step-00000020")
+        find(FileSystemStorage(root), 0, 1, alone, "step-00000020")
     other_format(root, 10, version)
     with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
         load(root)
@@ -209,7 +209,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
                     value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
                 return gather_all(value)
 
-        return find(FileStore(root), rank, 2, gather)
+        return find(FileSystemStorage(root), rank, 2, gather)
 
     other_format(root, 20, 1)
     for found in together(2, seen_by):
@@ -220,7 +220,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert find(FileStore(tmp_path / "checkpoints"), 0, 1, alone) is None
+    assert find(FileSystemStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
 # ---- several ranks ----
@@ -230,7 +230,7 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / file_name(1), 150)
-    answers = together(size, lambda rank, gather: find(FileStore(root), rank, size, gather))
+    answers = together(size, lambda rank, gather: find(FileSystemStorage(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
@@ -241,7 +241,7 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
-    together(2, lambda rank, gather: find(FileStore(pristine), rank, 2, gather))
+    together(2, lambda rank, gather: find(FileSystemStorage(pristine), rank, 2, gather))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
@@ -250,9 +250,9 @@ def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, first, second):
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
-    FileStore(tmp_path / "claimed by another").claim("other")
+    FileSystemStorage(tmp_path / "claimed by another").claim("other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
-    for answer in together(2, lambda rank, gather: find(FileStore(places[rank]), rank, 2, gather)):
+    for answer in together(2, lambda rank, gather: find(FileSystemStorage(places[rank]), rank, 2, gather)):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
 
@@ -262,7 +262,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
-    answers = together(2, lambda rank, gather: find(FileStore([root, other][rank]), rank, 2, gather))
+    answers = together(2, lambda rank, gather: find(FileSystemStorage([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
 
@@ -313,7 +313,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
 
 
 def surgery(data: st.DataObject, document: dict) -> None:
-    """Replace, remove, repeat or swap something somewhere."""
+    """Replace, delete_checkpoint, repeat or swap something somewhere."""
     for _ in range(data.draw(st.integers(1, 3))):
         found = places(document)
         if not found:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.inspect import export_weights
-from lockstep.checkpoint.storage import Checkpoint, FileStore, committed
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
 from lockstep.cli import main
 from lockstep.errors import UserError
 
@@ -129,16 +129,16 @@ def test_export_writes_the_newest_or_the_step_asked_for(run, tmp_path, capsys):
 
 
 def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
-    store = FileStore(run / "checkpoints")
+    storage = FileSystemStorage(run / "checkpoints")
     assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1", "--dry-run")
     assert (code, text) == (0, "would delete step-00000005\nwould delete step-00000010\n")
-    assert len(committed(store)) == 3
+    assert len(committed(storage)) == 3
     damage(run, 15)
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
     assert "step-00000015 is damaged and stays" in text
     assert "deleted step-00000005" in text
-    assert [checkpoint.name for checkpoint in committed(store)] == ["step-00000015", "step-00000010"]
+    assert [checkpoint.name for checkpoint in committed(storage)] == ["step-00000015", "step-00000010"]
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
     assert code == 2
 

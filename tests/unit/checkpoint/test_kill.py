@@ -16,7 +16,7 @@ import pytest
 from checkpoints import load, same, state
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.storage import FileStore, clean, committed
+from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers
 from lockstep.launch.run_dir import latest_step
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
             os.kill(pid, signal.SIGKILL)
             assert victim.stdout.readline() == "dead\n"
             half += any(".tmp-" in path.name for path in root.iterdir())
-            known = committed(FileStore(root))
+            known = committed(FileSystemStorage(root))
             longest *= 0.9 if known and known[0].step > newest else 1.3
             if not known:
                 continue
@@ -76,7 +76,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
             assert same(loaded, state(found.manifest.step))
             resumed += found.manifest.step > newest
             newest = found.manifest.step
-            clean(FileStore(root), "none")
+            delete_leftovers(FileSystemStorage(root), "none")
             assert not [path for path in root.iterdir() if ".tmp-" in path.name]
         victim.stdin.close()
     assert resumed > 5  # else nothing was tested

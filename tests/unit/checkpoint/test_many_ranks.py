@@ -1,4 +1,4 @@
-"""A checkpoint of many ranks: what rank 0 does grows with the number of files, counted in operations of the store."""
+"""A checkpoint of many ranks: what rank 0 does grows with the number of files, counted in operations of the storage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import xxhash
 from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
-from lockstep.checkpoint.storage import FileStore, Retention
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
 from lockstep.checkpoint.writer import Save, SaveContext
 
 
-class CountingStore(FileStore):
+class CountingStorage(FileSystemStorage):
     """Counts its operations."""
 
     def __init__(self, root: Path):
@@ -35,11 +35,11 @@ def layout_of(rank: int, ranks: int) -> FileLayout:
     return arrange({"weight": TensorEntry("F32", (ranks, 4), (piece,))})
 
 
-def saved(root: Path, ranks: int) -> tuple[CountingStore, Save]:
+def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
-    store = CountingStore(root)
+    storage = CountingStorage(root)
     own = layout_of(0, ranks)
-    save = Save(SaveContext(store, 0, ranks, "token", Retention()), 1, 1, own.file_size)
+    save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
     (root / save.folder).mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)
@@ -49,16 +49,16 @@ def saved(root: Path, ranks: int) -> tuple[CountingStore, Save]:
         confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
         (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
     save.run(own, memoryview(bytes(own.size)), lambda: None, {}, {})
-    return store, save
+    return storage, save
 
 
 def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_path: Path) -> None:
     calls = {}
     for ranks in (8, 64):
-        store, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
+        storage, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
         assert save.error is None
         assert save.checkpoint is not None
-        calls[ranks] = dict(store.calls)
+        calls[ranks] = dict(storage.calls)
         found = read_manifest(save.checkpoint)
         assert len(found.files) == len(found.tensors["weight"].pieces) == ranks
         assert inspect.verify(tmp_path / str(ranks))[1] == 0

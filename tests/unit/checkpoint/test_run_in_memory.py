@@ -1,19 +1,21 @@
-"""The checkpoint manager in whole runs: any store will do, such as one in memory; other runs are left alone."""
+"""The checkpoint manager in whole runs: any storage will do, such as one in memory; other runs are left alone."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from memory_store import MemoryStore
+from memory_storage import MemoryStorage
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
+from lockstep.checkpoint.snapshot import BackgroundCopy
 from lockstep.checkpoint.storage import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
@@ -41,8 +43,8 @@ class Dropped(lockstep.Task):
 def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
-    store = MemoryStore()
-    monkeypatch.setattr(manager, "open_store", lambda folder: store)
+    storage = MemoryStorage()
+    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -50,10 +52,25 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     assert preempted.value.checkpoint.endswith("memory:checkpoints/step-00000005")
     resumed = lockstep.fit(Dropped(), run_dir=run_dir, resume="auto")
 
-    assert [checkpoint.step for checkpoint in committed(store)] == [12, 5]
+    assert [checkpoint.step for checkpoint in committed(storage)] == [12, 5]
     assert list((run_dir / "checkpoints").iterdir()) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not begin before the update waits for it. Otherwise the update would change what is copied."""
+    waits = threading.Event()
+    run, wait = BackgroundCopy.run, BackgroundCopy.wait
+    monkeypatch.setattr(BackgroundCopy, "run", lambda copy: (waits.wait(2), run(copy)))
+    monkeypatch.setattr(BackgroundCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, checkpoint={"every": 5, "at_end": False})
+    events = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert waits.is_set()
+    assert "checkpoint" in events
+    assert "warning" not in events
 
 
 def test_settings_saved_under_a_former_name_are_compared_under_the_present_one():
@@ -82,11 +99,11 @@ def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room for all checkpoints of the run once the staged folder is deleted."""
-    store = MemoryStore(capacity=200_000)
-    store.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(manager, "open_store", lambda folder: store)
+    storage = MemoryStorage(capacity=200_000)
+    storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
+    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
-    assert store.folders() == ["step-00000012"]
+    assert storage.folders() == ["step-00000012"]
 
 
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:

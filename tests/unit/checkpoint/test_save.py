@@ -1,4 +1,4 @@
-"""What is saved comes back, from any number of ranks and either store; a save that fails harms nothing."""
+"""What is saved comes back, from any number of ranks and either storage; a save that fails harms nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from checkpoints import TOKEN, commit, end, load, same, savers, shard, state
+from checkpoints import TOKEN, commit, end, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_store import MemoryStore
+from memory_storage import MemoryStorage
 from rich.filesize import decimal
 from safetensors import safe_open
 
@@ -24,9 +25,18 @@ from lockstep import faults
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import MANIFEST, from_json, read_manifest, to_json
+from lockstep.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    Piece,
+    TensorEntry,
+    decode,
+    encode,
+    read_manifest,
+)
 from lockstep.checkpoint.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, FileStore, Retention, Store, clean
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention, delete_leftovers
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard, shard_of
 
@@ -42,20 +52,22 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return FileStore(tmp_path) if request.param == "file" else MemoryStore()
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStorage:
+    return FileSystemStorage(tmp_path) if request.param == "file" else MemoryStorage()
 
 
-def folders(store: Store) -> set[str]:
-    return set(store.folders())
+def folders(storage: CheckpointStorage) -> set[str]:
+    return set(storage.folders())
 
 
-def fault(monkeypatch, phase: str, how: str) -> None:
-    monkeypatch.setattr(faults, "fire", lambda at, step: how if at == phase else None)
+def fill_disk(monkeypatch) -> None:
+    """Have the next saves find a full disk when their files are half written."""
+    plan = faults.Fault("disk full", times=None)
+    monkeypatch.setattr(faults, "in_environment", [plan])
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_dtype_and_shape_comes_back_bit_for_bit(store, size):
+def test_every_dtype_and_shape_comes_back_bit_for_bit(storage, size):
     shapes = [(), (1,), (0,), (5,), (0, 4), (7, 3), (2, 3, 5)]
     raw = torch.randint(0, 256, (4096,), dtype=torch.uint8)
     tensors = {}
@@ -64,8 +76,8 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(store, size):
             source = raw % 2 if dtype is torch.bool else raw
             count = math.prod(shape)
             tensors[f"{dtype}{shape}"] = source[: count * dtype.itemsize].view(dtype).reshape(shape)
-    commit(store, 1, size, tensors)
-    _, found = load(store)
+    commit(storage, 1, size, tensors)
+    _, found = load(storage)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -87,32 +99,33 @@ def test_tensors_that_are_not_contiguous_or_have_gradients_come_back(tmp_path):
         assert same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118
 
 
-def test_names_are_free(store):
+def test_names_are_free(storage):
     tensors = {name: torch.tensor(number) for number, name in enumerate(["a/../b", "é\n", "", "x#0"])}
-    commit(store, 1, 1, tensors)
-    assert same(load(store)[1], tensors)
+    commit(storage, 1, 1, tensors)
+    assert same(load(storage)[1], tensors)
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()])
-def test_a_tensor_that_cannot_be_saved_is_named(store, bad):
-    [saver] = savers(store)
+def test_a_tensor_that_cannot_be_saved_is_named(storage, bad):
+    [saver] = savers(storage)
     with pytest.raises(UserError, match=r"'model\.spectrum'"):
         saver.save(1, {"model.spectrum": shard_of(bad)}, {}, {})
 
 
-def test_values_come_back_with_what_json_cannot_hold(store):
+def test_values_come_back_with_what_json_cannot_hold(storage):
     values = {
         "metrics": {"loss": math.inf, "other": -math.inf},
         "list": [1, 2.5, None, True, "text", [], {}],
         "looks like ours": [{"$float": "nan", "x": 1}, {"$x": 1}, {"$": {"x": math.inf}}],
         "large": 2**100,
         "tiny": 5e-324,
+        "tuple": (1, (math.inf,)),
     }
-    commit(store, 1, values={**values, "nan": math.nan})
-    found = dict(load(store)[0].manifest.values)
+    commit(storage, 1, values={**values, "nan": math.nan})
+    found = values_of(load(storage)[0])
     assert math.isnan(found.pop("nan"))
     assert found == values
-    assert b"NaN" not in Checkpoint(store, "step-00000001").open(MANIFEST).read()
+    assert b"NaN" not in Checkpoint(storage, "step-00000001").open(MANIFEST).read()
 
 
 def test_state_that_looks_like_an_encoding_comes_back():
@@ -124,43 +137,81 @@ def test_state_that_looks_like_an_encoding_comes_back():
         {"$$float": 1},
         (1, {"$": 2}),
     ]
-    saved = json.dumps(to_json({"state": pack(state, "state", {})}), allow_nan=False)
-    assert unpack(from_json(json.loads(saved))["state"], pytest.fail, torch.device("cpu")) == state
+    saved = json.dumps(pack(state, "state", {}), allow_nan=False)
+    assert unpack(json.loads(saved), pytest.fail, torch.device("cpu")) == state
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        ({"a": [{1}]}, r"values\.a\[0\]"),
-        ({"a": {3: 1}}, "key 3 of values.a"),
-        ({"a": {"$float": "nan"}}, r"values\.a cannot be saved"),
-    ],
+@pytest.mark.parametrize("bad", [{1}, 1j, np.complex64(1j), np.longdouble(1), object()])
+def test_a_value_that_json_cannot_hold_is_named(bad):
+    with pytest.raises(UserError, match=r"^values\.a\.0 cannot be saved: a \w+ is neither"):
+        pack({"a": [bad]}, "values", {})
+
+
+def test_the_encoding_of_values_is_part_of_the_file_format():
+    """What is written here was written by the first version with format 2. If it changes, so must `FORMAT`."""
+    state = {
+        "tuple": (1, 2.5, math.nan),
+        "keys": {1: "x", 2: -math.inf},
+        "looks like ours": {"$float": "nan"},
+        "numpy": [np.float64(math.inf), np.int64(3), np.bool_(True)],
+        "array": np.arange(3),
+        "tensor": torch.ones(2),
+        "plain": [None, True, "text", {}],
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    assert json.dumps(pack(state, "state", tensors)) == (
+        '{"tuple": {"$tuple": [1, 2.5, {"$float": "nan"}]}, "keys": {"$items": [[1, "x"], [2, {"$float": "-inf"}]]}, '
+        '"looks like ours": {"$items": [["$float", "nan"]]}, "numpy": [{"$float": "inf"}, 3, true], '
+        '"array": {"$array": "state.array"}, "tensor": {"$tensor": "state.tensor"}, "plain": [null, true, "text", {}]}'
+    )
+    assert list(tensors) == ["state.array", "state.tensor"]
+
+
+def test_a_manifest_has_the_bytes_of_format_2():
+    piece = Piece("rank-00000.safetensors", "model.w", (0, 0), (2, 3))
+    manifest = Manifest(
+        step=7,
+        time=1.5,
+        lockstep="0.1.0",
+        files=(File("rank-00000.safetensors", 4120, "ab"),),
+        tensors={"model.w": TensorEntry("F32", (2, 3), (piece,))},
+        aliases={"model.v": "model.w"},
+        values=pack({"metrics": {"loss": math.nan, "accuracy": 0.5}}, "values", {}),
+    )
+    data = encode(manifest)
+    assert data == FORMAT_2
+    decoded = decode(FORMAT_2, Checkpoint(MemoryStorage(), "step-00000007"))
+    assert decoded == manifest
+    assert math.isnan(decoded.metrics["loss"])
+
+
+FORMAT_2 = (
+    b'{"content":{"aliases":{"model.v":"model.w"},"files":[{"digest":"ab","name":"rank-00000.safetensors","size":4120}],'
+    b'"lockstep":"0.1.0","step":7,"tensors":{"model.w":{"dtype":"F32","pieces":[{"file":"rank-00000.safetensors",'
+    b'"key":"model.w","offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"metrics":{"accuracy":0.5,'
+    b'"loss":{"$float":"nan"}}}},"digest":"a7f975bbbb8adabb364853c88be28786","format":2}'
 )
-def test_a_value_that_json_cannot_hold_is_named(store, value, place):
-    [saver] = savers(store)
-    with pytest.raises(UserError, match=place):
-        saver.save(1, [], {}, value)
 
 
-def test_the_state_is_that_of_the_moment_of_the_save(store, monkeypatch):
+def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     """Training continues while the thread writes: the fault delays it until everything has changed."""
-    [saver] = savers(store)
+    [saver] = savers(storage)
     changed = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: [time.sleep(0.005) for _ in range(400) if not changed][:0])
     tensors, values = state(1), {"list": [1]}
-    saver.save(1, shard(tensors, 0, 1), {}, values)
+    saver.save(1, shard(tensors, 0, 1), {}, pack(values, "values", {}))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
     changed.append(True)
     assert saver.take_ended()[0].checkpoint
-    found, loaded = load(store)
+    found, loaded = load(storage)
     assert same(loaded, state(1))
     assert found.manifest.values == {"list": [1]}
 
 
-def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(store):
-    [saver] = savers(store)
+def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
+    [saver] = savers(storage)
     saver.prepare(shard(state(0), 0, 1))
     size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
@@ -173,11 +224,11 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(store):
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.save(4, shard(more, 0, 1), {}, {})  # the layout may change
     assert saver.take_ended()[0].checkpoint
-    assert same(load(store)[1], more)
+    assert same(load(storage)[1], more)
 
 
-def test_saving_at_once_needs_no_thread(store):
-    [saver] = savers(store, asynchronous=False)
+def test_saving_at_once_needs_no_thread(storage):
+    [saver] = savers(storage, asynchronous=False)
     saver.save(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended(0)
     assert report.checkpoint
@@ -185,9 +236,9 @@ def test_saving_at_once_needs_no_thread(store):
     assert saver.take_ended(0) == []
 
 
-def test_aliases_share_bytes(store):
-    checkpoint = commit(store, 1, aliases={"model.head": "model.weight"})
-    _, found = load(store)
+def test_aliases_share_bytes(storage):
+    checkpoint = commit(storage, 1, aliases={"model.head": "model.weight"})
+    _, found = load(storage)
     assert torch.equal(found["model.head"], found["model.weight"])
     assert "model.head" not in read_manifest(checkpoint).tensors
 
@@ -214,8 +265,8 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     shutil.rmtree(root)
 
 
-def test_a_slice_outside_and_an_unknown_name_are_refused(store):
-    checkpoint = commit(store, 1)
+def test_a_slice_outside_and_an_unknown_name_are_refused(storage):
+    checkpoint = commit(storage, 1)
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     with pytest.raises(ValueError, match="does not fit"):
         reader.read_slice("model.weight", (0, 0), (8, 1))
@@ -224,8 +275,8 @@ def test_a_slice_outside_and_an_unknown_name_are_refused(store):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
-    [saver] = savers(store)
+def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
+    [saver] = savers(storage)
     tensors = {"on gpu": torch.randn(3_000_001, device="cuda"), "on cpu": torch.randn(5)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     saver.save(1, {name: shard_of(tensor) for name, tensor in tensors.items()}, {}, {})
@@ -233,35 +284,35 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(store):
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
     assert saver.take_ended()[0].checkpoint
-    assert same(load(store)[1], expected)
+    assert same(load(storage)[1], expected)
 
 
 # ---- what goes wrong ----
 
 
-def test_ranks_that_write_the_same_rows_do_not_commit(store):
-    team = savers(store, 2)
+def test_ranks_that_write_the_same_rows_do_not_commit(storage):
+    team = savers(storage, 2)
     for saver in team:
         saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
     reports = end(team)
     assert not reports[0].checkpoint
     assert "do not add up to the full tensor" in reports[0].error
-    assert folders(store) == set()
+    assert folders(storage) == set()
 
 
-def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypatch):
-    commit(store, 1)
-    [saver] = savers(store)
+def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeypatch):
+    commit(storage, 1)
+    [saver] = savers(storage)
     saver.prepare(shard(state(2), 0, 1))
     size = saver._snapshot.layout.file_size
-    monkeypatch.setattr(type(store), "free_bytes", lambda self: size - 10)
+    monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
     saver.save(2, shard(state(2), 0, 1), {}, {})
     assert saver.failed_save
     [report] = saver.take_ended(0)
     assert not report.checkpoint
     assert "no space left" in report.error
     assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
-    assert same(load(store)[1], state(1))
+    assert same(load(storage)[1], state(1))
     monkeypatch.undo()
     saver.save(3, shard(state(3), 0, 1), {}, {})
     assert saver.failed_save is None
@@ -269,10 +320,10 @@ def test_too_little_space_is_noticed_before_anything_is_written(store, monkeypat
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monkeypatch, rank):
-    commit(store, 1, 2)
-    team = savers(store, 2)
-    fault(monkeypatch, "write", "disk full")
+def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, monkeypatch, rank):
+    commit(storage, 1, 2)
+    team = savers(storage, 2)
+    fill_disk(monkeypatch)
     team[rank].save(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].take_ended()
     assert team[rank].failed_save
@@ -283,16 +334,16 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(store, monke
         saver.abandon("a disk is full")
         assert saver.failed_save is None
     assert not end([team[1 - rank]])[0].checkpoint
-    assert folders(store) == {"step-00000001"}
+    assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
         saver.save(2, shard(state(2), number, 2), {}, {})
     assert end(team)[0].checkpoint
-    assert same(load(store)[1], state(2))
+    assert same(load(storage)[1], state(2))
 
 
-def test_rank_0_learns_of_another_ranks_failure_through_the_store(store, monkeypatch):
-    team = savers(store, 2)
-    fault(monkeypatch, "write", "disk full")
+def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, monkeypatch):
+    team = savers(storage, 2)
+    fill_disk(monkeypatch)
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     team[1].take_ended()
     monkeypatch.undo()
@@ -309,7 +360,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
     def write(*_):
         raise FileExistsError(errno.EEXIST, "File exists")
 
-    monkeypatch.setattr(FileStore, "write", write)
+    monkeypatch.setattr(FileSystemStorage, "write", write)
     saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
     [report] = saver.take_ended()
     assert report.caused_elsewhere
@@ -329,13 +380,13 @@ def test_a_real_disk_that_is_full(tmp_path):
         saver.save(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
-            patch.setattr(FileStore, "free_bytes", lambda self: 1 << 40)
+            patch.setattr(FileSystemStorage, "free_bytes", lambda self: 1 << 40)
             saver.save(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
             [late] = saver.take_ended()
         for report in (early, late):
             assert not report.checkpoint
             assert "no space left" in report.error
-        assert folders(FileStore(disk / "checkpoints")) == {"step-00000001"}
+        assert folders(FileSystemStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
         saver.save(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
         assert saver.take_ended()[0].checkpoint
@@ -343,8 +394,8 @@ def test_a_real_disk_that_is_full(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, monkeypatch):
-    [saver] = savers(store)
+def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage, monkeypatch):
+    [saver] = savers(storage)
 
     def broken(phase: str, step: int) -> None:
         raise RuntimeError("injected")
@@ -358,8 +409,8 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(store, 
     assert saver.take_ended()[0].checkpoint
 
 
-def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(store, monkeypatch):
-    [saver] = savers(store)
+def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(storage, monkeypatch):
+    [saver] = savers(storage)
 
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, "the disk coughed")
@@ -370,71 +421,71 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     assert report.checkpoint
     assert "coughed" in report.error
     assert saver.failed_save is None
-    assert same(load(store)[1], state(1))
+    assert same(load(storage)[1], state(1))
 
 
-def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(store):
-    team = savers(store, 2)
+def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
+    team = savers(storage, 2)
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     assert team[1].take_ended()[0].error is None
-    [staged] = store.folders()
-    store.write(f"{staged}/{file_name(1)}", [memoryview(bytes(100))])
+    [staged] = storage.folders()
+    storage.write(f"{staged}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     assert "rank 1 wrote" in team[0].take_ended()[0].error
-    assert folders(store) == set()
+    assert folders(storage) == set()
 
 
-def test_a_rank_that_never_writes_is_named(store):
-    team = savers(store, 3, timeout_s=0.1)
+def test_a_rank_that_never_writes_is_named(storage):
+    team = savers(storage, 3, timeout_s=0.1)
     team[0].save(1, shard(state(1), 0, 3), {}, {})
     team[2].save(1, shard(state(1), 2, 3), {}, {})
     [report] = team[0].take_ended()
     assert "rank 1 did not write its file" in report.error
     assert not report.caused_elsewhere
-    assert folders(store) == set()
+    assert folders(storage) == set()
 
 
-def test_an_abandoned_save_ends_at_once_and_leaves_nothing(store):
-    team = savers(store, 2)
+def test_an_abandoned_save_ends_at_once_and_leaves_nothing(storage):
+    team = savers(storage, 2)
     team[0].save(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
     team[0].abandon("rank 1: no space left")
     [report] = team[0].take_ended(30)
     assert (report.checkpoint, report.error) == (None, "rank 1: no space left")
     assert team[0].failed_save is None
-    assert folders(store) == set()
+    assert folders(storage) == set()
 
 
-def test_closing_gives_up_what_is_in_flight(store):
-    team = savers(store, 2)
+def test_closing_gives_up_what_is_in_flight(storage):
+    team = savers(storage, 2)
     team[0].save(1, shard(state(1), 0, 2), {}, {})
     team[0].close()
     assert "the run ended" in team[0].take_ended(0)[0].error
-    assert folders(store) == set()
+    assert folders(storage) == set()
 
 
-def test_another_one_of_the_same_step_makes_way(store):
+def test_another_one_of_the_same_step_makes_way(storage):
     """It belongs to another history, or is damaged: what is saved now counts, and nothing is lost."""
-    name = commit(store, 5).name
-    store.write(f"{name}/{file_name(0)}", [memoryview(bytes(10))])
-    commit(store, 5)
-    assert folders(store) == {name, name + ".undone"}
-    assert same(load(store)[1], state(5))
+    name = commit(storage, 5).name
+    storage.write(f"{name}/{file_name(0)}", [memoryview(bytes(10))])
+    commit(storage, 5)
+    assert folders(storage) == {name, name + ".undone"}
+    assert same(load(storage)[1], state(5))
 
 
-def test_an_attempt_that_was_replaced_commits_nothing(store):
-    [old] = savers(store, token="00")
-    [new] = savers(store, token="11")
+def test_an_attempt_that_was_replaced_commits_nothing(storage):
+    [old] = savers(storage, token="00")
+    [new] = savers(storage, token="11")
     old.save(1, shard(state(7), 0, 1), {}, {})
     assert "another attempt has taken over" in old.take_ended()[0].error
     new.save(1, shard(state(1), 0, 1), {}, {})
     assert new.take_ended()[0].checkpoint
-    assert same(load(store)[1], state(1))
+    assert same(load(storage)[1], state(1))
 
 
-def test_a_late_writer_of_an_earlier_attempt_cannot_mix(store):
+def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     """Rank 1 of a dead attempt writes the same step as the new attempt, whose own rank 1 is late."""
-    late = savers(store, 2, token="00")[1]
-    team = savers(store, 2, token="11")
+    late = savers(storage, 2, token="00")[1]
+    team = savers(storage, 2, token="11")
     late.save(1, shard(state(7), 1, 2), {}, {})
     late.take_ended()
     team[0].save(1, shard(state(1), 0, 2), {}, {})
@@ -442,26 +493,26 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(store):
     assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
     team[1].save(1, shard(state(1), 1, 2), {}, {})
     assert end(team)[0].checkpoint
-    assert same(load(store)[1], state(1))
-    clean(store, "11")
-    assert folders(store) == {"step-00000001"}
+    assert same(load(storage)[1], state(1))
+    delete_leftovers(storage, "11")
+    assert folders(storage) == {"step-00000001"}
 
 
 @pytest.mark.parametrize("how", ["corrupt", "truncate"])
-def test_what_a_bad_disk_does_can_be_injected(store, monkeypatch, how):
-    commit(store, 1)
-    fault(monkeypatch, "committed", how)
-    commit(store, 2)
+def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
+    commit(storage, 1)
+    monkeypatch.setattr(faults, "in_environment", [faults.Fault(how)])
+    commit(storage, 2)
     monkeypatch.undo()
-    found, loaded = load(store)
+    found, loaded = load(storage)
     assert same(loaded, state(1))
     assert [problem.file for problem in found.skipped] == [file_name(0)]
 
 
-def test_old_ones_are_deleted_only_after_the_new_one_is_committed(store, monkeypatch):
-    [saver] = savers(store, keep=Retention(last=1))
+def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monkeypatch):
+    [saver] = savers(storage, keep=Retention(last=1))
     seen = []
-    monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(store))))
+    monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
         saver.save(step, shard(state(step), 0, 1), {}, {})
         assert saver.take_ended()[0].error is None
@@ -488,10 +539,10 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
     def stale(*_args, **_kwargs):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    store = FileStore(tmp_path)
-    pending = writer.Save(writer.SaveContext(store, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
-    monkeypatch.setattr(FileStore, "folders", stale)
-    monkeypatch.setattr(FileStore, "delete", stale)
+    storage = FileSystemStorage(tmp_path)
+    pending = writer.Save(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    monkeypatch.setattr(FileSystemStorage, "folders", stale)
+    monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))
     assert pending.file_ended.is_set()
     assert "Stale file handle" in str(pending.error)

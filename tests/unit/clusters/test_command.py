@@ -14,7 +14,7 @@ def test_the_command_of_a_node_is_printed(capsys):
     assert main(words) == 0
 
     out = capsys.readouterr()
-    line = next(line for line in out.out.splitlines() if line.startswith("lockstep"))
+    line = next(line for line in out.out.splitlines() if " && lockstep " in line).partition(" && ")[2]
     assert shlex.split(line)[:4] == ["lockstep", "train", "char_lm", "steps=3"]
     assert "run_dir=runs/x y" in shlex.split(line)
     assert "not submitted" in out.err

@@ -1,3 +1,5 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,17 @@ class Weighted:
 def source(sampler, rank, ranks, dataset, micro_batch=2):
     options = SourceOptions(6, micro_batch, "short", DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
     return open_source(Sampled(dataset, sampler), default_collate, options)
+
+
+def test_a_source_keeps_no_batch_that_it_has_yielded():
+    """With many micro-batches in a step, all of them together may not fit into device memory."""
+    one = source(SequentialSampler(20), 0, 1, list(range(20)))
+    alive = []
+    for micro in one.take():
+        alive = [batch for batch in alive if batch() is not None]
+        alive.append(weakref.ref(micro.data))
+        del micro
+    assert len(alive) == 1
 
 
 def test_samplers_are_samplers():

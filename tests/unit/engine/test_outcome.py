@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
 from lockstep.engine.outcome import Outcome, Outcomes
 from lockstep.errors import OutOfStep
-from lockstep.runtime.control_word import ControlWord, step_mark
+from lockstep.precision import DynamicScaler
+from lockstep.runtime.context import log_nothing
+from lockstep.runtime.control_word import FLAGS, ControlWord, step_mark
 
 RANKS = 3
 
 
-def concluded(step: int, summed: int, noticed: tuple[int, ...] = ()) -> Any:
+def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: ControlWord | None = None) -> Any:
     config = RunConfig(global_batch=4, steps=10)
     ranks_that_report = lambda name, seconds: list(noticed or range(RANKS))
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=RANKS), ranks_that_report=ranks_that_report)
-    word = ControlWord(weight=4.0, step=summed)
-    control: Any = SimpleNamespace(step=step)
-    outcome = Outcome(control, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
-    return Outcomes(config, None, runtime, None).conclude(outcome)
+    word = word or ControlWord(weight=4.0, step=summed)
+    progress: Any = SimpleNamespace(step=step)
+    outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
+    return Outcomes(config, None, runtime, log_nothing).conclude(outcome)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096])
@@ -41,3 +45,54 @@ def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
     with pytest.raises(OutOfStep, match="rank 1 was in a collective that ranks 0, 2 never called") as raised:
         concluded(3, 0, noticed=(0, 2))
     assert raised.value.ranks == [1]
+
+
+def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
+    names = ["weight"]
+    reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
+    progress: Any = SimpleNamespace(step=0, trained=[], losses=[], batches=SimpleNamespace(span=None))
+    return Outcome(progress, reduced, loss_limit=math.inf, word=word, grad_norm=grad_norm)
+
+
+@pytest.fixture
+def fp16_outcomes() -> Outcomes:
+    config = RunConfig(global_batch=4, steps=10, spike=SpikeConfig(policy="skip"))
+    collectives = SimpleNamespace(gather_json=lambda value: [value])
+    runtime: Any = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), collectives=collectives)
+    return Outcomes(config, DynamicScaler(ScalerConfig(interval=1)), runtime, log_nothing)
+
+
+def word_of(outcomes: Outcomes, weight: float) -> ControlWord:
+    scaler = outcomes._scaler
+    assert scaler is not None
+    return ControlWord(weight=weight, step=step_mark(0), scale=math.log2(scaler.value), loss=3.0)
+
+
+@pytest.mark.parametrize("weight", [4.0, 0.0])
+def test_a_measured_pass_counts_for_nothing(fp16_outcomes: Outcomes, weight: float) -> None:
+    fp16_outcomes.skips_in_a_row = fp16_outcomes.empty_in_a_row = 1
+    before = fp16_outcomes.state_dict()
+
+    grad_norm = 1.0 if weight else math.nan
+    result = fp16_outcomes.conclude_measured(outcome_of(word_of(fp16_outcomes, weight), grad_norm))
+
+    assert (result.applied, result.weight, result.skip_reason) == (False, weight, None)
+    assert fp16_outcomes.state_dict() == before
+    assert fp16_outcomes.empty_in_a_row == 1
+
+
+def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_outcomes: Outcomes) -> None:
+    scaler = fp16_outcomes._scaler
+    assert scaler is not None
+    scale = scaler.value
+    for _ in range(scaler.config.hysteresis):
+        result = fp16_outcomes.conclude_measured(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
+    assert scaler.value < scale
+    assert "no finite gradient" in (result.skip_reason or "")
+
+
+def test_a_result_carries_every_flag() -> None:
+    word = ControlWord(weight=4.0, step=RANKS * step_mark(0), **dict.fromkeys(FLAGS, RANKS))
+    result = concluded(0, word=word)
+    assert result.exhausted
+    assert [getattr(result.flags, name) for name in FLAGS] == [RANKS] * len(FLAGS)

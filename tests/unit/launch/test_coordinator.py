@@ -53,27 +53,27 @@ def started(tmp_path):
 
 def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
     coordinator, term = started([])
-    answers, asked, turns = threading.Event(), threading.Event(), []
+    answers, asked, iterations = threading.Event(), threading.Event(), []
 
     def slow():
         asked.set()
         answers.wait(60)
 
-    def turn(make_turn=coordinator._turn):
-        make_turn()
+    def iterate(once=coordinator._iterate):
+        once()
         if asked.is_set():
-            turns.append(time.monotonic())
-        if len(turns) == 3:
+            iterations.append(time.monotonic())
+        if len(iterations) == 3:
             coordinator._ending = module.JobEnd(0)
 
     monkeypatch.setattr(term, "beat", slow)
-    monkeypatch.setattr(coordinator, "_turn", turn)
+    monkeypatch.setattr(coordinator, "_iterate", iterate)
     monkeypatch.setattr(folder_watch, "END_S", 0.0)
     try:
         assert coordinator.run() == module.JobEnd(0)
     finally:
         answers.set()
-    assert len(turns) == 3
+    assert len(iterations) == 3
 
 
 def test_the_thread_counts_and_notices_a_successor(started, tmp_path):
@@ -92,8 +92,8 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.last_turn -= module.SUSPENDED_S + 1
-    coordinator._turn()
+    coordinator._last_iteration -= module.SUSPENDED_S + 1
+    coordinator._iterate()
     assert coordinator._superseded
     assert signals == ["SIGTERM"]  # for the successor
 
@@ -101,7 +101,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
 def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
     signals = ["SIGTERM"]
     coordinator, _ = started(signals)
-    coordinator._turn()
+    coordinator._iterate()
     assert not signals
     assert coordinator.received_signals == ["SIGTERM"]
 
@@ -130,10 +130,10 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.last_turn -= folder_watch.LOST_AFTER_S + 1
+    coordinator._last_iteration -= module.LOST_AFTER_S + 1
     coordinator._watch.look()
     assert election.read_counter(tmp_path, 1) == before
-    coordinator._turn()
+    coordinator._iterate()
     coordinator._watch.look()
     assert election.read_counter(tmp_path, 1) > before
 

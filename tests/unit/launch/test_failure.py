@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import OutOfStep
 from lockstep.launch import failure, records
-from lockstep.launch.failure import Failure, LocalRank, RankExit, examine, pick_root, record
+from lockstep.launch.failure import Failure, Kind, LocalRank, RankExit, examine, pick_root, record
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -34,7 +34,7 @@ def recorded(tmp_path, rank: int, error: Exception) -> Failure:
 
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(tmp_path):
     complaint = recorded(tmp_path, 0, RuntimeError("connection reset by peer"))
-    silent = RankExit(3, Failure(1, "here", 9e9, "exit", "ended with code 3"))  # noticed later
+    silent = RankExit(3, Failure.noticed(Kind.EXIT, "ended with code 3", 1, "here", when=9e9))  # noticed later
     assert pick_root({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
@@ -212,7 +212,7 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure(3, "node-b", WHEN, "node", "node 1 (node-b) vanished: no heartbeat for 5 s").text()
+    text = Failure.noticed(Kind.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN).text()
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
@@ -256,10 +256,16 @@ def test_signals_without_a_name(local_rank):
 
 
 @pytest.mark.parametrize(
-    ("kind", "python"), [("ValueError", True), ("exit", True), ("SIGKILL", False), ("node", False)]
+    ("found", "repeats"),
+    [
+        (Failure(0, "h", 0.0, "ValueError", "m"), True),
+        (Failure.noticed(Kind.EXIT, "m", 0), True),
+        (Failure(0, "h", 0.0, "SIGKILL", "m", origin="signal"), False),
+        (Failure.noticed(Kind.NODE, "m", 0), False),
+    ],
 )
-def test_what_the_program_would_do_again(kind, python):
-    assert Failure(0, "h", 0.0, kind, "m").likely_to_repeat is python
+def test_what_the_program_would_do_again(found, repeats):
+    assert found.likely_to_repeat is repeats
 
 
 def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
@@ -283,29 +289,13 @@ def test_a_failure_of_another_rank_does_not_get_the_phase_of_the_rank_that_notic
     assert (own.rank, own.host, own.step, own.phase) == (0, "node-a", 7, "exchange")
 
 
-def test_the_last_line_of_a_script_does_not_say_where_a_rank_left(tmp_path):
-    """`sys.exit(main())` runs on every rank: to name it would send the reader to the wrong line."""
-    texts = {
-        "main.py": "import sys\ndef main(): return 0\nsys.exit(main())\n",
-        "raises.py": "def main(): return 0\nraise SystemExit(main())\n",
-        "guarded.py": "import sys\ndef main(): return 0\nif __name__ != '':\n    sys.exit(main())\n",
-        "chosen.py": "import sys\nsys.exit(\n    0 if len('') == 0 else 1\n)\n",
-        "inside.py": "import sys\nfor step in range(3):\n    sys.exit(0)\n",
-        "branch.py": "import sys\nrank = 1\nif rank == 1: sys.exit(int(0))\n",
-        "indented.py": "import sys\nrank = 1\nif rank == 1:\n    sys.exit(int(0))\n",
-        "both.py": "import sys\nrank = 1\nif __name__ != '' and rank == 1:\n    sys.exit(int(0))\n",
-        "and.py": "import sys\nrank = 1\nrank == 1 and sys.exit(int(0))\n",
-    }
-    lines = {}
-    for name, text in texts.items():
-        script = tmp_path / name
-        script.write_text(text)
-        with pytest.raises(SystemExit) as left:
-            runpy.run_path(str(script))
-        lines[name] = failure.raising_line(left.value)
-    assert [name for name, line in lines.items() if not line] == ["main.py", "raises.py", "guarded.py", "chosen.py"]
-    numbers = {"inside.py": 3, "branch.py": 3, "indented.py": 4, "both.py": 4, "and.py": 3}
-    assert {name: lines[name] for name in numbers} == {n: f"{tmp_path / n}:{number}" for n, number in numbers.items()}
+def test_the_line_that_raised_is_named(tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text("import sys\nfor step in range(3):\n    sys.exit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script))
+    assert failure.raising_line(left.value) == f"{script}:3"
+    assert failure.raising_line(SystemExit(0)) == ""
 
 
 def test_a_rank_whose_script_ended_is_not_said_to_have_called_exit():
@@ -314,9 +304,27 @@ def test_a_rank_whose_script_ended_is_not_said_to_have_called_exit():
     assert "sys.exit at a.py:3" in failure.left_early(1, "host", complaint, "a.py:3").message
 
 
-def test_an_exception_that_is_called_like_a_signal_is_an_exception(tmp_path):
-    class SIGNALLost(Exception):
-        pass
+@pytest.mark.parametrize("name", ["SIGKILL", "SIG42", "SIGABRT", "node", "hang", "exit"])
+def test_an_exception_is_an_exception_whatever_its_name(tmp_path, name):
+    """Names of signals and of kinds are no reserved words: they do not make a rank restart, or be at fault."""
+    mine = recorded(tmp_path, 0, type(name, (Exception,), {})("Connection closed by peer"))
+    assert mine.origin == "exception"
+    assert mine.likely_to_repeat
+    assert not RankExit(1, mine).is_root
+    assert not mine.is_complaint
+    assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
-    assert recorded(tmp_path, 0, SIGNALLost("mine")).likely_to_repeat
-    assert not any(Failure(0, "", 0.0, kind, "").likely_to_repeat for kind in ("SIGKILL", "SIG42"))
+
+def test_a_record_without_an_origin_is_that_of_an_exception(local_rank):
+    """Only exceptions are recorded, and older ranks did not say so."""
+    record = asdict(Failure(1, "h", 0.0, "ValueError", "m"))
+    del record["origin"]
+    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
+    assert examine(local_rank, 1, WHEN).failure.origin == "exception"
+
+
+@pytest.mark.parametrize("origin", ["nobody", 3, None])
+def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
+    record = {**asdict(Failure(1, "h", 0.0, "ValueError", "m")), "origin": origin}
+    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
+    assert examine(local_rank, 1, WHEN).failure.kind == Kind.EXIT

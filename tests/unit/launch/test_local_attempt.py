@@ -14,7 +14,15 @@ from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Start
 
 START = Start(
-    attempt=0, first_rank=0, count=1, world_size=1, group_rank=0, address="127.0.0.1", port=1, store_port=0, store=""
+    attempt=0,
+    first_rank=0,
+    count=1,
+    world_size=1,
+    group_rank=0,
+    address="127.0.0.1",
+    port=1,
+    store_port=0,
+    store_nonce="",
 )
 
 

@@ -13,7 +13,7 @@ from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.launch import run_dir
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Bounds
 from lockstep.launch.run_dir import ask_for_size, break_locks, choose_run_dir, has_launcher, hold, lock, prepare
 from lockstep.launch.wire.messages import JobEnd
@@ -32,6 +32,17 @@ def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="or run_dir=runs/net-20260101-000000, the newest one that has not ended"):
         choose_run_dir(None, "auto", "net")
     assert choose_run_dir(None, "never", "net").name.startswith("net-3334f589")
+
+
+def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20260101-000000")
+    chosen = [choose_run_dir(None, "never", "net") for _ in range(20)]
+    assert len(set(chosen)) == 20
+
+    # Only asked for: nothing is made, as for a job that is printed and not started.
+    assert not run_dir.new_run_dir("net").exists()
+    assert not choose_run_dir(None, "never", "net", make=False).exists()
 
 
 @pytest.mark.parametrize(
@@ -113,11 +124,11 @@ def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(t
 
 @pytest.mark.parametrize(
     ("rank", "coordinated", "recorded"),
-    [(1, True, ["rank 1: it broke"]), (-1, True, ["it broke"]), (1, False, []), (-1, False, [])],
+    [(1, True, ["rank 1: it broke"]), (None, True, ["it broke"]), (1, False, []), (None, False, [])],
 )
 def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, rank, coordinated, recorded):
     """A lost node is no rank; and the other launchers have the same folder."""
-    ending = JobEnd(1, Failure(rank, "host-a", 1.0, "node", "it broke"))
+    ending = JobEnd(1, Failure.noticed(Kind.NODE, "it broke", rank, "host-a"))
     monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
     assert api._launch({}, tmp_path, Bounds(1, 1)) is ending
     events = tmp_path / "events.jsonl"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.state_tree import identity
 from lockstep.config import resolve
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe import metrics

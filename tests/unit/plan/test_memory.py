@@ -17,7 +17,7 @@ from lockstep.config.schema import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.restarts import Restarts, Settings
-from lockstep.launch.failure import SMALLER, Failure, record
+from lockstep.launch.failure import Failure, record
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
@@ -227,7 +227,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
 def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = Failure.read(tmp_path / "rank-1.json")
-    assert failure.kind == SMALLER
+    assert failure.asks_for_smaller
     assert "\n" not in failure.text()
     restarts = Restarts()
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
@@ -235,7 +235,7 @@ def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dro
             assert restarts.refusal(failure, progress=False, settings=settings, now=0.0) is None
         restarts.count(failure, ("here", 1), None, 0.0)
         assert not restarts.keeps_failing(failure)
-    killed = Failure(1, "here", 0.0, "SIGKILL", "from outside")
+    killed = Failure(1, "here", 0.0, "SIGKILL", "from outside", origin="signal")
     assert restarts.refusal(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
     restarts.count(killed, ("here", 1), None, 0.0)
     assert not restarts.keeps_failing(killed)

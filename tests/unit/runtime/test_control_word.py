@@ -52,9 +52,9 @@ ORDERS = (in_a_ring, in_any_chain, in_a_tree)
 Order = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
-def packed_words(words: list[ControlWord], dtype: torch.dtype, times: float) -> np.ndarray:
+def packed_words(words: list[ControlWord], dtype: torch.dtype, factor: float) -> np.ndarray:
     codec = ControlWordCodec(CPU, dtype)
-    return np.stack([codec.pack(word, times).numpy() for word in words])
+    return np.stack([codec.pack(word, factor).numpy() for word in words])
 
 
 def all_reduced(rows: np.ndarray, order: Order, seed: int, mean_of: int = 0) -> ControlWord:
@@ -83,7 +83,7 @@ def test_the_sum_is_exact(ranks: int, way: str, contents: list, step: int, seed:
     counts = np.bincount(who, minlength=len(few)).tolist()
 
     dtype = torch.float32 if way == "sum" or mean_is_exact(ranks) else torch.float64
-    rows = packed_words(few, dtype, times=ranks if way == "mean" else 1.0)[who]
+    rows = packed_words(few, dtype, factor=ranks if way == "mean" else 1.0)[who]
     for order in ORDERS:
         found = all_reduced(rows, order, seed, mean_of=ranks if way == "mean" else 0)
         assert found.weight == sum(n * weight for n, (weight, _) in zip(counts, contents, strict=True))
@@ -97,9 +97,9 @@ def test_the_sum_is_exact(ranks: int, way: str, contents: list, step: int, seed:
 def test_a_word_that_does_not_belong_is_always_noticed(ranks: int, way: str) -> None:
     """A word is missing or comes twice, or one rank is a step behind: in whatever step, the marks do not add up."""
     dtype = torch.float32 if way == "sum" or mean_is_exact(ranks) else torch.float64
-    times = ranks if way == "mean" else 1.0
+    factor = ranks if way == "mean" else 1.0
     for step in (0, 1, 2, BASE // 2, BASE - 2, BASE - 1, BASE, 10 * BASE - 1):
-        now, before = packed_words([ControlWord(step=step_mark(s)) for s in (step, step - 1)], dtype, times)
+        now, before = packed_words([ControlWord(step=step_mark(s)) for s in (step, step - 1)], dtype, factor)
         same = np.tile(now, (ranks - 1, 1))
         wrong = {"missing": same, "twice": np.stack([now, now, *same]), "behind": np.stack([before, *same])}
         for what, rows in wrong.items():
@@ -160,13 +160,13 @@ def test_ddp_sends_the_word_in_a_dtype_that_carries_it(ranks: int, last: torch.d
 # ---- on the device --------------------------------------------------------------------------------------
 
 
-@given(weight=st.one_of(weights.map(float), st.floats(0, 2.0**40), st.floats(-1000, 0)), times=st.sampled_from([1, 8]))
-def test_a_weight_on_the_device_is_packed_and_read_as_on_the_host(weight: float, times: int) -> None:
+@given(weight=st.one_of(weights.map(float), st.floats(0, 2.0**40), st.floats(-1000, 0)), factor=st.sampled_from([1, 8]))
+def test_a_weight_on_the_device_is_packed_and_read_as_on_the_host(weight: float, factor: int) -> None:
     codec = ControlWordCodec(CPU, torch.float64)
-    host = codec.pack(ControlWord(weight=weight, step=3), times)
-    device = codec.pack(ControlWord(weight=torch.tensor(weight, dtype=torch.float64), step=3), times)
+    host = codec.pack(ControlWord(weight=weight, step=3), factor)
+    device = codec.pack(ControlWord(weight=torch.tensor(weight, dtype=torch.float64), step=3), factor)
     for packed in (host, device):
-        assert codec.unpack((packed / times).tolist()).weight == pytest.approx(weight, rel=1e-15, abs=1e-12)
-        assert float(codec.weight(packed / times)) == codec.unpack((packed / times).tolist()).weight
+        assert codec.unpack((packed / factor).tolist()).weight == pytest.approx(weight, rel=1e-15, abs=1e-12)
+        assert float(codec.weight(packed / factor)) == codec.unpack((packed / factor).tolist()).weight
     if weight >= 0:
         assert torch.equal(host, device)

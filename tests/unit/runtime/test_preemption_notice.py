@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,64 @@ def test_a_signal_in_the_middle_of_a_print(monkeypatch, capfd, waits):
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGCHLD, before[1])
     assert ("saving after this step" if waits else "there is nothing to save") in capfd.readouterr().err
+
+
+# ---- Ray Train's notice -----------------------------------------------------------------------------------
+
+
+class RayTrain:
+    """What a worker of Ray Train has in `sys.modules`, as far as it is read."""
+
+    def __init__(self) -> None:
+        self.preemption_context = self
+        self.preemption_info: object | None = None
+
+    def get_train_context(self) -> "RayTrain":
+        return self
+
+
+@pytest.fixture
+def ray_train(monkeypatch) -> RayTrain:
+    made = RayTrain()
+    monkeypatch.setitem(sys.modules, preemption.RAY_TRAIN_CONTEXT, made)
+    return made
+
+
+def test_each_notice_of_ray_train_asks_for_one_save(ray_train):
+    notice = preemption.PreemptionNotice()
+    assert not notice.asks_for_save()
+    for info in ("node a", "nodes a and b"):
+        ray_train.preemption_info = info
+        assert notice.asks_for_save()
+        assert notice.signal is None  # the run goes on
+        notice.saved()
+        assert not notice.asks_for_save()
+
+
+def test_there_is_no_notice_without_ray_train_or_in_its_older_versions(monkeypatch):
+    monkeypatch.delitem(sys.modules, preemption.RAY_TRAIN_CONTEXT, raising=False)
+    assert preemption.ray_train_notice() is None
+    monkeypatch.setitem(sys.modules, preemption.RAY_TRAIN_CONTEXT, SimpleNamespace(get_train_context=object))
+    assert preemption.ray_train_notice() is None
+
+
+def test_a_run_saves_once_on_a_notice_and_goes_on(ray_train, tmp_path):
+    """With one rank; the flag is the one that saves by the clock, which all ranks follow."""
+    from lockstep import fit
+    from lockstep.recipes.char_lm import TASK
+
+    class Announced(TASK):
+        def after_step(self, model, step) -> None:
+            ray_train.preemption_info = "a node" if step >= 2 else None
+
+    settings = {
+        "preset": "tiny",
+        "steps": 6,
+        "checkpoint": {"every": None, "minutes": None},
+        "log": {"progress": "off"},
+    }
+    result = fit(Announced, settings, run_dir=str(tmp_path / "run"))
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(saved) == 2, saved
+    assert saved[-1] == "step-00000006"
+    assert result.summary["step"] == 6

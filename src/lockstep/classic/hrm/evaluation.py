@@ -21,7 +21,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import recipes
-from lockstep.checkpoint.storage import Checkpoint, committed, open_store, step_in
+from lockstep.checkpoint.storage import Checkpoint, committed, open_storage, step_in
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
@@ -46,7 +46,7 @@ class Recording(HRM):
         try:
             loss = super().eval_loss(model, batch)
         finally:
-            hook.remove()
+            hook.delete_checkpoint()
 
         answer = {"inputs": batch["inputs"], "labels": batch["labels"], **last}
         self.answers = [*getattr(self, "answers", []), {name: rows.cpu() for name, rows in answer.items()}]
@@ -105,7 +105,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
     if step_in(checkpoint.name) is None:
         run = checkpoint
-        found = committed(open_store(run / "checkpoints"))
+        found = committed(open_storage(run / "checkpoints"))
     else:
         run = checkpoint.resolve().parent.parent
         found = [Checkpoint.at(checkpoint)]

@@ -5,6 +5,13 @@ What can be seen from the settings alone is refused earlier, in config/conflicts
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+
 from lockstep.config import RunConfig, flatten
 from lockstep.data.streams import StreamSource
 from lockstep.errors import UserError, plural
@@ -17,8 +24,11 @@ from lockstep.task import BatchSource
 def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     """Check that all ranks have the same settings. Otherwise they would train different models, or deadlock."""
     # The default run_dir contains a time, which differs between ranks. Rank 0 chooses it for all of them.
-    local = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
-    first, *others = runtime.collectives.gather_json(local)
+    values = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
+    sources = {} if runtime.world.alone else digests_of_sources()
+    everyone = runtime.collectives.gather_json({"config": values, "sources": sources})
+    _check_same_sources([local["sources"] for local in everyone])
+    first, *others = [local["config"] for local in everyone]
     for rank, theirs in enumerate(others, start=1):
         different = sorted(key for key in first.keys() | theirs.keys() if first.get(key) != theirs.get(key))
         if different:
@@ -28,6 +38,34 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
                 f"{key} is {first.get(key)} on rank 0 and {theirs.get(key)} on rank {rank}",
                 f"{len(different)} keys differ" if len(different) > 1 else "",
                 "pass every rank the same file and the same key=value arguments",
+            )
+
+
+def digests_of_sources() -> dict[str, str]:
+    """Return a digest of the file of each imported module that is neither Python's nor installed: the user's own."""
+    prefix = str(Path(__file__).parents[2])
+    installed = tuple(f"{folder}{os.sep}" for folder in {*sysconfig.get_paths().values(), prefix})
+    digests = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not os.path.abspath(file).startswith(installed):
+            with suppress(OSError):  # a file that was removed after the import
+                digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+
+    return digests
+
+
+def _check_same_sources(everyone: list[dict[str, str]]) -> None:
+    """Check that the ranks have imported the same sources: machines with copies of their own may have an old one."""
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        # A rank may have imported more than another: only what both have is compared.
+        common = sorted(everyone[0].keys() & theirs.keys())
+        if different := [name for name in common if everyone[0][name] != theirs[name]]:
+            raise UserError(
+                f"the ranks run different code: the file of module {different[0]} is not the same on rank 0 and rank "
+                f"{rank}",
+                f"{len(different)} modules differ: {', '.join(different[:8])}" if len(different) > 1 else "",
+                "copy the same files to every machine",
             )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
 from lockstep.data.sources import MapSource
-from lockstep.data.streams import StreamSource
 from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
@@ -86,10 +85,10 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
                 "samples that draw random numbers",
             )
 
-    # A MapSource gives every rank different ids, so equal first batches are suspicious only if the whole dataset looks
-    # the same, as with a dataset that ignores the index.
+    # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
+    # dataset looks the same, as with a dataset that ignores the index.
     if len(digests) > 1 and (
-        not isinstance(source, MapSource) or len({digest(sample) for sample in source.some_samples()}) == 1
+        not hasattr(source, "some_samples") or len({digest(sample) for sample in source.some_samples()}) == 1
     ):
         check_different(
             list(digests.values()),
@@ -103,17 +102,17 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str | None]:
     """Return the batches of a step, and digests of the first one and of the first sample of a stream.
 
-    A digest is None for padding, or if the source is no stream.
+    A digest is None for padding, or if the source does not know where a stream begins.
     """
     batches = source.take()
 
     # Read all of them now: an error must be raised on every rank.
     batches.micro_batches = micro_batches = list(batches)
     first = None if micro_batches[0].padding else digest(micro_batches[0].data)
-    if first and isinstance(source, MapSource | StreamSource) and source.workers_must_match:
+    if first and getattr(source, "workers_must_match", False):
         _check_workers(source, micro_batches[0], first)
 
-    beginning = source.beginning if isinstance(source, StreamSource) else None
+    beginning = getattr(source, "beginning", None)
     return batches, first, None if beginning is None else digest(beginning)
 
 
@@ -131,7 +130,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_worker: str) -> None:
+def _check_workers(source: Any, micro: MicroBatch, read_by_worker: str) -> None:
     """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)
@@ -148,9 +147,10 @@ def _check_workers(source: MapSource | StreamSource, micro: MicroBatch, read_by_
     if digest(again) == read_by_worker:
         return
 
-    if isinstance(source, StreamSource):
+    # The samples of a stream have no ids.
+    if len(micro.ids) == 0:
         raise UserError(
-            f"the {source.options.config.workers} worker processes do not read the same stream",
+            "the worker processes do not read the same stream",
             "a stream that splits itself by get_worker_info(), or draws from a generator of its own",
             "set data.sharding=own if it splits itself by rank and by worker; or data.workers=1, or data.workers=0",
         )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import plural, some_names
+from lockstep.launch.decisions.commands import Command, LogEvent, Send
 from lockstep.launch.failure import Failure
-from lockstep.launch.wire.messages import Announce, Command, LogEvent, Message, Send
+from lockstep.launch.wire.messages import Announce, Message
 
 # How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
 LINES_PER_S = 8
@@ -64,8 +65,8 @@ class Outbox:
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))
 
-    def report(self, failure: Failure, attempt: int, stopped: int, verdict: str = "") -> None:
-        """Report a failure on the screen, and as an event.
+    def announce_failure(self, failure: Failure, attempt: int | None, stopped: int, verdict: str = "") -> None:
+        """Announce a failure on the screens of all nodes, and log it.
 
         `stopped` is the number of other ranks that are stopped because of it, `verdict` says what follows.
         """
@@ -74,7 +75,7 @@ class Outbox:
             victims = f"{plural(stopped, 'other rank was', 'other ranks were')} stopped." if stopped else ""
 
             # Rank 0 wrote to the terminal: its output is on the screen already.
-            log = f"Log of rank {failure.rank}: {self._logs / f'rank-{failure.rank}.log'}" if failure.rank > 0 else ""
+            log = f"Log of rank {failure.rank}: {self._logs / f'rank-{failure.rank}.log'}" if failure.rank else ""
             lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
 
         self.put(Announce("\n".join(lines)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lockstep.config.schema import HangConfig, RestartConfig, Section
-from lockstep.launch.failure import SMALLER, Failure, Kind
+from lockstep.launch.decisions.settings import Settings
+from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.wire.messages import CoordinatorState
 
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
@@ -23,11 +23,8 @@ HOUR_S = 3600.0
 Slot = tuple[str, int]
 
 
-class Settings(Section):
-    """The settings of the task that the launcher needs. Until rank 0 has read them, the defaults apply."""
-
-    hang: HangConfig = HangConfig()
-    restart: RestartConfig = RestartConfig()
+def within_last_hour(times: list[float], now: float) -> list[float]:
+    return [moment for moment in times if now - moment <= HOUR_S]
 
 
 class Restarts:
@@ -49,7 +46,7 @@ class Restarts:
         """Return the fields of a `CoordinatorState`. Times become ages, because the clocks of two machines differ."""
         return {
             "restarts": self.total,
-            "recent": [now - moment for moment in self._recent(now)],
+            "recent": [now - moment for moment in within_last_hour(self._times, now)],
             "culprits": [[list(slot) if slot else None, saved] for slot, saved in self._culprits[-TIMES_IN_A_ROW:]],
             "hang_places": [[step, phase, count] for (step, phase), count in self.hang_places.items()],
         }
@@ -63,22 +60,19 @@ class Restarts:
         restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
         return restarts
 
-    def _recent(self, now: float) -> list[float]:
-        return [moment for moment in self._times if now - moment <= HOUR_S]
-
     def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
         """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
         # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
-        if failure.kind == SMALLER:
+        if failure.asks_for_smaller:
             return None
 
-        if failure.kind == Kind.HANG and settings.hang.action == "stop":
+        if failure.noticed_as(Kind.HANG) and settings.hang.action == "stop":
             return "hang.action is stop"
         if failure.likely_to_repeat and not progress:
             return "no checkpoint has been saved since the last start, so the same error would most likely recur"
         if settings.restart.per_hour == 0:
             return "restart.per_hour is 0"
-        if (count := len(self._recent(now))) >= settings.restart.per_hour:
+        if (count := len(within_last_hour(self._times, now))) >= settings.restart.per_hour:
             return f"{count} restarts within the last hour, which is the limit"
 
         return None
@@ -86,21 +80,21 @@ class Restarts:
     def count(self, failure: Failure, slot: Slot | None, saved: int | None, now: float) -> None:
         """Count the restart after a failure of this slot; `saved` is the newest checkpoint."""
         self.total += 1
-        if failure.kind != SMALLER:
+        if not failure.asks_for_smaller:
             self._times.append(now)
             self._culprits.append((slot, saved))
 
     def budget(self, failure: Failure, settings: Settings, now: float) -> str:
         """Return which restart of how many this is, in words."""
-        if failure.kind == SMALLER:
+        if failure.asks_for_smaller:
             return "not counted as a restart"
 
-        return f"restart {len(self._recent(now))} of {settings.restart.per_hour} in an hour"
+        return f"restart {len(within_last_hour(self._times, now))} of {settings.restart.per_hour} in an hour"
 
     def keeps_failing(self, failure: Failure) -> bool:
-        """Return whether the slot of the last restart, after this failure, keeps failing without progress."""
+        """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
         # The slots of a lost node are gone anyway, and a smaller micro-batch is no fault of a slot.
-        if failure.kind in (Kind.NODE, SMALLER):
+        if failure.noticed_as(Kind.NODE) or failure.asks_for_smaller:
             return False
 
         # A new checkpoint, or a failure of another slot, starts a new streak.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -71,12 +70,11 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
         *([suspicion.remedy] if suspicion.remedy else []),
     ]
 
-    return Failure(
-        rank=culprit.rank,
-        host=culprit.host,
-        time=time.time(),
-        kind=Kind.HANG,
-        message=f"{suspicion.reason}; {_who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)}",
+    return Failure.noticed(
+        Kind.HANG,
+        f"{suspicion.reason}; {_who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)}",
+        culprit.rank,
+        culprit.host,
         traceback="\n".join(detail),
         step=culprit.step,
         phase=culprit.phase,

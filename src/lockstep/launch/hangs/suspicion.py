@@ -159,26 +159,18 @@ class Peers:
 
 
 def raised_limit(view: RankView, peers: Peers, limits: HangConfig, places: Places) -> Limit:
-    """Return the limit of this rank, raised if an earlier attempt was ended as a hang at this step and phase."""
-    seconds, setting = busy_limit(view, peers, limits)
+    """Return `limit_of` this rank, or more.
+
+    It is raised if the rank is visibly at work, because one long batch is not a hang, and if an earlier attempt was
+    ended as a hang at this step and phase.
+    """
+    seconds, setting = limit_of(view, peers, limits)
+    busy = BUSY_FACTOR * limits.least
+    if (_is_busy(view) or peers.none_waits) and busy > seconds:
+        seconds, setting = busy, "hang.least"
+
     times = places.get((view.step, view.phase), 0)
     return Limit(max(seconds, min(seconds * RAISE_FACTOR**times, limits.first)), setting)
-
-
-def busy_limit(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
-    """Return `limit_of` this rank, or more if the rank is visibly at work: one long batch is not a hang."""
-    limit = limit_of(view, peers, limits)
-
-    # Of two equal limits the first is returned.
-    return max(limit, _busy(limits), key=_seconds) if _is_busy(view) or peers.none_waits else limit
-
-
-def _busy(limits: HangConfig) -> Limit:
-    return Limit(BUSY_FACTOR * limits.least, "hang.least")
-
-
-def _seconds(limit: Limit) -> float:
-    return limit.seconds
 
 
 def _is_busy(view: RankView) -> bool:
@@ -201,7 +193,7 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
     else:
         limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
 
-    return max(limit, _busy(limits).seconds) if _is_busy(view) else limit
+    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) else limit
 
 
 def _has_history(view: RankView) -> bool:
@@ -219,9 +211,9 @@ def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
     phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
     longest = max(peers.longest.get(phase, 0.0) for phase in phases)
 
-    # Of two equal limits the first is returned.
-    least = Limit(limits.least * (1.0 if steady else IO_FACTOR), "hang.least")
-    return max(least, Limit(limits.factor * longest, "hang.factor"), key=_seconds)
+    least = limits.least * (1.0 if steady else IO_FACTOR)
+    learnt = limits.factor * longest
+    return Limit(learnt, "hang.factor") if learnt > least else Limit(least, "hang.least")
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:

@@ -57,7 +57,7 @@ class Watchdog:
 
         # Whether the screen already says that no rank advances, and the beats of all ranks at the last inquiry.
         self._warned = False
-        self._asked_at: dict[int, int] = {}
+        self._beats_when_asked: dict[int, int] = {}
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
@@ -117,10 +117,10 @@ class Watchdog:
         working = [view for view in views if not view.finished]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
-        if youngest < INQUIRE_S or in_debugger or beats == self._asked_at:
+        if youngest < INQUIRE_S or in_debugger or beats == self._beats_when_asked:
             return None
 
-        self._asked_at = beats
+        self._beats_when_asked = beats
 
         # The rank to name is one that does not wait for others, if there is one.
         named = min(working, key=lambda view: (view.traits.waits, view.rank))
@@ -141,7 +141,7 @@ class Watchdog:
         where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
-    def stands_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
+    def ranks_standing_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
         """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
         views = [view for view in self._all_views if view.rank in running]
         patient = now - preempted_at <= self.limits.least or len(views) < len(running)

@@ -133,9 +133,9 @@ class HeldTerm(TermFile):
         """Remove the term file, because the job is over and no node must take over."""
         self.path.unlink(missing_ok=True)
 
-        # The next job here counts terms from 1 again and would believe these reports.
+        # The next job here counts terms from 1 again and would believe these files.
         with suppress(OSError):
-            _remove_reports(self.path.parent, self.term.number)
+            _remove_cut_off_files(self.path.parent, self.term.number)
 
 
 def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
@@ -169,13 +169,13 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTer
             _term_path(run, other).unlink(missing_ok=True)
 
     # An earlier job in this folder may have had a term of this number.
-    _remove_reports(run, number)
+    _remove_cut_off_files(run, number)
 
     return HeldTerm(run, Term(number, host, address))
 
 
-def _remove_reports(run: Path, last: int) -> None:
-    """Remove the reports about coordinators of all terms up to `last`."""
+def _remove_cut_off_files(run: Path, last: int) -> None:
+    """Remove what nodes said about the coordinators of all terms up to `last`."""
     for name in os.listdir(run):
         if (match := _CUT_OFF_NAME.fullmatch(name)) and int(match[1]) <= last:
             (run / name).unlink(missing_ok=True)
@@ -188,13 +188,13 @@ def _digits(counter: int) -> bytes:
 # ---- on the other nodes ----
 
 
-def report_cut_off(run: Path, term: int, node: int) -> None:
-    """Record that this node cannot reach a live coordinator; a majority of such nodes may take over."""
+def write_cut_off_file(run: Path, term: int, node: int) -> None:
+    """Say that this node cannot reach a live coordinator; a majority of such nodes may take over."""
     with suppress(OSError):
         (run / f".cut-off-{term}-{node}").touch()
 
 
-def withdraw_report(run: Path, term: int, node: int) -> None:
+def remove_cut_off_file(run: Path, term: int, node: int) -> None:
     with suppress(OSError):
         (run / f".cut-off-{term}-{node}").unlink(missing_ok=True)
 
@@ -228,7 +228,7 @@ class CounterWatch:
             return
 
         if self._seen is None:
-            self._since, self.alive = now, False
+            self._since = now
         elif self._seen[1] != counter:
             self._since, self.alive = now, True
 
@@ -237,6 +237,7 @@ class CounterWatch:
     def reset(self) -> None:
         """Forget what was seen; the next look starts over."""
         self._seen = None
+        self.alive = False
 
     def still_for(self, now: float) -> float:
         """Return for how many seconds the counter is known to stand still."""
@@ -272,17 +273,17 @@ class TakeoverWatch(CounterWatch):
 
         lower_members = sum(COORDINATOR < number < self._number for number in self._members)
         if self.still_for(now) >= self._patience + lower_members * self._stagger:
-            return f"no sign of life in the run folder for {self._patience:.0f} s"
+            return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
 
         # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
         members = {COORDINATOR, *self._members}
-        reporting = cut_off & members
-        if 2 * len(reporting) <= len(members):
+        cut_off = cut_off & members
+        if 2 * len(cut_off) <= len(members):
             self._majority_since = None
             return None
 
         if self._majority_since is None:
             self._majority_since = now
 
-        lower_cut_off = sum(number < self._number for number in reporting)
+        lower_cut_off = sum(number < self._number for number in cut_off)
         return "most nodes cannot reach it" if now - self._majority_since >= lower_cut_off * self._stagger else None

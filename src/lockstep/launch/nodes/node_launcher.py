@@ -6,6 +6,7 @@ has an `Agent`, which runs the node's ranks and stays the same when another node
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -13,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ExitCode, UserError
-from lockstep.launch import records
 from lockstep.launch.agent import Agent
-from lockstep.launch.coordinator import TURN_S, Coordinator, say
+from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
-from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
+from lockstep.launch.nodes.search import ONE_LOG, CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.door import Door, find_secret
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -59,7 +61,7 @@ class NodeLauncher:
 
     def run(self) -> JobEnd:
         try:
-            next_step = self._search().begin()
+            next_step = self._search().find_coordinator()
             while not isinstance(next_step, JobEnd):
                 if isinstance(next_step, CoordinatorRole):
                     next_step = self._coordinate(next_step)
@@ -99,7 +101,7 @@ class NodeLauncher:
         self._signals[:0] = coordinator.received_signals
         say("lockstep: another node has taken over this job while this one did not answer: the ranks here were stopped")
         self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search().begin_again(self._membership, "it was superseded")
+        return self._search().after_loss(self._membership, "it was superseded")
 
     # ---- following ----
 
@@ -109,7 +111,7 @@ class NodeLauncher:
             try:
                 orders = self._join(connection)
                 assert self._agent is not None
-                return self._execute_orders(self._agent, connection, orders)
+                return self._carry_out_orders(self._agent, connection, orders)
             except ConnectionLost as lost:
                 if self._agent is not None:
                     self._agent.stop()
@@ -120,7 +122,7 @@ class NodeLauncher:
                     address = last.term.address if last else ""
                     return self._search().end_alone(str(lost), address, ExitCode.FAILED)
 
-                return self._search().begin_again(last, str(lost)) if last else self._search().begin()
+                return self._search().after_loss(last, str(lost)) if last else self._search().find_coordinator()
 
     def _join(self, connection: Connection) -> list[Message]:
         """Join the job and adopt the coordinator's choices. Returns the first orders."""
@@ -151,10 +153,10 @@ class NodeLauncher:
         return orders
 
     def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
-        # The report was made under the node's old number; a node gets a new number each time that it joins.
+        # The file has the node's old number; a node gets a new number each time that it joins.
         last = self._membership
         if last is not None:
-            election.withdraw_report(self._job.run_dir, last.term.number, last.number)
+            election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
         job = adopt(self._job, welcome)
         if self._agent is not None and job != self._job:
@@ -167,7 +169,7 @@ class NodeLauncher:
         reconnects = last.reconnects if last is not None and last.term == welcome.term else []
         self._membership = Membership(welcome.term, welcome.number, state, local_address, reconnects)
 
-    def _execute_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
+    def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
         assert self._membership is not None
         next_beat = 0.0
@@ -177,18 +179,19 @@ class NodeLauncher:
                     case JobEnd():
                         return message
                     case Announce():
-                        say(message.text)
+                        if ONE_LOG not in os.environ:
+                            say(message.text)
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
                     case _:
-                        agent.do(message)
+                        agent.carry_out(message)
 
             # A signal at any node is meant for the whole job.
             while self._signals:
                 connection.send(SignalReceived(self._signals.pop(0)))
 
-            for event in agent.poll():
-                connection.send(event)
+            for message in agent.poll():
+                connection.send(message)
 
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
@@ -208,5 +211,5 @@ def adopt(job: Job, welcome: Welcome) -> Job:
 
 def received(connection: Connection, *others: Any) -> list[Message]:
     """Return the messages that arrive within a moment; return early if one of the `others` becomes readable."""
-    records.wait_readable([connection, *others], TURN_S)
+    wait_readable([connection, *others], WAIT_S)
     return connection.receive(time.monotonic())

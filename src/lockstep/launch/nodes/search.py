@@ -6,35 +6,45 @@ over. The files in the run folder say which (`election.py`).
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
-from lockstep.launch.coordinator import say
+from lockstep.launch.decisions.restarts import within_last_hour
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.run_dir import break_locks, hold, remove_old_requests
+from lockstep.launch.terminal import say
 from lockstep.launch.wire.connections import (
     LOST_AFTER_S,
     Connection,
     NoAnswer,
     address_of,
     claim,
+    is_taken,
     listen_at,
     reach,
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.proof import Secret
 
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and not once for each node; and the command that resumes the job is typed once.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
+
 # How long a node tries to reach the coordinating node.
 CONNECT_S = 300.0
 
 # The pause between two tries.
 RETRY_S = 0.2
+
+# How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
+TAKEN_S = 30.0
 
 # How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
 # that record as stale.
@@ -51,7 +61,6 @@ DELIVER_S = 20.0
 
 # How many times an hour a node reconnects to the same live coordinator: each time, the training is interrupted.
 MAX_RECONNECTS = 3
-HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
-    """The search of one node for its coordinator, when the node starts (`begin`) or has lost it (`begin_again`)."""
+    """The search of one node for its coordinator: when the node starts, and after it has lost the coordinator."""
 
     def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
         self._job = job
@@ -95,17 +104,17 @@ class Search:
 
     # ---- at the start ----
 
-    def begin(self) -> NextStep:
+    def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
-        began = now = time.monotonic()
+        began = now = last_not_taken = time.monotonic()
         announced = False
         watch = CounterWatch()
         while now - began < CONNECT_S:
             if self._signals:
                 return self._stopped()
 
-            # The node that can bind the first address coordinates a new job. But that node may be coming back after
-            # another node has taken over, whose address is in the list or in the run folder.
+            # The node that binds the first address coordinates a new job. But it may be returning to a job that another
+            # node has taken over: first try the other addresses and the one in the run folder.
             listener = self._claim_first()
             term, readable = self._newest_term()
             others = self._addresses[1:] if listener else self._addresses
@@ -122,7 +131,7 @@ class Search:
             else:
                 watch.reset()
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
-            if listener and free and (role := self._begin_to_coordinate(listener)):
+            if listener and free and (role := self._start_job(listener)):
                 return role
 
             if not announced and now - began > 1.0:
@@ -133,6 +142,17 @@ class Search:
 
             if listener:
                 listener.close()
+
+            # A coordinator on this machine would have answered long ago.
+            if listener or not is_taken(self._addresses[0]):
+                last_not_taken = now
+            elif now - last_not_taken > TAKEN_S:
+                raise UserError(
+                    f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
+                    self._last_problem,
+                    "use a free port, the same on all nodes",
+                )
+
             time.sleep(RETRY_S)
             now = time.monotonic()
 
@@ -175,16 +195,16 @@ class Search:
 
         return None
 
-    def _begin_to_coordinate(self, listener: socket.socket) -> CoordinatorRole | None:
+    def _start_job(self, listener: socket.socket) -> CoordinatorRole | None:
         """Begin a term of a job that no other node coordinates. Returns None if another node was faster."""
         with ExitStack() as resources:
             # This comes first: it raises if another job holds the folder, whose term file must stay.
             resources.enter_context(hold(self._job.run_dir))
             remove_old_requests(self._job.run_dir)
-            held_term = self._begin_term(None, listener)
+            held_term = self._try_term(None, listener)
             return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
 
-    def _begin_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
+    def _try_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
         try:
             return election.begin_term(self._job.run_dir, after, self._name, address_of(listener))
         except OSError as error:
@@ -198,7 +218,7 @@ class Search:
 
     # ---- after the coordinator was lost ----
 
-    def begin_again(self, last: Membership, why: str) -> NextStep:
+    def after_loss(self, last: Membership, why: str) -> NextStep:
         """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
         where = f"{last.term.host} ({last.term.address})"
         say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
@@ -220,8 +240,8 @@ class Search:
                     last_seen = now
                 watch.reset()
 
-            # Last, so that a signal is sent to a successor if there is one, which may take a moment to answer. A
-            # successor whose counter stands still is lost as well.
+            # Checked last: if a successor exists, join it and pass the signal on, rather than stop here. A successor
+            # whose counter stands still is lost as well.
             newer = term is not None and term.number > last.term.number
             has_successor = newer and watch.still_for(now) < LOST_AFTER_S
             if self._signals and not (has_successor and now - began < DELIVER_S):
@@ -239,7 +259,7 @@ class Search:
         run_dir = self._job.run_dir
         watch.look(term.number, election.read_counter(run_dir, term.number), now)
         still_lives = term.number == last.term.number and watch.alive
-        if still_lives and sum(now - when < HOUR_S for when in last.reconnects) >= MAX_RECONNECTS:
+        if still_lives and len(within_last_hour(last.reconnects, now)) >= MAX_RECONNECTS:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
             return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
@@ -247,7 +267,7 @@ class Search:
             return connection
 
         if still_lives:
-            election.report_cut_off(run_dir, term.number, last.number)
+            election.write_cut_off_file(run_dir, term.number, last.number)
 
         reason = watch.reason(election.cut_off_nodes(run_dir, term.number), time.monotonic())
         return self._take_over(term, last, f"{why}, and {reason}") if reason and not self._signals else None
@@ -276,14 +296,14 @@ class Search:
                 self._last_problem = error.strerror or str(error)
                 return None
 
-            held_term = self._begin_term(term.number, listener)
+            held_term = self._try_term(term.number, listener)
             if held_term is None:
                 return None
 
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
-            failure = Failure(-1, term.host, time.time(), Kind.NODE, text)
+            failure = Failure.noticed(Kind.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
 
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
@@ -300,5 +320,6 @@ class Search:
     def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
-        say(f"lockstep: {text}. To resume, on every node: {self._job.resume_command}")
-        return JobEnd(code, Failure(-1, self._name, time.time(), Kind.NODE, text))
+        everywhere = "" if ONE_LOG in os.environ else ", on every node"
+        say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
+        return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))

@@ -18,11 +18,11 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch import records
 from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
-from lockstep.launch.wire.lines import LineReader, ReadySockets
+from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
+from lockstep.runtime.machine import as_others_reach_it
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
 
 # A node that sends nothing for this long is lost.
@@ -223,7 +223,7 @@ class Hub:
 
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
-            records.wait_readable([self._ready], left)
+            wait_readable([self._ready], left)
             self._read_all(time.monotonic())
 
         for number in list(self._connections):
@@ -237,7 +237,7 @@ def claim(address: str) -> socket.socket | None:
 
     try:
         # IPv4 nodes can reach the IPv6 address ::.
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, where = socket.getaddrinfo(as_others_reach_it(host), port, type=socket.SOCK_STREAM)[0]
         return _listener(where, family, dualstack_ipv6=family == socket.AF_INET6)
     except socket.gaierror as error:
         raise UserError(
@@ -254,6 +254,20 @@ def claim(address: str) -> socket.socket | None:
             os.strerror(error.errno or 0),
             "use an address and a port that one node may use",
         ) from None
+
+
+def is_taken(address: str) -> bool:
+    """Return whether this machine has an address of --join, and something else listens at its port."""
+    host, port = parse_address(address)
+    for wanted, free in ((0, True), (port, False)):
+        try:
+            here = as_others_reach_it(host)
+            family, _, _, _, where = socket.getaddrinfo(here, wanted, type=socket.SOCK_STREAM)[0]
+            _listener(where, family).close()
+        except OSError as error:
+            return not free and error.errno == errno.EADDRINUSE
+
+    return False
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -293,7 +307,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     """
     host, port = parse_address(address)
     try:
-        connection = socket.create_connection((host, port), 2.0, (source, 0) if source else None)
+        connection = socket.create_connection((as_others_reach_it(host), port), 2.0, (source, 0) if source else None)
         return _proven(connection, secret)
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None

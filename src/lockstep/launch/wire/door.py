@@ -42,7 +42,7 @@ SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 # A shorter text could be guessed.
 SHORTEST = 16
 
-# How many unproven connections may wait at once, and how many are accepted in one turn.
+# How many unproven connections may wait at once, and how many are accepted in one poll.
 MOST_STRANGERS = 64
 MOST_PER_TURN = 256
 

@@ -1,13 +1,27 @@
-"""Lines that arrive on a socket: messages of nodes, requests of ranks to their store, reports of a zygote."""
+"""Waiting for sockets and pipes, and the lines that arrive on a socket.
+
+The lines are messages of nodes, requests of ranks to their store, and what a zygote says about its ranks.
+"""
 
 from __future__ import annotations
 
 import math
 import select
 import socket
+from collections.abc import Iterable
 from typing import Any
 
-from lockstep.launch import records
+
+def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
+    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
+
+    None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
+    """
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 class ReadySockets:
@@ -58,7 +72,7 @@ class LineReader:
     def read(self) -> list[bytes]:
         """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
         # The socket may be a blocking one, because of what is sent on it.
-        while not self.ended and len(self._unread) <= self._longest and records.wait_readable([self._socket], 0.0):
+        while not self.ended and len(self._unread) <= self._longest and wait_readable([self._socket], 0.0):
             try:
                 data = self._socket.recv(65536)
             except OSError as error:

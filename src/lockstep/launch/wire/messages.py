@@ -1,7 +1,6 @@
-"""The messages that the launchers of a job send to each other, and the commands of the state machine.
+"""The messages that the launchers of a job send to each other; `connections.py` sends them.
 
 A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received (`records.parse`).
-A command is what the state machine wants done on the coordinating node. `connections.py` sends the messages.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.job import COORDINATOR, PROGRAM, Bounds
 from lockstep.launch.nodes.election import Term
 
 # The messages, by their names in JSON.
@@ -66,9 +65,10 @@ class RanksGone(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class ZygoteLost(AttemptMessage):
+class ZygoteLost(Message):
     """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
 
+    attempt: int | None  # None if no ranks were started before
     why: str
     hopeless: bool
 
@@ -94,7 +94,7 @@ class NodeBeat(Message):
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
-    attempt: int = -1  # the newest attempt whose ranks the node has started
+    attempt: int | None = None  # the newest attempt whose ranks the node has started
 
 
 # ---- from the coordinator to a node ----
@@ -119,7 +119,7 @@ class CoordinatorState(Message):
     """
 
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
-    attempt: int = -1  # the newest attempt
+    attempt: int | None = None  # the newest attempt
     restarts: int = 0
     recent: list[float] = field(default_factory=list)
     culprits: list = field(default_factory=list)
@@ -172,7 +172,7 @@ class Start(AttemptMessage):
     address: str
     port: int  # for MASTER_PORT: free when the attempt began
     store_port: int  # 0 for ranks on one machine
-    store: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
+    store_nonce: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
 
 
 @dataclass(frozen=True)
@@ -190,40 +190,7 @@ class CollectStacks(AttemptMessage):
     """Ask every rank for its stack and its last collectives."""
 
 
-# ---- commands of the state machine ----
-
-
-@dataclass(frozen=True)
-class StartAttempt:
-    """Start a new attempt: `counts` maps each node to its number of ranks, which are numbered in this order."""
-
-    attempt: int
-    counts: dict[int, int]
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a node, which may be the coordinating one itself."""
-
-    node: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class DropNode:
-    """Close the connection to a node that does not belong to the job any more."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class LogEvent:
-    """Append an event to the run's events.jsonl."""
-
-    event: dict[str, Any]
-
-
-# ---- commands that are also sent to all other nodes ----
+# ---- from the coordinator to all other nodes, which it also carries out itself ----
 
 
 @dataclass(frozen=True)
@@ -240,9 +207,6 @@ class JobEnd(Message):
     code: int  # an `ExitCode`
     failure: Failure | None = None
     restarts: int = 0
-
-
-Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
 
 
 # ---- encoding ----
@@ -264,7 +228,16 @@ def decode(line: bytes) -> Message:
 
 def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
     """Return which parts of two nodes' commands differ, or None if they agree."""
-    keys = sorted(theirs.identity.keys() | ours.keys())
-    pairs = [(key, theirs.identity.get(key), ours.get(key)) for key in keys]
+    return _different_values({**theirs.identity, PROGRAM: None}, {**ours, PROGRAM: None})
+
+
+def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which versions and which files of two nodes differ, or None if they agree."""
+    programs = theirs.identity.get(PROGRAM), ours.get(PROGRAM)
+    return _different_values(*(program if isinstance(program, dict) else {} for program in programs))
+
+
+def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    pairs = [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys())]
     parts = [f"{key}: {they!r} here, {we!r} on the coordinating node" for key, they, we in pairs if they != we]
     return "; ".join(parts) or None

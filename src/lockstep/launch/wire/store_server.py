@@ -30,9 +30,9 @@ PER_RANK = 4
 LOOK_S = 0.1
 
 
-def store_secret(secret: Secret, store: str) -> Secret:
+def store_secret(secret: Secret, nonce: str) -> Secret:
     """Return the key of one attempt's store. Ranks get this key, and never the job's secret."""
-    return Secret(sign(secret.key, b"store", store.encode()), f"{secret.source}, for one attempt")
+    return Secret(sign(secret.key, b"store", nonce.encode()), f"{secret.source}, for one attempt")
 
 
 @dataclass
@@ -133,7 +133,7 @@ class StoreServer:
     def _serve(self, client: Client, request: dict[str, Any], now: float) -> None:
         what = request["what"]
         if what in ("wait", "get"):
-            # Answered at the end of this turn, at the earliest.
+            # Answered at the end of this poll, at the earliest.
             client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
             self._to_check[client] = None
         else:

@@ -2,7 +2,7 @@
 
 A sink gets every record of rank 0: metrics, and events, which have the key `event`. `metrics.jsonl` and
 `events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[csv]`). To add one, write a class and
-enter it in SINKS.
+enter it in SINKS. In a pod of Kubeflow, which offers an address for it, progress is reported there as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import unknown_name
 from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
+from lockstep.observe.sinks import kubeflow
 from lockstep.observe.sinks.csv_sink import CsvSink
 
 __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
@@ -47,7 +48,7 @@ class RunJsonl:
 
 
 class SinkList:
-    """The sinks that a run asks for by name. A sink that fails never stops the run."""
+    """The sinks that a run asks for by name, and Kubeflow's. A sink that fails never stops the run."""
 
     def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
         """Open the sinks. `report` gets one line for each sink that fails later.
@@ -61,6 +62,9 @@ class SinkList:
                 raise unknown_name("log.sinks", name, SINKS)
             if run_dir is not None:
                 self._sinks[name] = SINKS[name](run_dir)
+
+        if run_dir is not None and kubeflow.is_offered():
+            self._sinks["kubeflow"] = kubeflow.KubeflowSink(report)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._call("write", record)

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.context import EventLogger
+from lockstep.runtime.context import EventLogger, log_nothing
 from lockstep.task import MicroBatch, StepBatches
 
 UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than this are not just rounded
@@ -52,7 +52,7 @@ class RunningStatistics:
         self.names = list(layers)
         self.layers: list[Any] = list(layers.values())
         self.replicas = replicas
-        self.log_event: EventLogger = lambda *_, **__: None
+        self.log_event: EventLogger = log_nothing
 
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began
@@ -150,7 +150,7 @@ class RunningStatistics:
             self._restart()
 
         values = len(self._layer_of)
-        packed = self.replicas.sum_(torch.cat([self._sum, self._weight, self._local_updates]))
+        packed = self.replicas.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
         total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 

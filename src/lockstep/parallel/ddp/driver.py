@@ -1,4 +1,4 @@
-"""Drivers for replicated parameters: gradients are reduced in buckets by torch's DDP, or all at once without it."""
+"""Drivers for replicated parameters: torch's DDP reduces gradients in buckets; without it, all are reduced together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import Control, Driver, backward, broadcast_model, no_gradient, sum_with_word
+from lockstep.parallel.driver import Driver, Progress, backward, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
@@ -70,7 +70,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self.calls = Calls()
+        self._lockstep_calls = Calls()  # a name that no user's model has: its own would be hidden
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -79,7 +79,7 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls = self.calls
+        calls = self._lockstep_calls
         calls.any = True
         calls.with_gradients |= torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
@@ -133,8 +133,8 @@ class DDPDriver(Driver):
             self._replica.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             self.parts = self.hook.parts
 
-        # The ids of the parameters that the last backward reached. If gradients are views of buckets, `_check_complete`
-        # can tell from the gradients.
+        # The ids of the parameters that the last backward reached. Not needed if gradients are views of buckets:
+        # `_check_complete` then looks at the gradients themselves.
         self._reached = reached = set[int]()
         if not config.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -155,12 +155,13 @@ class DDPDriver(Driver):
         super().begin()
         self._word_parameter.grad = None
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
         replica = self._replica
-        replica.calls.any = replica.calls.with_gradients = False
-        if replica.require_backward_grad_sync != control.is_last_micro_batch:
-            replica.require_backward_grad_sync = control.is_last_micro_batch
+        calls = replica._lockstep_calls
+        calls.any = calls.with_gradients = False
+        if replica.require_backward_grad_sync != progress.is_last_micro_batch:
+            replica.require_backward_grad_sync = progress.is_last_micro_batch
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -168,8 +169,8 @@ class DDPDriver(Driver):
         self.runtime.collectives.broadcast_(buffers)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
-        if not self._replica.calls.with_gradients:
-            if self._replica.calls.any:
+        if not self._replica._lockstep_calls.with_gradients:
+            if self._replica._lockstep_calls.any:
                 raise no_gradient()
             raise UserError(
                 "the loss was computed without calling the model that Lockstep passed in",
@@ -189,7 +190,7 @@ class DDPDriver(Driver):
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
-        packed = self.codec.pack(word, times=self.to_sum)
+        packed = self.codec.pack(word, factor=self.to_sum)
         backward((total, self._word_parameter), (grad_output, packed))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
@@ -221,7 +222,7 @@ class DDPDriver(Driver):
 
 
 class FlatReduceDriver(Driver):
-    """Replicas whose gradients are all reduced at once, after the last backward.
+    """Replicas whose gradients are reduced together, after the last backward.
 
     This is slower than DDP's buckets, which are reduced while the backward runs. But it works with any autograd graph:
     parameters may be unused on some ranks, in some micro-batches, or everywhere.
@@ -247,7 +248,7 @@ class FlatReduceDriver(Driver):
             flat = torch.cat([grad.flatten() for grad in grads])
 
             # Half-precision gradients are added in float32 and rounded once.
-            flat = self.runtime.collectives.sum_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+            flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad = summed.view_as(p)
 

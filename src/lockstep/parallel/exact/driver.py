@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.config import DDPConfig, RunConfig
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver, check_reached
-from lockstep.parallel.driver import Control, Driver, ShardedDriver, SingleDriver, no_gradient, sum_with_word
+from lockstep.parallel.driver import Driver, Progress, ShardedDriver, SingleDriver, no_gradient, sum_with_word
 from lockstep.parallel.exact.hook import Gradients, OrderedHook, add_gradients_
 from lockstep.parallel.exact.row_norms import norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
@@ -43,8 +43,8 @@ class _FullParameters(Driver):
         super().begin()
         self.tree.roots.clear()
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
         self._subtree = None if micro.padding else Subtree(micro.index, 0)
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -82,9 +82,9 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
     leaves_sums = True  # dividing by 3 ranks would round, while dividing by 2 does not
     word_dtype = torch.float64
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
-        self._total = _micro_batches(control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
+        self._total = _micro_batches(progress)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         if word is not None:
@@ -114,9 +114,9 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         super().__init__(model, runtime)
         self.tree = TreeSum(add_gradients_)
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
-        self._total = _micro_batches(control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
+        self._total = _micro_batches(progress)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, grad_output, word)
@@ -232,13 +232,13 @@ class OrderedFSDPDriver(FSDPDriver):
         for reduction in self._reductions:
             reduction.tree.roots.clear()
 
-    def before_forward(self, micro: MicroBatch, control: Control) -> None:
-        super().before_forward(micro, control)
+    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+        super().before_forward(micro, progress)
         self._round += 1
 
-        self._total = _micro_batches(control)
+        self._total = _micro_batches(progress)
         for reduction in self._reductions:
-            reduction.expected = _Round(self._round, self._total, control.is_last_micro_batch)
+            reduction.expected = _Round(self._round, self._total, progress.is_last_micro_batch)
 
         for parameter in self.parameters:
             parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
@@ -270,7 +270,7 @@ class OrderedFSDPDriver(FSDPDriver):
         if not grads:
             raise no_gradient()
 
-        words, rows = self._gather_rows(grads, self.codec.pack(word, times=1.0))
+        words, rows = self._gather_rows(grads, self.codec.pack(word))
         packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
         return packed, torch.stack([norm_of_rows(norms) for norms in rows])
 
@@ -400,7 +400,7 @@ def _split(values: Sequence[bool], lengths: Sequence[int]) -> list[Sequence[bool
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _micro_batches(control: Control) -> int:
-    total = control.batches.total
+def _micro_batches(progress: Progress) -> int:
+    total = progress.batches.total
     assert total is not None, "exact mode needs a source with a known number of micro-batches"
     return total

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.data.shard import rank_range
+from lockstep.data.windows import rank_range
 from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 

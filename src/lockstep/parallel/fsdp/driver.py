@@ -38,12 +38,15 @@ from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.machine import available_memory
 from lockstep.runtime.world import World
 
-# The node around the inputs of a block, by the name that torch gives it: frozen parameters leave no leaf in a graph.
+# torch's name of the autograd node at a block's inputs. A frozen block has no leaf to find it by.
 FSDP_NODES = frozenset({"RegisterPostBackwardFunctionBackward"})
 
 
 class FSDPDriver(ShardedDriver):
-    """Reduce-scatters the gradients of every micro-batch at once, so that no rank accumulates full-size gradients."""
+    """Reduce-scatters the gradients of every micro-batch as soon as its backward computes them.
+
+    So no rank accumulates full-size gradients.
+    """
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
@@ -119,7 +122,7 @@ class FSDPDriver(ShardedDriver):
 
         try:
             with super().many_forwards():
-                warning = "every forward gathers the model again: memory does not suffice for twice its parameters"
+                warning = "every forward gathers the model again: there is not enough memory for twice its parameters"
                 yield None if stays_gathered else warning
         except BaseException:
             self._forget_failed_backward()
@@ -139,7 +142,7 @@ class FSDPDriver(ShardedDriver):
         state = self._sharded_modules()[0]._get_fsdp_state()
         state._state_ctx.post_backward_final_callback_queued = False
 
-        # Exists since torch 2.13. Before the first forward there is no root, and nothing to reset.
+        # Added in torch 2.13. Before the first forward there is no root, and nothing to reset.
         if hasattr(state, "_reset_iter_state") and state._is_root:
             state._reset_iter_state()
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, Reduced, ShardedDriver, no_gradient, sum_with_word
+from lockstep.parallel.driver import Autocast, LossFn, Progress, Reduced, ShardedDriver, no_gradient, sum_with_word
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.inner_gradients import InnerGradient
 from lockstep.parallel.mesh import Axes
@@ -136,27 +136,27 @@ class PipelineDriver(ShardedDriver):
         if self._collective_check:
             self._collective_check.begin_step()
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, control: Control) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
         self.begin()
         loss_fn = partial(self.call_loss, loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
-        if control.needs_reference_weight:
+        if progress.needs_reference_weight:
             loss = None
             try:
                 loss = self._pipeline.forward(loss_fn, micros[0].data, loss_gradients=True)
             except UserError as error:
                 self._pipeline.refusal = error  # all ranks raise it, at the end of the step
 
-            control.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
+            progress.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
-        self._pipeline.run(micros, loss_fn, control)
+        self._pipeline.run(micros, loss_fn, progress)
         if self.statistics:
             self.statistics.end_step(batches)
 
-        control.backwards_done = batches.count
-        self._word_and_norms = self._reduce(control.before_reduce())
+        progress.backwards_done = batches.count
+        self._word_and_norms = self._reduce(progress.control_word())
         return self.reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -180,7 +180,7 @@ class PipelineDriver(ShardedDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
-        squared = self._tp.sum_(self._replicas.sum_(self._squared_terms(tensors)))
+        squared = self._tp.all_reduce_(self._replicas.all_reduce_(self._squared_terms(tensors)))
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class PipelineDriver(ShardedDriver):
             copies = torch.tensor([self._copies[index] for index in grads], device=squared.device)
             squared[[*grads]] = self._squared_terms([*grads.values()]) / copies
 
-        return packed, self.runtime.collectives.sum_(squared).sqrt()
+        return packed, self.runtime.collectives.all_reduce_(squared).sqrt()
 
     def _raise_refusal(self) -> NoReturn:
         """Raise the loss's UserError on all ranks. Only the rank of the last stage, which calls the loss, has it."""

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, Control, LossFn, no_gradient
+from lockstep.parallel.driver import Autocast, LossFn, Progress, no_gradient
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
@@ -142,7 +142,7 @@ class Pipeline:
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
-    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, control: Control) -> None:
+    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, progress: Progress) -> None:
         """Run forward and backward of all micro-batches.
 
         Micro-batches of different shapes (a short one at the end of an epoch) go through separate passes.
@@ -158,7 +158,7 @@ class Pipeline:
             shape = shapes[group[0]]
             if is_new:
                 _, self._stage_inputs[shape] = self._forward_once(inputs[group[0]])
-            self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, control)
+            self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, progress)
 
     def step_flags(self) -> list[bool]:
         """Return whether the loss raised a UserError, and whether its backward reached the model's output."""
@@ -284,15 +284,15 @@ class _ScheduledStage(nn.Module):
         if pipeline.shard_group is None:
             self.stage = stage
 
-    def start(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
+    def start(self, work: _Work, loss_fn: LossFn, progress: Progress) -> None:
         self._work = iter(work)  # every schedule runs the forwards in this order
         self._loss_fn = loss_fn
-        self._control = control
+        self._progress = progress
 
     def forward(self, *received: Tensor) -> Any:
         pipeline, stage = self._context
         micro, arguments = next(self._work)
-        self._control.before_forward(micro, self.number)
+        self._progress.before_forward(micro, self.number)
         if pipeline.before_forward:
             pipeline.before_forward(micro)
 
@@ -313,7 +313,7 @@ class _ScheduledStage(nn.Module):
         pipeline.outputs = leaves
         try:
             loss = compute_loss(output)
-            grad_output = self._control.record(loss)  # may replace loss.total, by an injected fault
+            grad_output = self._progress.record(loss)  # may replace loss.total, by an injected fault
             if not pipeline.foreign.were_read(loss, output, compute_loss):
                 total = loss.total * grad_output
         except UserError as error:
@@ -372,9 +372,9 @@ class _PreparedSchedule:
 
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
-    def run(self, work: _Work, loss_fn: LossFn, control: Control) -> None:
+    def run(self, work: _Work, loss_fn: LossFn, progress: Progress) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
-            module.start(work, loss_fn, control)
+            module.start(work, loss_fn, progress)
             # torch does this in schedule.step(), which we do not call: it would split a batch into micro-batches.
             stage.has_backward = True
             stage.clear_runtime_states()

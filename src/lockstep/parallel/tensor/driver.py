@@ -120,7 +120,7 @@ def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> No
         return
 
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
-    users = replicas.sum_(used.to(replicas.device)).tolist()
+    users = replicas.all_reduce_(used.to(replicas.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
 
     # A rank that did not use a parameter adds zeros to the gradients of the others.
@@ -141,7 +141,9 @@ def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in the same order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
-        sums = replicas.sum_(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
+        sums = replicas.all_reduce_(torch.cat([grad.flatten() for grad in grads])).split(
+            [grad.numel() for grad in grads]
+        )
         torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
 
 

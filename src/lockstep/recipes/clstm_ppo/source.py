@@ -249,7 +249,7 @@ class Rollouts:
         full = torch.zeros(total, *local_rows.shape[1:], dtype=local_rows.dtype, device=local_rows.device)
         full[first : first + len(local_rows)] = local_rows
         # Summed as bytes, which are 0 on all ranks but one: exact for any kind of number.
-        self.context.add(full.flatten().view(torch.uint8))
+        self.context.all_reduce(full.flatten().view(torch.uint8))
         return full
 
     # ---- state ----

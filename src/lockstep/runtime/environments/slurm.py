@@ -5,7 +5,7 @@ With one task on each node, `srun lockstep train ... --nproc 8` starts a launche
 Only a job step with several tasks counts. An interactive shell, a batch script and a step with one task have Slurm
 variables as well (SLURM_NTASKS counts the tasks of the whole allocation there), but are single processes.
 
-Limits: it is tested with the variables that Slurm documents, not yet on a cluster. Rank 0 is expected on the first node
+Limits: it is tested on a small cluster (`make test-slurm`), with Slurm 22.05. Rank 0 is expected on the first node
 of the step. With `--distribution=arbitrary` it may be elsewhere: set MASTER_ADDR.
 """
 

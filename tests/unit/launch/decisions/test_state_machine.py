@@ -1,4 +1,4 @@
-"""The decisions of a job, without any process: events in, commands out."""
+"""The decisions of a job, without any process: it is told what happens, and issues commands."""
 
 import signal
 import time
@@ -11,26 +11,23 @@ from lockstep.config.schema import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import state_machine as module
 from lockstep.launch.decisions.cluster import Node, divide
-from lockstep.launch.decisions.restarts import Settings
+from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.failure import Failure, Kind, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     CoordinatorState,
-    DropNode,
     JobEnd,
     Kill,
-    LogEvent,
     NodeBeat,
     Preempt,
     Prepare,
     RankExited,
-    Send,
     Stacks,
-    StartAttempt,
     ZygoteLost,
     decode,
     encode,
@@ -67,7 +64,8 @@ class Stage:
 
     def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
-        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", **failure}
+        origin = "signal" if code < 0 else "exception"
+        values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         self.state_machine.rank_exited(
             RankExited(self.state_machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
@@ -277,6 +275,26 @@ def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     assert stage.tick()[-1].code == 75
 
 
+def test_one_interrupt_that_is_sent_to_all_nodes_is_one(stage):
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=0)
+    stage.state_machine.preempt_requested("SIGINT", stage.now + 0.01, node=1)
+    stage.tick()
+    assert not stage.sent(Kill)
+
+    # The same node again, or another one much later: Ctrl-C was typed a second time.
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=1)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
+def test_an_interrupt_at_another_node_later_is_the_second(stage):
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=0)
+    stage.tick(2)
+    stage.state_machine.preempt_requested("SIGINT", stage.now, node=1)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
 def test_a_second_interrupt_stops_at_once(stage):
     stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.tick()
@@ -430,7 +448,7 @@ def test_too_few_nodes_do_not_wait_for_ever():
 
 def test_no_restarts_at_all_means_none_by_the_platform_either():
     stage = nodes(2, 2, 1)
-    stage.state_machine.recovery.settings = Settings(restart=RestartConfig(per_hour=0))
+    stage.state_machine.settings = Settings(restart=RestartConfig(per_hour=0))
     assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
@@ -536,7 +554,7 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
-    stage.state_machine.beat_received(1, NodeBeat(attempt=-1), stage.now)  # it is alive, but does nothing
+    stage.state_machine.beat_received(1, NodeBeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
     assert not stage.of(DropNode)
     stage.tick(0.2)
@@ -583,7 +601,7 @@ def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
-    new.state_machine.took_over(Failure(-1, "host-0", time.time(), "node", "host-1 takes over from host-0"), new.now)
+    new.state_machine.took_over(Failure.noticed(Kind.NODE, "host-1 takes over from host-0", host="host-0"), new.now)
     return new
 
 
@@ -820,7 +838,7 @@ def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, exit_line="task.py:12")
     stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
     stage.tick()
-    assert "(sys.exit at task.py:12)" in stage.said
+    assert "(sys.exit at task.py:12; if" in stage.said
 
 
 def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():

@@ -375,7 +375,7 @@ def test_the_setting_that_applies_is_named(phase, longest, setting):
 def still(*views, asked=0.0, now=6.0, **limits):
     watch = Watchdog(HangConfig(**limits))
     watch.views = {0: list(views)}
-    return bool(watch.stands_still({seen.rank for seen in views}, asked, now))
+    return bool(watch.ranks_standing_still({seen.rank for seen in views}, asked, now))
 
 
 def test_ranks_that_do_not_move_get_no_grace():

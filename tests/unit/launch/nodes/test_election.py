@@ -112,6 +112,7 @@ def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
     due = {number: next(now for now in range(100, 120) if one.reason(set(), now)) for number, one in made.items()}
     assert due == {2: 105, 3: 107, 7: 109}
     assert "no sign of life in the run folder for 5 s" in made[2].reason(set(), 105.0)
+    assert "no sign of life in the run folder for 7 s" in made[3].reason(set(), 107.0)
 
 
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
@@ -141,9 +142,9 @@ def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
 
 def test_who_cannot_reach_the_coordinator(tmp_path):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    election.report_cut_off(tmp_path, 1, 4)
-    election.report_cut_off(tmp_path, 1, 5)
-    election.withdraw_report(tmp_path, 1, 4)
+    election.write_cut_off_file(tmp_path, 1, 4)
+    election.write_cut_off_file(tmp_path, 1, 5)
+    election.remove_cut_off_file(tmp_path, 1, 4)
     assert election.cut_off_nodes(tmp_path, 1) == {5}
     begin_term(tmp_path, 1, "b", "10.0.0.2:29400")
     assert not list(tmp_path.glob(".cut-off-*"))
@@ -152,12 +153,12 @@ def test_who_cannot_reach_the_coordinator(tmp_path):
 def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
     """Its terms have the same numbers; and one node that is cut off would seem to be most of them."""
     term = begin_term(tmp_path, None, "a", "10.0.0.1:29400")
-    election.report_cut_off(tmp_path, 1, 1)
-    election.report_cut_off(tmp_path, 2, 1)
+    election.write_cut_off_file(tmp_path, 1, 1)
+    election.write_cut_off_file(tmp_path, 2, 1)
     term.end()
     assert election.cut_off_nodes(tmp_path, 1) == set()
     assert election.cut_off_nodes(tmp_path, 2) == {1}  # of a successor that this one does not know yet
-    election.report_cut_off(tmp_path, 1, 2)  # by a node that has not seen the end
+    election.write_cut_off_file(tmp_path, 1, 2)  # by a node that has not seen the end
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
     assert election.cut_off_nodes(tmp_path, 1) == set()
 
@@ -183,3 +184,18 @@ def test_for_how_long_a_count_is_known_to_stand_still():
     assert made.still_for(109.0) == 2.0
     made.look(2, "", 110.0)  # it cannot be read
     assert made.still_for(150.0) == 0.0
+
+
+def test_a_counter_that_cannot_be_read_is_no_sign_of_life():
+    """It grew before. Now nothing is known of it, and a node must not be told that it is cut off from a live one."""
+    made = watch(1, [0, 1])
+    made.look(1, "1", 101.0)
+    assert made.alive
+    made.look(1, "", 102.0)
+    assert not made.alive
+    made.look(1, "1", 103.0)
+    assert not made.alive
+    made.look(1, "2", 104.0)
+    assert made.alive
+    made.reset()
+    assert not made.alive

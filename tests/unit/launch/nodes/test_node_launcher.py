@@ -28,7 +28,7 @@ def node(tmp_path, monkeypatch):
 
 def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, tmp_path):
     election.begin_term(tmp_path, None, "host-a", ADDRESS)
-    election.report_cut_off(tmp_path, 1, 2)
+    election.write_cut_off_file(tmp_path, 1, 2)
     node._adopt(
         Welcome(str(tmp_path), [], "again", number=3, term=Term(1, "host-a", ADDRESS)),
         CoordinatorState([[0, 1], [3, 3]]),

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ExitCode, PeersMissing, UserError
+from lockstep.launch.decisions.restarts import HOUR_S
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes import search as module
 from lockstep.launch.nodes.election import Term
-from lockstep.launch.nodes.search import DELIVER_S, GONE_S, HOUR_S, MAX_RECONNECTS, Membership, Search
+from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
 from lockstep.launch.wire.connections import LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState
 from lockstep.runtime.rendezvous.proof import Secret
@@ -62,7 +63,7 @@ def search(tmp_path, monkeypatch):
 
 def test_a_job_is_over_when_its_record_is_gone_for_a_while(search, last, clock):
     began = clock.now
-    ending = search.begin_again(last, "no answer")
+    ending = search.after_loss(last, "no answer")
     assert ending.code == ExitCode.RESTART
     assert GONE_S <= clock.now - began < GONE_S + 1
 
@@ -77,7 +78,7 @@ def test_a_moment_without_a_record_is_not_the_end_of_a_job(search, last, clock, 
             election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
 
     clock.meanwhile = take_over
-    assert search.begin_again(last, "no answer") is connection
+    assert search.after_loss(last, "no answer") is connection
 
 
 def test_a_folder_that_cannot_be_read_is_not_the_end_of_a_job(search, last, clock, tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_a_folder_that_cannot_be_read_is_not_the_end_of_a_job(search, last, cloc
 
     monkeypatch.setattr(election, "newest", sometimes)
     clock.meanwhile = meanwhile
-    assert search.begin_again(last, "no answer") is connection
+    assert search.after_loss(last, "no answer") is connection
     assert "Input/output error" in search._last_problem
 
 
@@ -112,7 +113,7 @@ def test_no_job_begins_in_a_folder_that_cannot_be_read(search, last, clock, tmp_
 
     monkeypatch.setattr(election, "newest", unreadable)
     monkeypatch.setattr(search, "_claim_first", lambda: listener)
-    role = search.begin()
+    role = search.find_coordinator()
     with role.resources:
         assert role.held_term.term.number == 1
         assert clock.now - began >= 5
@@ -127,18 +128,18 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
     connection, reached = object(), []
     monkeypatch.setattr(search, "_reach", lambda *addresses: reached.append(addresses) or connection)
     for _ in range(MAX_RECONNECTS):
-        assert search.begin_again(last, "no answer") is connection
-    assert search.begin_again(last, "no answer").code == 1
+        assert search.after_loss(last, "no answer") is connection
+    assert search.after_loss(last, "no answer").code == 1
     assert len(reached) == MAX_RECONNECTS  # the last return was not even tried
     assert f"has returned to it {MAX_RECONNECTS} times within an hour" in capfd.readouterr().err
-    clock.now += HOUR_S
-    assert search.begin_again(last, "no answer") is connection
+    clock.now += HOUR_S + 1
+    assert search.after_loss(last, "no answer") is connection
 
 
 def test_a_signal_ends_a_node_that_finds_no_coordinator(search, last, clock, tmp_path, capfd):
     election.begin_term(tmp_path, None, "host-a", ADDRESS)
     search._signals.append("SIGTERM")
-    assert search.begin_again(last, "no answer").code == 75
+    assert search.after_loss(last, "no answer").code == 75
     assert "stopped while no node coordinates" in capfd.readouterr().err
 
 
@@ -153,7 +154,7 @@ def test_a_signal_waits_for_a_successor_that_does_not_answer_at_once(search, las
 
     monkeypatch.setattr(search, "_reach", reach)
     search._signals.append("SIGTERM")
-    assert search.begin_again(last, "no answer") is connection
+    assert search.after_loss(last, "no answer") is connection
     assert search._signals == ["SIGTERM"]
 
 
@@ -162,7 +163,7 @@ def test_a_signal_waits_a_while_for_a_successor_that_lives(search, last, clock, 
     lives(clock, election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401"))
     search._signals.append("SIGTERM")
     began = clock.now
-    assert search.begin_again(last, "no answer").code == 75
+    assert search.after_loss(last, "no answer").code == 75
     assert DELIVER_S <= clock.now - began < DELIVER_S + 1
 
 
@@ -172,7 +173,7 @@ def test_a_signal_does_not_wait_for_a_successor_that_is_lost_as_well(search, las
     election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
     search._signals.append("SIGTERM")
     began = clock.now
-    assert search.begin_again(last, "no answer").code == 75
+    assert search.after_loss(last, "no answer").code == 75
     assert LOST_AFTER_S <= clock.now - began < LOST_AFTER_S + 1
 
 
@@ -192,10 +193,10 @@ def test_a_name_that_a_platform_has_yet_to_publish_is_waited_for(search, clock, 
 
     monkeypatch.setattr(module, "claim", unknown)
     with pytest.raises(UserError, match="the host nobody is not known here"):
-        search.begin()
+        search.find_coordinator()
 
     search._job = replace(search._job, node=0)
     with pytest.raises(PeersMissing, match="no answer within 5 minutes") as missing:
-        search.begin()
+        search.find_coordinator()
     assert "the host nobody is not known here" in missing.value.found
     assert missing.value.exit_code == ExitCode.RESTART

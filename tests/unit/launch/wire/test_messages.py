@@ -24,6 +24,7 @@ from lockstep.launch.wire.messages import (
     Welcome,
     decode,
     difference,
+    different_program,
     encode,
 )
 
@@ -104,3 +105,11 @@ def test_differences_are_named():
     theirs = Hello("h", Bounds(1, 1), {**ours, "target": "b.py"})
     assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
     assert difference(Hello("h", Bounds(1, 1), ours), ours) is None
+
+    # Versions and files are named one by one.
+    program = {"torch": "2.13.0", "python": "3.11"}
+    theirs = Hello("h", Bounds(1, 1), {**ours, "program": {**program, "torch": "2.12.1"}})
+    assert difference(theirs, {**ours, "program": program}) is None
+    assert different_program(theirs, {**ours, "program": program}) == (
+        "torch: '2.12.1' here, '2.13.0' on the coordinating node"
+    )

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.launch import records
 from lockstep.launch.wire.door import Sighting
+from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
 from lockstep.runtime.rendezvous import proof
 from lockstep.runtime.rendezvous.proof import Secret, prove
@@ -35,7 +35,7 @@ def serving() -> Iterator[tuple[int, list[Sighting]]]:
 
     def serve() -> None:
         while not over.is_set():
-            records.wait_readable(server.sockets(time.monotonic()), 0.02)
+            wait_readable(server.sockets(time.monotonic()), 0.02)
             server.poll(time.monotonic())
             sightings.extend(server.take_sightings())
 

@@ -1,4 +1,4 @@
-"""The state of one step on this rank: the current micro-batch, the losses so far, and the control word.
+"""The progress of one step on this rank: the current micro-batch, the losses so far, and the control word.
 
 A driver executes the model on each micro-batch. Everything else about the step is here: seeding each micro-batch, the
 `grad_output` of its backward, and the control word, which is reduced together with the last gradients.
@@ -23,7 +23,7 @@ from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
-from lockstep.task import Loss, MicroBatch, StepBatches, Weight
+from lockstep.task import Loss, MicroBatch, Number, StepBatches, Weight
 
 
 @dataclass
@@ -45,14 +45,14 @@ class StepContext:
     scaler: DynamicScaler | None  # with fp16
     global_batch: int
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
-    word_has_loss: bool  # whether the control word includes the loss, for spike detection
+    sends_loss: bool  # whether the control word includes the loss, for spike detection
     before_all_reduce: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
-    metrics: MetricNames = field(default_factory=MetricNames)
+    metric_names: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
 
-class StepControl:
+class StepProgress:
     """One step on this rank, from its first micro-batch to the control word.
 
     A custom loop may make several passes over the batches of a step, each with its own update.
@@ -70,7 +70,7 @@ class StepControl:
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
         # metrics are detached from the graph, and those on a GPU stay there.
         self.trained: list[MicroBatch] = []
-        self.losses: list[tuple[Weight, Weight]] = []
+        self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
 
         self.autocast = context.precision.autocast  # returns the context manager for forward and loss
@@ -116,7 +116,7 @@ class StepControl:
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, loss.weight)
         if loss.metrics:
-            context.metrics.seen.update(loss.metrics)
+            context.metric_names.seen.update(loss.metrics)
 
         # Tests inject faults here. Without any, this costs one comparison.
         fault = faults.fire("loss", self.step) if faults.in_environment != [] else None
@@ -134,8 +134,8 @@ class StepControl:
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
         """Set the typical weight of a step, as a power of two. Collective: every rank must call it once.
 
-        We backpropagate sums, but loss scales are meant for means, so the fp16 scale is divided by this weight. It is
-        computed from the first micro-batches of all ranks and is the same on all of them.
+        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight. It
+        is computed from the first micro-batches of all ranks and is the same on all of them.
         """
         context = self._context
         assert context.scaler is not None
@@ -145,12 +145,12 @@ class StepControl:
         contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
         counts = [0.0, 0.0] if contributes_nothing else [float(weight), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
-        total, samples = context.runtime.collectives.sum_(sums).tolist()
+        total, samples = context.runtime.collectives.all_reduce_(sums).tolist()
 
         per_step = total / max(1.0, samples) * context.global_batch
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
-    def before_reduce(self) -> ControlWord:
+    def control_word(self) -> ControlWord:
         """Return this rank's control word. Call it before the first collective of the reduction.
 
         Gradients may be reduced during the last backward, so for most drivers that is before this backward.
@@ -165,7 +165,7 @@ class StepControl:
             exhausted=int(self.batches.exhausted),
             step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
-            new_metrics=int(not context.metrics.seen <= context.metrics.known),
+            new_metrics=int(not context.metric_names.seen <= context.metric_names.known),
             preempt=int(context.runtime.notice.signal is not None),
             loss=self._loss,
             **context.flags,
@@ -189,8 +189,10 @@ class StepControl:
 
     def _add(self, loss: Loss, micro: MicroBatch) -> None:
         # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
-        if self._context.config.exact and (self.step == 0 or not _on_gpu(loss.weight)):
-            check_weight(float(loss.weight))
+        if self._context.config.exact:
+            on_gpu = isinstance(loss.weight, Tensor) and loss.weight.is_cuda
+            if self.step == 0 or not on_gpu:
+                check_weight(float(loss.weight))
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
@@ -201,17 +203,14 @@ class StepControl:
 
         # The control word needs these sums.
         self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
-        if self._context.word_has_loss:
+        if self._context.sends_loss:
             self._loss = self._loss + self._as_float64(total, LOSS_GRID)
 
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:
         """Return the value as float64. `exact` rounds it to a grid, so that sums do not depend on the order."""
-        number = value.detach().double() if _on_gpu(value) else float(value)
+        on_gpu = isinstance(value, Tensor) and value.is_cuda
+        number = value.detach().double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
-
-
-def _on_gpu(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
 
 
 def _check_loss(loss: Loss) -> None:

@@ -6,12 +6,13 @@ import pytest
 
 from lockstep.config.schema import HangConfig
 from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.validation import problem_with
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.wire.messages import JobEnd, NodeBeat, RankExited, RanksGone, SignalReceived, Stacks, ZygoteLost
 
-KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed"))
+KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="signal"))
 
 
 def view(rank: int) -> RankView:
@@ -42,7 +43,7 @@ def attempt():
     ids=str,
 )
 def test_a_message_that_can_be_right(attempt, message):
-    assert attempt.problem_with(message, 1) is None
+    assert problem_with(message, 1, attempt) is None
 
 
 @pytest.mark.parametrize(
@@ -62,4 +63,4 @@ def test_a_message_that_can_be_right(attempt, message):
     ids=str,
 )
 def test_a_message_that_cannot_be_right(attempt, message, problem):
-    assert re.search(problem, attempt.problem_with(message, 1))
+    assert re.search(problem, problem_with(message, 1, attempt))

@@ -1,4 +1,4 @@
-"""A complete `Store`, as short as one can be: an example for those who write another, and fast in tests."""
+"""A complete `CheckpointStorage`, as short as one can be: an example for those who write another, and fast in tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 
 
-class MemoryStore:
+class MemoryStorage:
     """Keeps checkpoints in a dict. Ranks must be threads of one process."""
 
     def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.shard import micro_slice, next_window, rank_counts, rank_range
+from lockstep.data.windows import micro_slice, next_window, rank_counts, rank_range
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.sampled_from(["short", "drop"]))

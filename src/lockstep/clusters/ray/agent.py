@@ -1,0 +1,138 @@
+"""What runs on a node of a Ray cluster: an actor, and as its child process the launcher of the node.
+
+    python -m lockstep.clusters.ray.agent PID train ...     the child: `lockstep train ...`, which dies with process PID
+
+The actor starts no threads but one that reads the child's output, and answers at once: the driver asks it for news.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.launch.wire.door import SECRET
+from lockstep.runtime.parent_death import die_with_parent
+
+# Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.
+MOST_LINES = 10_000
+
+# Ray gives every actor this variable, from the CPUs that it asked for; Lockstep chooses the number of threads itself.
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What has happened since the last report: output of the launcher, and its exit code once it has ended."""
+
+    lines: list[str]
+    code: int | None
+
+
+class NodeAgent:
+    """The actor on one node.
+
+    `secret` is the job's, `environment` holds variables of the driver, and `folder` is the driver's working folder,
+    None if Ray has brought its contents to this node. `marker` is a file in the run folder, which the driver has made.
+    """
+
+    def __init__(self, secret: str, environment: Mapping[str, str], folder: str | None, marker: str):
+        self._secret = secret
+        self._environment = dict(environment)
+        self._folder = folder
+        self._marker = Path(marker)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lines: deque[str] = deque(maxlen=MOST_LINES)
+        self._reader: threading.Thread | None = None
+
+    def address(self, host: str) -> str:
+        """Return where the nodes of the job can meet on this node: its address, and a port that is free now."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as unused:
+            port = unused.getsockname()[1]
+
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def start(self, words: Sequence[str]) -> None:
+        """Start `lockstep` with these words. Raises a UserError if this node does not have what it needs."""
+        self._check_folders()
+        env = {name: value for name, value in os.environ.items() if name != THREADS}
+
+        # A variable, and not an option: all users of a machine can read the command line of a process.
+        env |= {**self._environment, SECRET: self._secret, "PYTHONUNBUFFERED": "1"}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.clusters.ray.agent", str(os.getpid()), *words],
+            cwd=self._folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C at the terminal of `ray start` is not meant for the job
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
+        self._reader.start()
+
+    def _check_folders(self) -> None:
+        here = socket.gethostname()
+        if self._folder is not None and not os.path.isdir(self._folder):
+            raise UserError(
+                f"the folder {self._folder} of the driver is not on {here}",
+                "Ray has not uploaded it, and it is not on a disk that both share",
+                "submit with `ray job submit --working-dir .`, or start from a folder on a shared disk",
+            )
+
+        if not self._marker.exists():
+            raise UserError(
+                f"the run folder {self._marker.parent.parent} is not shared with {here}",
+                "what the driver has written there cannot be seen here",
+                "set run_dir to a folder that all nodes of the Ray cluster see: the checkpoints are there, and the "
+                "file that says which node coordinates",
+            )
+
+    def _read(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            self._lines.append(line.decode(errors="replace").rstrip("\n"))
+
+    def poll(self) -> Report:
+        assert self._child is not None
+        assert self._reader is not None
+        code = self._child.poll()
+
+        # The last lines may arrive a moment after the end.
+        if code is not None:
+            self._reader.join(2.0)
+
+        lines = []
+        with suppress(IndexError):
+            while True:
+                lines.append(self._lines.popleft())
+
+        return Report(lines, code)
+
+    def signal(self, name: str) -> None:
+        """Send the launcher a signal. It passes it on to the whole job."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.Signals[name])
+
+
+def main() -> None:
+    """Become `lockstep`, with the rest of the words, as a process that the kernel kills with its parent."""
+    parent, *words = sys.argv[1:]
+    die_with_parent(int(parent))
+    sys.argv = ["lockstep", *words]
+    runpy.run_module("lockstep", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

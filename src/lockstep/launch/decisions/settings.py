@@ -1,0 +1,18 @@
+"""The settings of the task that the launcher needs."""
+
+from __future__ import annotations
+
+from lockstep.config.schema import HangConfig, RestartConfig, Section
+from lockstep.errors import ExitCode
+
+
+class Settings(Section):
+    """When ranks count as hanging, and how often a job restarts. Until rank 0 has read them, the defaults apply."""
+
+    hang: HangConfig = HangConfig()
+    restart: RestartConfig = RestartConfig()
+
+    @property
+    def code_if_nodes_are_missing(self) -> ExitCode:
+        """The platform may have other machines, unless the user wants no restart at all."""
+        return ExitCode.RESTART if self.restart.per_hour else ExitCode.FAILED

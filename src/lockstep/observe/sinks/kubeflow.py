@@ -1,0 +1,143 @@
+"""Progress for Kubeflow: what `kubectl describe trainjob` shows as the trainer's status.
+
+Kubeflow Trainer gives its pods an address for this in three environment variables. A side thread sends the newest
+status there, so that a slow or missing server costs the run nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import ssl
+import threading
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.observe.console import Display
+from lockstep.observe.formats import flat, number
+
+URL = "KUBEFLOW_TRAINER_SERVER_URL"
+CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file
+TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # a file, which is replaced now and then
+
+# Kubeflow asks for no more than one status in this time.
+INTERVAL_S = 5.0
+
+# How long one request may take, and how long the end of a run waits for the last one.
+REQUEST_S = 5.0
+LAST_S = 5.0
+
+# The limits of the API: metrics in one status, and characters of a name or a value.
+MOST_METRICS = 256
+LONGEST = 64
+
+# These say when a line was written, which the status says itself.
+LEFT_OUT = ("time", "step")
+
+
+def is_offered() -> bool:
+    """Return whether Kubeflow has given this process an address for its status."""
+    return all(os.environ.get(name) for name in (URL, CA_CERT, TOKEN))
+
+
+class KubeflowSink:
+    """Sends the progress of a run to Kubeflow. `report` gets one line if that fails."""
+
+    def __init__(self, report: Callable[[str], None]):
+        self._report = report
+        self._reported = False
+        self._progress = Display(0, "", io.StringIO())
+        self._metrics: dict[str, str] = {}
+
+        # The thread waits for a status, and sends only the newest one.
+        self._status: dict[str, Any] | None = None
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._send_all, name="kubeflow-status", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        match record.get("event"):
+            case "start":
+                self._progress.total_steps = int(record["steps"])
+            case None:
+                self._progress.track(record)
+                self._metrics |= metrics_of(record)
+            case "eval":
+                self._metrics |= {f"eval_{name}"[:LONGEST]: text for name, text in metrics_of(record).items()}
+            case "end":
+                self._progress.track(record)
+            case _:
+                return
+
+        with self._changed:
+            self._status = self._make_status()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Send the last status, and wait a moment for that."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join(LAST_S)
+
+    def _make_status(self) -> dict[str, Any]:
+        steps, left = self._progress.total_steps, self._progress.seconds_left
+        status: dict[str, Any] = {}
+        if steps:
+            step = number(self._progress.last.get("step")) or 0
+            status["progressPercentage"] = max(0, min(100, math.floor(100 * step / steps)))
+        if left is not None:
+            status["estimatedRemainingSeconds"] = math.ceil(left)
+
+        metrics = [{"name": name, "value": text} for name, text in list(self._metrics.items())[:MOST_METRICS]]
+        return {**status, "metrics": metrics, "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds")}
+
+    # ---- on the side thread ----
+
+    def _send_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())
+                status, self._status = self._status, None
+            if status is None:
+                return
+
+            try:
+                send(status)
+            except Exception as error:
+                # The server may return, so that the next status is sent all the same.
+                if not self._reported:
+                    self._reported = True
+                    self._report(f"Kubeflow does not take the progress of this run: {type(error).__name__}: {error}")
+
+            # The last status does not wait its turn: the pod is about to end.
+            self._closing.wait(INTERVAL_S)
+
+
+def metrics_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the finite numbers of a record, by the names that a task gave them, as text."""
+    found: dict[str, str] = {}
+    for key, value in flat(record).items():
+        figure = number(value)
+        if figure is not None and math.isfinite(figure) and key not in LEFT_OUT:
+            found[key.removeprefix("metrics.")[:LONGEST]] = f"{figure:.6g}"
+    return found
+
+
+def send(status: Mapping[str, Any]) -> None:
+    """Post one status. Token and certificate are read each time, because Kubeflow replaces them."""
+    request = urllib.request.Request(
+        os.environ[URL],
+        json.dumps({"trainerStatus": status}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}"},
+    )
+    # Without a proxy: the address is inside the cluster.
+    context = ssl.create_default_context(cafile=os.environ[CA_CERT])
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    opener.open(request, timeout=REQUEST_S).close()

@@ -1,0 +1,153 @@
+"""What every storage of checkpoints must do. A storage is tested by a class of three lines, as in test_storages.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import TOKEN, commit, load, same, savers, shard, state
+
+from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    Retention,
+    committed,
+    delete_leftovers,
+    set_aside,
+    set_aside_after,
+)
+
+
+def latest(storage: CheckpointStorage) -> str:
+    return storage.open("latest").read().decode().strip()
+
+
+def put(storage: CheckpointStorage, key: str, data: bytes = b"x") -> None:
+    storage.write(key, [memoryview(data)])
+
+
+class StorageContract:
+    """What every storage must do. A subclass says how to make one."""
+
+    def make(self, tmp_path: Path) -> CheckpointStorage:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> CheckpointStorage:
+        return self.make(tmp_path)
+
+    def test_what_is_written_can_be_read_from_any_position(self, storage: CheckpointStorage) -> None:
+        storage.write("folder/file", iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]))
+        with storage.open("folder/file") as file:
+            assert file.readable()
+            assert file.read() == b"abcdefg"
+            assert file.seek(0, 2) == 7
+            file.seek(3)
+            buffer = bytearray(2)
+            assert file.readinto(buffer) == 2
+            assert buffer == b"de"
+
+    def test_the_memory_of_a_chunk_may_change_after_the_write(self, storage: CheckpointStorage) -> None:
+        data = bytearray(b"abc")
+        storage.write("folder/file", [memoryview(data)])
+        data[:] = b"xyz"
+        assert storage.open("folder/file").read() == b"abc"
+
+    def test_an_exception_instead_of_a_chunk_reaches_the_caller(self, storage: CheckpointStorage) -> None:
+        def chunks() -> Iterator[memoryview]:
+            yield memoryview(b"abc")
+            raise RuntimeError("abandoned")
+
+        with pytest.raises(RuntimeError, match="abandoned"):
+            storage.write("folder/file", chunks())
+
+    def test_missing_files_are_file_not_found(self, storage: CheckpointStorage) -> None:
+        for key in ("file", "folder/file"):
+            with pytest.raises(FileNotFoundError):
+                storage.open(key)
+        with pytest.raises(FileNotFoundError):
+            storage.rename("folder", "other")
+        storage.delete("file")
+        storage.delete("folder/file")
+        storage.delete("folder")
+
+    def test_a_folder_exists_as_long_as_it_has_files(self, storage: CheckpointStorage) -> None:
+        assert storage.folders() == []
+        put(storage, "one/a")
+        put(storage, "one/b")
+        put(storage, "two/a")
+        storage.replace("latest", b"text")
+        assert set(storage.folders()) == {"one", "two"}
+        storage.delete("one/a")
+        storage.delete("two")
+        assert storage.folders() == ["one"]
+        storage.delete("one/b")
+        assert storage.folders() == []
+        assert latest(storage) == "text"
+
+    def test_a_rename_moves_all_files_of_one_folder(self, storage: CheckpointStorage) -> None:
+        put(storage, "one/a", b"1")
+        put(storage, "one/b", b"2")
+        put(storage, "one.tmp/a", b"3")
+        storage.rename("one", "two")
+        assert set(storage.folders()) == {"two", "one.tmp"}
+        assert storage.open("two/b").read() == b"2"
+        with pytest.raises(FileNotFoundError):
+            storage.open("one/a")
+
+    def test_a_replacement_gives_a_file_new_contents(self, storage: CheckpointStorage) -> None:
+        storage.replace("folder/file", b"long contents")
+        storage.replace("folder/file", b"short")
+        assert storage.open("folder/file").read() == b"short"
+
+    def test_the_last_claim_counts(self, storage: CheckpointStorage) -> None:
+        assert storage.owner() is None
+        storage.claim("first")
+        storage.claim("second")
+        assert storage.owner() == "second"
+        assert storage.folders() == []
+
+    def test_there_is_room(self, storage: CheckpointStorage) -> None:
+        assert storage.free_bytes() > 0
+
+    def test_committed_ones_are_listed_newest_first_and_nothing_else_is(self, storage: CheckpointStorage) -> None:
+        for name in ["step-00000002", "step-00000010", "step-123456789", "step-1", "step-00000003.tmp-ab-1", "other"]:
+            put(storage, f"{name}/file")
+        put(storage, "step-00000005")  # not a folder
+        assert [checkpoint.step for checkpoint in committed(storage)] == [123456789, 10, 2]
+
+    def test_what_other_attempts_left_is_cleaned_and_ours_is_not(self, storage: CheckpointStorage) -> None:
+        names = ["step-00000001", f"step-00000002.tmp-{TOKEN}-1"]
+        for name in [*names, "step-00000002.tmp-ff-1", "step-00000001.tmp-ff-gone12"]:
+            put(storage, f"{name}/file")
+        delete_leftovers(storage, TOKEN)
+        assert set(storage.folders()) == set(names)
+
+    def test_what_is_set_aside_keeps_its_files_and_latest_follows(self, storage: CheckpointStorage) -> None:
+        for step in (1, 2, 3, 4):
+            commit(storage, step)
+        assert latest(storage) == "step-00000004"
+        assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged"
+        assert latest(storage) == "step-00000003"
+        commit(storage, 4)
+        assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged1"
+        set_aside_after(storage, 1)
+        assert {"step-00000003.undone", "step-00000002.undone"} <= set(storage.folders())
+        assert latest(storage) == "step-00000001"
+        assert Checkpoint(storage, "step-00000003.undone").open(file_name(0)).read()
+        set_aside(storage, "step-00000001", "damaged")
+        with pytest.raises(FileNotFoundError):
+            latest(storage)
+
+    def test_what_several_ranks_save_comes_back_and_old_ones_are_deleted(self, storage: CheckpointStorage) -> None:
+        team = savers(storage, 3, keep=Retention(last=2))
+        for step in (1, 2, 3):
+            for rank, saver in enumerate(team):
+                saver.save(step, shard(state(step), rank, 3), {}, {"step": step})
+        assert [report.checkpoint is not None for report in team[0].take_ended()] == [True] * 3
+        assert set(storage.folders()) == {"step-00000002", "step-00000003"}
+        found, loaded = load(storage)
+        assert found.manifest.values == {"step": 3}
+        assert same(loaded, state(3))

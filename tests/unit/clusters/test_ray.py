@@ -1,0 +1,622 @@
+"""`lockstep launch ray`: what the driver decides when nodes come and go, on a cluster that is played here.
+
+tests/cluster/test_ray.py runs the same driver on a real Ray cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep import api
+from lockstep.cli import main
+from lockstep.clusters import ray as platform
+from lockstep.clusters.ray import driver
+from lockstep.clusters.ray.agent import NodeAgent, Report
+from lockstep.clusters.ray.cluster import AgentLost, RayNode, state_of
+from lockstep.clusters.ray.driver import Driver
+from lockstep.clusters.ray.merged_output import MergedOutput
+from lockstep.clusters.request import Request
+from lockstep.errors import UserError
+from lockstep.launch.agent import _environment_for
+from lockstep.launch.job import RESUME_COMMAND, Bounds
+from lockstep.launch.wire.messages import JobEnd
+
+NEED = {"CPU": 2.0}
+
+
+@dataclass(eq=False)
+class FakeAgent:
+    """An agent whose launcher says and does what the test tells it."""
+
+    host: str
+    words: Sequence[str] = ()
+    lines: list[str] = field(default_factory=list)
+    code: int | None = None
+    lost: str = ""
+    signals: list[str] = field(default_factory=list)
+    killed: bool = False
+
+    def address(self, host: str) -> str | None:
+        if self.lost:
+            raise AgentLost(self.lost)
+        return f"{host}:29400"
+
+    def start(self, words: Sequence[str]) -> None:
+        self.words = words
+
+    silent: bool = False
+
+    def poll(self) -> Report | None:
+        if self.lost:
+            raise AgentLost(self.lost)
+        if self.silent:
+            return None
+        lines, self.lines = self.lines, []
+        return Report(lines, self.code)
+
+    def signal(self, name: str) -> None:
+        self.signals.append(name)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@dataclass(eq=False)
+class Group:
+    need: dict[str, float]
+    node: str | None
+    placed: list[str]
+    released: bool = False
+
+
+class FakeCluster:
+    """Ray, as the driver sees it: nodes with room for one bundle each. Time passes only in `sleep`."""
+
+    address = "10.0.0.1:6379"
+    uploaded_folder = False
+
+    def __init__(self, count: int, script: Callable[[FakeCluster, int], None]):
+        self.all = {f"n{number}": self.node(number) for number in range(1, count + 1)}
+        self.groups: list[Group] = []
+        self.agents: list[FakeAgent] = []
+        self._now = 0.0
+        self._script = script  # called with the number of the second, once in each
+        self._seconds = 0
+
+    def node(self, number: int, cpus: float = 2.0) -> RayNode:
+        return RayNode(f"n{number}", f"10.0.0.{number}", {"CPU": cpus}, {"CPU": cpus})
+
+    # ---- what the test does ----
+
+    def running(self) -> list[FakeAgent]:
+        return [agent for agent in self.agents if agent.code is None and not agent.lost and not agent.killed]
+
+    def lose(self, host: str) -> None:
+        (number,) = [node.id for node in self.all.values() if node.host == host]
+        del self.all[number]
+        for agent in self.running():
+            if agent.host == host:
+                agent.lost = "its node died"
+        for group in self.groups:
+            group.placed = ["" if node == number else node for node in group.placed]
+
+    def drain(self, number: str) -> None:
+        self.all[number] = replace(self.all[number], drained_at=time.time() + 60)
+
+    def end(self, code: int) -> None:
+        for agent in self.running():
+            agent.code = code
+
+    # ---- what the driver asks ----
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        assert self._now < 1000, "the driver does not end"
+        while self._seconds < int(self._now):
+            self._seconds += 1
+            self._script(self, self._seconds)
+
+    def nodes(self) -> list[RayNode]:
+        taken = {node for group in self.groups if not group.released for node in group.placed}
+        return [replace(node, free={"CPU": 0.0}) if node.id in taken else node for node in self.all.values()]
+
+    def reserve(self, count: int, need, node: str | None = None) -> Group:
+        self.groups.append(Group(dict(need), node, [""] * count))
+        return self.groups[-1]
+
+    def placed(self, group: Group) -> list[str]:
+        free = [node.id for node in self.nodes() if node.has_free(group.need) and node.drained_at is None]
+        free = [node for node in free if group.node in (None, node)]
+
+        # At first all bundles or none; later Ray replaces those that are lost one by one.
+        if any(group.placed) or len(free) >= len(group.placed):
+            group.placed = [node or (free.pop() if free else "") for node in group.placed]
+        return list(group.placed)
+
+    def release(self, group: Group) -> None:
+        group.released = True
+
+    def make_agent(self, group: Group, bundle: int, need, arguments) -> FakeAgent:
+        self.agents.append(FakeAgent(self.all[group.placed[bundle]].host))
+        return self.agents[-1]
+
+
+@pytest.fixture
+def run(tmp_path, capfd):
+    """Run a driver on a cluster of so many nodes. Returns its exit code, the cluster, and what was printed."""
+
+    def play(script, count=3, nnodes=(1, 3), signals: list[str] | None = None, wait: float | None = None):
+        request = Request("char_lm", ("steps=3",), (), (), tmp_path / "run", "2", Bounds(*nnodes))
+        cluster = FakeCluster(count, script)
+        signals = [] if signals is None else signals
+        code = Driver(cluster, request, NEED, signals, wait, "type it again").run()
+        assert all(group.released for group in cluster.groups)
+        assert not cluster.running()
+        captured = capfd.readouterr()
+        return code, cluster, captured.out + captured.err
+
+    return play
+
+
+def test_each_node_gets_one_agent_and_all_meet_at_the_first(run):
+    code, cluster, _ = run(lambda cluster, second: second == 5 and cluster.end(0))
+    assert code == 0
+    assert sorted(agent.host for agent in cluster.agents) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert {tuple(agent.words) for agent in cluster.agents} == {tuple(cluster.agents[0].words)}
+    words = list(cluster.agents[0].words)
+    assert words[:3] == ["train", "char_lm", "steps=3"]
+    assert words[words.index("--join") + 1] == f"{cluster.agents[0].host}:29400"
+    assert words[words.index("--nnodes") + 1] == "1:3"
+    assert words[words.index("--resume") + 1] == "auto"
+
+
+def test_a_lost_agent_is_replaced_when_a_node_comes(run):
+    def script(cluster, second):
+        match second:
+            case 5:
+                cluster.lose("10.0.0.2")
+            case 10:
+                assert len(cluster.running()) == 2
+                cluster.all["n4"] = cluster.node(4)
+            case 15:
+                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3", "10.0.0.4"]
+                cluster.end(0)
+
+    code, cluster, said = run(script)
+    assert code == 0
+    assert len(cluster.groups) == 1  # Ray has replaced the bundle
+    assert "the agent on 10.0.0.2 is lost: its node died" in said
+
+
+def test_a_job_grows_to_nodes_that_come_later_and_no_further_than_nnodes(run):
+    def script(cluster, second):
+        if second in (3, 6, 9):
+            cluster.all[f"n{second}"] = cluster.node(second)
+        if second == 15:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    code, cluster, _ = run(script, count=1)
+    assert code == 0
+    assert [group.node for group in cluster.groups] == [None, "n3", "n6"]
+    assert len({agent.words[-1] for agent in cluster.agents}) == 1
+
+
+def test_a_group_that_has_grown_shrinks_with_its_node(run):
+    def script(cluster, second):
+        match second:
+            case 2:
+                cluster.all["n2"] = cluster.node(2)
+            case 6:
+                cluster.lose("10.0.0.2")
+            case 10:
+                assert [agent.host for agent in cluster.running()] == ["10.0.0.1"]
+                assert [group.released for group in cluster.groups] == [False, True]
+                cluster.end(0)
+
+    assert run(script, count=1)[0] == 0
+
+
+def test_a_drained_node_is_left_after_a_save(run):
+    def script(cluster, second):
+        match second:
+            case 3:
+                cluster.drain("n2")
+            case 6:
+                assert all(agent.signals == ["SIGTERM"] for agent in cluster.running())
+                cluster.end(75)
+            case 10:
+                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
+                cluster.end(0)
+
+    code, _, said = run(script)
+    assert code == 0
+    assert "Ray takes the node 10.0.0.2 away, in 60 s: saving, to go on without it" in said
+
+
+def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
+    def script(cluster, second):
+        match second:
+            case 3:
+                cluster.lose("10.0.0.2")
+                cluster.end(75)
+            case 20:
+                assert not cluster.running()
+                cluster.all["n5"] = cluster.node(5)
+            case 25:
+                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.5"]
+                cluster.end(0)
+
+    code, _, said = run(script, count=2, nnodes=(2, 2))
+    assert code == 0
+    assert "1 node is ready of 2 that are needed, with 2 CPU each. The cluster: 10.0.0.1: 2 CPU" in said
+
+
+def test_a_job_that_gets_no_node_back_ends_with_restart_me(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.lose("10.0.0.2")
+            cluster.end(75)
+
+    code, cluster, said = run(script, count=2, nnodes=(2, 2))
+    assert code == 75
+    assert "given up after 300 s" in said
+    assert "to resume: type it again" in said
+    assert 300 < cluster.now() < 310
+
+
+@pytest.mark.parametrize("code", [1, 2, 75, 130])
+def test_the_exit_code_is_that_of_the_job(run, code):
+    assert run(lambda cluster, second: second == 3 and cluster.end(code))[0] == code
+
+
+def test_signals_are_passed_on_and_decide_the_exit_code(run):
+    signals: list[str] = []
+
+    def script(cluster, second):
+        if second == 3:
+            signals.append("SIGINT")
+        if second == 6:
+            assert all(agent.signals == ["SIGINT"] for agent in cluster.running())
+            cluster.end(130)
+
+    assert run(script, signals=signals)[0] == 130
+
+
+def test_a_signal_while_waiting_for_nodes_ends_the_driver(run):
+    signals: list[str] = []
+
+    def script(cluster, second):
+        if second == 3:
+            signals.append("SIGTERM")
+
+    code, cluster, said = run(script, count=1, nnodes=(2, 2), signals=signals, wait=100.0)
+    assert code == 75
+    assert cluster.agents == []
+    assert "SIGTERM: stopped while no agent runs" in said
+
+
+def test_a_launcher_that_fails_alone_is_started_again_and_the_job_goes_on(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[1].code = 2
+        if second == 40:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    code, cluster, _ = run(script)
+    assert code == 0
+    assert len(cluster.agents) == 4
+
+
+def test_a_launcher_that_does_not_end_with_the_job_is_asked_then_killed(run):
+    def script(cluster, second):
+        if second == 3:
+            for agent in cluster.running()[1:]:
+                agent.code = 0
+
+    code, cluster, said = run(script)
+    assert code == 0
+    assert cluster.agents[0].signals == ["SIGTERM"]
+    assert "did not end with the job: killed" in said
+
+
+def test_an_agent_that_ray_believes_in_but_that_is_silent_is_waited_for_then_given_up(run):
+    """The others have ended for want of it. The job must neither hang nor fail for good."""
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[0].silent = True
+            for agent in cluster.running()[1:]:
+                agent.code = 75
+        if second == 200:
+            assert len(cluster.agents) == 4
+            cluster.end(0)
+
+    code, _, said = run(script, count=2, nnodes=(2, 2))
+    assert code == 0
+    assert "is lost: no answer for 120 s" in said
+
+
+def test_a_launcher_that_was_killed_is_replaced_at_once(run):
+    """As the kernel does where memory is short: the code of this launcher says nothing about the job."""
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[1].code = -9
+        if second == 12:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    code, cluster, said = run(script)
+    assert code == 0
+    assert len(cluster.agents) == 4
+    assert "is lost: its launcher was ended by SIGKILL" in said
+
+
+@pytest.mark.parametrize(("code", "second"), [(1, 4), (2, 4), (75, 600)])
+def test_what_the_launchers_say_counts_after_a_loss_too(run, code, second):
+    """A failure is one, and a signal long after a loss has nothing to do with it."""
+
+    def script(cluster, now):
+        if now == 3:
+            cluster.lose("10.0.0.2")
+        if now == second:
+            cluster.end(code)
+
+    assert run(script)[0] == code
+
+
+def test_a_launcher_that_has_lost_the_others_comes_back(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[1].code = 75
+        if second == 40:
+            assert len(cluster.running()) == 3
+            assert all(agent.signals == [] for agent in cluster.running())
+            cluster.end(0)
+
+    code, cluster, _ = run(script)
+    assert code == 0
+    assert len(cluster.agents) == 4
+
+
+def test_a_first_agent_that_cannot_be_started_is_tried_elsewhere_and_not_for_ever(run):
+    """With a pause before each try on the same node, and an end."""
+
+    class Broken(FakeAgent):
+        def address(self, host: str) -> str | None:
+            raise AgentLost("no module named lockstep")
+
+    original = FakeCluster.make_agent
+
+    def make_agent(cluster, *arguments):
+        original(cluster, *arguments)
+        cluster.agents[-1] = Broken(cluster.agents[-1].host)
+        return cluster.agents[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeCluster, "make_agent", make_agent)
+        code, cluster, said = run(lambda cluster, second: None)
+    assert code == 75
+    assert len(cluster.agents) == driver.MOST_ROUNDS + 1
+    assert {agent.host for agent in cluster.agents} == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+    assert cluster.now() > 10
+    assert "could not be started: no module named lockstep" in said
+
+
+def test_a_job_begins_with_fewer_nodes_if_another_job_was_faster(run):
+    def script(cluster, second):
+        # The third node only seemed to be free.
+        if second == 1:
+            cluster.all["n3"] = cluster.node(3, cpus=0.0)
+        if second == 20:
+            assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.2"]
+            cluster.end(0)
+
+    class Slow(FakeCluster):
+        def placed(self, group):
+            return super().placed(group) if self.now() > 1 else list(group.placed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "FakeCluster", Slow)
+        code, cluster, _ = run(script)
+    assert code == 0
+    assert [len(group.placed) for group in cluster.groups] == [3, 2]
+
+
+def test_a_job_that_is_too_large_says_what_is_missing_at_once(run):
+    with pytest.raises(UserError) as raised:
+        run(lambda cluster, second: None, count=2, nnodes=(3, 4))
+    assert "too small for this job: 3 nodes with 2 CPU each" in raised.value.problem
+    assert "2 of its 2 nodes would do. 10.0.0.1: 2 CPU; 10.0.0.2: 2 CPU" in raised.value.found
+
+
+def test_what_a_node_lacks_is_named_resource_by_resource():
+    need = {"CPU": 4.0, "GPU": 8.0}
+    busy = RayNode("n1", "10.0.0.1", {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 2.0})
+    small = RayNode("n2", "10.0.0.2", {"CPU": 1.0}, {"CPU": 1.0})
+    leaving = replace(busy, drained_at=1.0)
+    assert state_of(busy, need) == "10.0.0.1: 8 CPU, 8 GPU (6 in use)"
+    assert state_of(small, need) == "10.0.0.2: 1 CPU (3 missing), 0 GPU (8 missing)"
+    assert state_of(leaving, need) == "10.0.0.1: being taken away"
+
+
+def test_what_all_nodes_say_is_printed_once(capsys):
+    output = MergedOutput()
+    output.add("a", ["step 1", "lockstep: node 1 joined", "same", "same"], now=0.0)
+    output.add("b", ["lockstep: node 1 joined", "same"], now=1.0)
+    output.add("b", ["the coordinating node is lost", "same", "same"], now=2.0)
+    said = ["step 1", "lockstep: node 1 joined", "same", "same", "the coordinating node is lost", "same"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_a_node_that_takes_over_says_the_same_again(capsys):
+    output = MergedOutput()
+    output.add("a", ["char_lm  2 ranks"], now=0.0)
+    output.add("b", ["char_lm  2 ranks"], now=10.0)
+    assert capsys.readouterr().out.splitlines() == ["char_lm  2 ranks"] * 2
+
+
+def test_agents_get_variables_of_the_driver_but_no_secret():
+    given = {
+        "LOCKSTEP_FAULTS": "[]",
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/x",
+        "LOCKSTEP_SECRET": "s",
+        "OMP_NUM_THREADS": "2",
+    }
+    assert driver.environment(given) == {"LOCKSTEP_FAULTS": "[]", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+
+
+# ---- the command line -------------------------------------------------------------------------------------
+
+
+def test_the_script_submits_the_same_job(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "ray", "char_lm", "steps=3", "--nproc", "2", "--nnodes", "1:4", "--gpus-per-node", "2"]
+    assert main([*words, "run_dir=runs/a b"]) == 0
+    script = capsys.readouterr().out
+    assert subprocess.run(["sh", "-n"], input=script.encode()).returncode == 0
+    command = shlex.split(script.replace("\\\n", " "), comments=True)
+    assert command[: command.index("lockstep")] == ["exec", "ray", "job", "submit", "--working-dir", ".", "--"]
+    assert f"run_dir={tmp_path}/runs/a b" in command
+    assert command[-1] == "--submit"
+
+    # What the script would type is understood, and asks for the same.
+    monkeypatch.setattr(platform, "submit", lambda request, options, files: print(platform.needed(request, options)))
+    assert main(command[command.index("lockstep") + 1 :]) == 0
+    assert capsys.readouterr().out == "{'CPU': 2.0, 'GPU': 2.0}\n"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "cpus", "gpus", "need"),
+    [
+        ("4", None, None, {"CPU": 4.0}),
+        ("1..8", None, None, {"CPU": 8.0}),
+        ("auto", None, 8, {"CPU": 8.0, "GPU": 8.0}),
+        ("auto", None, None, {"CPU": 1.0}),
+        ("2", 16, 2, {"CPU": 16.0, "GPU": 2.0}),
+        ("2", 0, 2, {"GPU": 2.0}),
+    ],
+)
+def test_what_a_node_needs(nproc, cpus, gpus, need):
+    request = Request("char_lm", (), (), (), Path("run"), nproc, Bounds(1, 1))
+    assert platform.needed(request, argparse.Namespace(cpus_per_node=cpus, gpus_per_node=gpus)) == need
+
+
+def test_a_node_that_needs_nothing_is_refused(capsys):
+    assert main(["launch", "ray", "char_lm", "--cpus-per-node", "0"]) == 2
+    assert "ask for a CPU or a GPU" in capsys.readouterr().err
+
+
+def test_without_ray_the_driver_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["launch", "ray", "char_lm", f"run_dir={tmp_path}/run", "--submit"]) == 2
+    assert "pip install 'lockstep-train[ray]'" in capsys.readouterr().err
+
+
+def test_a_launcher_says_what_to_type_to_resume_the_whole_job(monkeypatch, tmp_path):
+    specs = []
+    monkeypatch.setenv(RESUME_COMMAND, "lockstep launch ray char_lm --submit")
+    monkeypatch.setattr(api, "_launch", lambda spec, *rest: specs.append(spec) or JobEnd(0))
+    assert main(["train", "char_lm", "--nproc", "1", f"run_dir={tmp_path}/run"]) == 0
+    assert specs[0]["resume_command"] == "lockstep launch ray char_lm --submit"
+
+    # A rank that starts a job of its own must not say it.
+    assert RESUME_COMMAND not in _environment_for(1)
+
+
+# ---- the agent --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent(tmp_path):
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+    marker = tmp_path / "run" / "launch" / "marker"
+    marker.touch()
+    made = NodeAgent("s" * 32, {"LOCKSTEP_X": "1"}, str(tmp_path), str(marker))
+    yield made
+    if made._child is not None:
+        made._child.kill()
+        made._child.wait()
+
+
+def ended(agent: NodeAgent) -> Report:
+    lines: list[str] = []
+    while (report := agent.poll()).code is None:
+        lines += report.lines
+        time.sleep(0.02)
+    return Report(lines + report.lines, report.code)
+
+
+def test_an_agent_reports_what_the_launcher_says_and_its_exit_code(agent):
+    agent.start(["train", "no_such_recipe"])
+    report = ended(agent)
+    assert report.code == 2
+    assert "no_such_recipe" in "\n".join(report.lines)
+
+
+def test_the_launcher_gets_the_secret_in_a_variable_and_ends_with_its_agent(tmp_path, agent):
+    """The kernel kills the launcher when the process of the actor is killed."""
+    code = f"""
+import os, time
+from lockstep.clusters.ray import agent
+made = agent.NodeAgent("s" * 32, {{}}, {str(tmp_path)!r}, {str(agent._marker)!r})
+made.start(["train", "char_lm", "--nproc", "1", "--nnodes", "2", "--join", "127.0.0.1:1", "run_dir=run"])
+print(made._child.pid, flush=True)
+time.sleep(600)
+"""
+    actor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert actor.stdout is not None
+    child = int(actor.stdout.readline())
+    try:
+        deadline = time.monotonic() + 60
+        while b"train" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert b"ssss" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        assert b"LOCKSTEP_SECRET=ssss" in Path(f"/proc/{child}/environ").read_bytes()
+        # It has begun to look for the others, so it is past the moment at which it binds itself to its parent.
+        while not (tmp_path / "run" / "logs").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.kill(actor.pid, signal.SIGKILL)
+        actor.wait()
+    while _lives(child):
+        assert time.monotonic() < deadline, "the launcher outlives its agent"
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_node_without_the_run_folder_is_refused_in_words(agent, tmp_path):
+    agent._marker.unlink()
+    with pytest.raises(UserError, match="is not shared with"):
+        agent.start(["train", "char_lm"])
+
+
+def test_a_node_without_the_working_folder_is_refused_in_words(tmp_path):
+    made = NodeAgent("s" * 32, {}, str(tmp_path / "gone"), str(tmp_path))
+    with pytest.raises(UserError, match="is not on"):
+        made.start(["train", "char_lm"])

@@ -1,0 +1,88 @@
+"""What `lockstep launch ray` asks of Ray, with a fake of nothing but Ray's own calls."""
+
+from __future__ import annotations
+
+import fake_ray
+import pytest
+
+from lockstep.cli import main
+from lockstep.clusters.ray.agent import NodeAgent, Report
+from lockstep.clusters.ray.cluster import AgentLost, RayCluster, RemoteAgent
+from lockstep.errors import UserError
+
+
+@pytest.fixture
+def ray(monkeypatch) -> fake_ray.FakeRay:
+    return fake_ray.install(monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_job_is_placed_trained_and_given_back(ray, monkeypatch, tmp_path, capfd):
+    """Everything but Ray is real: the driver, the agent, its launcher and the rank."""
+    asked = []
+    original = ray.placement_group
+
+    def placement_group(*arguments, **named):
+        asked.append(original(*arguments, **named))
+        return asked[-1]
+
+    monkeypatch.setattr(ray, "placement_group", placement_group)
+    words = ["char_lm", "preset=tiny", "steps=2", f"run_dir={tmp_path}/run", "--nproc", "1", "--nnodes", "1"]
+    assert main(["launch", "ray", *words, "--submit"]) == 0, capfd.readouterr()
+
+    assert [(group.bundle_specs, group.strategy, group.selector) for group in asked] == [
+        ([{"CPU": 1.0}], "STRICT_SPREAD", None)
+    ]
+    (actor,) = ray.actors
+    assert actor.options["max_restarts"] == 0
+    assert "lifetime" not in actor.options  # it ends with the driver
+    assert "runtime_env" not in actor.options  # the dashboard shows it, and the secret is not for everybody
+    assert actor.dead
+    assert ray.groups == []
+    assert not ray.connected
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert "end      step 2" in capfd.readouterr().out
+
+
+def test_dead_nodes_do_not_count(ray):
+    (node,) = RayCluster("auto").nodes()
+    assert (node.id, node.host, node.free, node.drained_at) == ("n1", "127.0.0.1", {"CPU": 2.0}, None)
+
+
+def test_what_becomes_of_a_question(ray, tmp_path):
+    cluster = RayCluster("auto")
+    group = cluster.reserve(1, {"CPU": 1.0})
+    agent = cluster.make_agent(group, 0, {"CPU": 1.0}, ("s" * 32, {}, str(tmp_path), str(tmp_path / "missing" / "x")))
+    assert isinstance(agent, RemoteAgent)
+    assert isinstance(ray.actors[0]._made, NodeAgent)
+
+    # An answer that is not there yet is waited for, and not asked for again.
+    ray.next_answer = late = fake_ray.Ref("10.0.0.1:29400", ready=False)
+    assert agent.address("127.0.0.1") is None
+    assert agent.address("127.0.0.1") is None
+    late.ready = True
+    assert agent.address("127.0.0.1") == "10.0.0.1:29400"
+
+    # What the user can fix ends like a launcher that refuses; a broken connection proves nothing; an actor may be gone.
+    agent.start(["train", "char_lm"])
+    refusal = agent.poll()
+    assert isinstance(refusal, Report)
+    assert refusal.code == 2
+    assert "is not shared with" in refusal.lines[0]
+    ray.next_answer = fake_ray.Ref(error=fake_ray.ActorUnavailableError("for a moment"))
+    assert agent.poll() is None
+    agent.kill()
+    with pytest.raises(AgentLost, match=r"^The actor died\.$"):
+        agent.poll()
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_for_people(ray):
+    ray.refuses = ConnectionError("Could not find any running Ray instance.\nMore.")
+    with pytest.raises(UserError) as raised:
+        RayCluster("auto")
+    assert raised.value.found == "Could not find any running Ray instance."
+
+
+def test_rays_client_is_refused(ray):
+    with pytest.raises(UserError, match="which does not place nodes"):
+        RayCluster("ray://10.0.0.1:10001")

@@ -1,0 +1,100 @@
+"""Network interfaces: which one leads to another machine, and which names are refused."""
+
+import socket
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.launch.local_attempt import LocalAttempt
+from lockstep.launch.wire.messages import Start
+from lockstep.runtime import machine
+from lockstep.runtime.machine import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
+from lockstep.runtime.rendezvous.proof import Secret
+
+KNOWN = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"], "eth1": []}
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    """A machine with these interfaces, whose way to everything else is eth0."""
+    monkeypatch.setattr(machine, "addresses_of_interfaces", lambda: KNOWN)
+    monkeypatch.setattr(machine, "address_towards", lambda host: host if host.startswith("127.") else "10.0.0.1")
+
+
+def test_the_interface_towards_a_host_has_the_address_of_this_machine(interfaces):
+    assert interface_towards("10.0.0.2") == "eth0"
+    assert interface_towards("127.0.0.5") == machine.loopback_interface()
+
+
+def test_a_way_that_the_system_knows():
+    assert interface_towards("127.0.0.1") in {name for _, name in socket.if_nameindex()}
+    assert interface_towards("no-such-host.invalid") is None
+
+
+@pytest.mark.parametrize("value", ["eth0", "eth0,docker0"])
+def test_names_that_gloo_takes(interfaces, value):
+    check_interfaces({GLOO_INTERFACE: value}, "10.0.0.2")
+
+
+@pytest.mark.parametrize("value", ["eth", "=eth0", "^docker,lo", "^=docker0"])
+def test_names_that_nccl_takes(interfaces, value):
+    check_interfaces({NCCL_INTERFACE: value}, "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        (GLOO_INTERFACE, "eth", "names no network interface of"),
+        (GLOO_INTERFACE, "ib0", "names no network interface of"),
+        (NCCL_INTERFACE, "ib", "names no network interface of"),
+        (NCCL_INTERFACE, "=eth", "names no network interface of"),
+        (GLOO_INTERFACE, "eth1", "has no address"),
+        (GLOO_INTERFACE, "lo", "no other machine can reach"),
+    ],
+)
+def test_interfaces_that_lead_nowhere_are_refused(interfaces, variable, value, problem):
+    with pytest.raises(UserError, match=problem) as error:
+        check_interfaces({variable: value}, "10.0.0.2")
+    assert f"{variable}={value}" in error.value.problem
+
+
+def test_the_loopback_interface_will_do_on_one_machine(interfaces):
+    check_interfaces({GLOO_INTERFACE: "lo"})
+    check_interfaces({GLOO_INTERFACE: "lo"}, "127.0.0.3")
+
+
+def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfaces, tmp_path):
+    start = Start(
+        attempt=0,
+        first_rank=2,
+        count=1,
+        world_size=3,
+        group_rank=1,
+        address="10.0.0.2",
+        port=1,
+        store_port=2,
+        store_nonce="s",
+    )
+    attempt = LocalAttempt(start, "host-b", tmp_path)
+    secret = Secret(b"0" * 32, "a test")
+    try:
+        env = attempt.environment({}, secret)
+        assert (env[GLOO_INTERFACE], env[NCCL_INTERFACE]) == ("eth0", "=eth0")
+        own = attempt.environment({GLOO_INTERFACE: "docker0", NCCL_INTERFACE: "ib"}, secret)
+        assert (own[GLOO_INTERFACE], own[NCCL_INTERFACE]) == ("docker0", "ib")
+    finally:
+        attempt.close()
+
+
+def test_a_name_that_means_loopback_here_is_reached_by_the_address_in_the_network(interfaces, monkeypatch):
+    """Debian gives a machine's own name the address 127.0.1.1."""
+    meanings = {"node1": "127.0.1.1", "node2": "10.0.0.2"}
+
+    def getaddrinfo(host, *args, **kwargs):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (meanings[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert machine.as_others_reach_it("node1") == "10.0.0.1"
+    assert machine.as_others_reach_it("node2") == "node2"
+    assert machine.as_others_reach_it("localhost") == "localhost"
+    assert machine.as_others_reach_it("127.0.0.1") == "127.0.0.1"
