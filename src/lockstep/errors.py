@@ -186,6 +186,18 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
+# More ranks than this are listed as ranges, and no more ranges than this.
+MOST_RANKS_LISTED = 16
+
+
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2"."""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+    """Return "rank 1", or "ranks 0, 2"; of many ranks the ranges, "ranks 0 to 7, 9 to 99", and of these the first."""
+    texts = list(map(str, ranks))
+    if len(ranks) > MOST_RANKS_LISTED:
+        # A range goes on as long as a rank is one above the rank before it.
+        ordered = sorted(ranks)
+        firsts = [rank for rank, before in zip(ordered, [None, *ordered], strict=False) if before != rank - 1]
+        lasts = [rank for rank, after in zip(ordered, [*ordered[1:], None], strict=True) if after != rank + 1]
+        texts = [str(a) if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True)]
+
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {some_names(texts, MOST_RANKS_LISTED)}"

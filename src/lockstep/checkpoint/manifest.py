@@ -190,6 +190,9 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
+
     try:
         # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
         # again and again, which takes as long as the rest.
@@ -235,9 +238,6 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
-
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
 
     manifest = decode(data, checkpoint)
 
