@@ -123,8 +123,6 @@ class Job:
                 [sys.executable, "-m", "lockstep", *words, "--address", cluster.address, "--submit"],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                # What a shell starts in the background ignores Ctrl-C, and so would the driver.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property

@@ -863,8 +863,9 @@ def test_an_agent_reports_what_the_launcher_says_and_its_exit_code(agent):
 def test_the_launcher_gets_the_secret_in_a_variable_and_ends_with_its_agent(tmp_path, agent):
     """The kernel kills the launcher when the process of the actor is killed."""
     code = f"""
-import os, time
+import os, signal, time
 from lockstep.clusters.ray import agent
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as Ray does
 made = agent.NodeAgent("s" * 32, {{}}, {str(tmp_path)!r}, {str(agent._marker)!r})
 made.start(["train", "char_lm", "--nproc", "1", "--nnodes", "2", "--join", "127.0.0.1:1", "run_dir=run"])
 print(made._child.pid, flush=True)
@@ -884,6 +885,7 @@ time.sleep(600)
         while not (tmp_path / "run" / "logs").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert "SigBlk:\t0000000000000000" in Path(f"/proc/{child}/status").read_text()
     finally:
         os.kill(actor.pid, signal.SIGKILL)
         actor.wait()

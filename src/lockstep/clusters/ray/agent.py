@@ -215,6 +215,9 @@ def main() -> None:
     """Become `lockstep`, with the rest of the words, as a process that the kernel kills with its parent."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
+
+    # Ray blocks SIGINT in its processes, and a child inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     sys.argv = ["lockstep", *words]
     runpy.run_module("lockstep", run_name="__main__")
 
