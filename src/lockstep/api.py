@@ -152,8 +152,10 @@ def _describe_exit(ending: JobEnd) -> str:
     code = ExitCode(ending.code)
     why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
     if culprit := ending.failure:
+        # All ranks refuse the same mistake of the user: it does not matter which of them was first.
+        refused = culprit.kind == UserError.__name__
         rank = f"rank {culprit.rank}: " if culprit.rank is not None else ""
-        why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
+        why = (culprit.message if refused else f"{rank}{culprit.kind}: {culprit.message}").partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
 
