@@ -224,7 +224,7 @@ class Search:
         where = f"{last.term.host} ({last.term.address})"
         say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
 
-        watch = TakeoverWatch(last.number, last.state.members, LOST_AFTER_S, STAGGER_S)
+        watch = TakeoverWatch(last.number, last.state.numbers, LOST_AFTER_S, STAGGER_S)
         began = last_seen = now = time.monotonic()
         while now - began < CONNECT_S:
             term, readable = self._newest_term()
