@@ -185,7 +185,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 class Presence:
-    """A file in the run folder for each host: locked by its launcher, with a word in it when the tether has broken."""
+    """A file in the run folder for each host: locked by its launcher, with a word in it when it leaves the job."""
 
     def __init__(self, job: Training):
         self._job = job
@@ -212,7 +212,10 @@ class Presence:
                 time.sleep(0.1)
 
             os.ftruncate(self._file, 0)
-            yield
+            try:
+                yield
+            finally:
+                self.say("ended")
         finally:
             os.close(self._file)
 
@@ -224,11 +227,12 @@ class Presence:
 
         return True
 
-    def say_broken(self) -> None:
-        os.write(self._file, b"broken")
-        os.fsync(self._file)
+    def say(self, word: str) -> None:
+        with suppress(OSError):  # then the others take it for a host that stays
+            os.write(self._file, f"{word}\n".encode())
+            os.fsync(self._file)
 
-    def is_broken(self, place: int) -> bool:
+    def leaves(self, place: int) -> bool:
         # The file is opened each time, because a network file system looks for news only then.
         try:
             return self._path(place).read_bytes() != b""
@@ -369,13 +373,11 @@ def break_off(presence: Presence, job: Training, connected: list[int]) -> NoRetu
 
 
 def others_go_on(presence: Presence, job: Training, connected: list[int]) -> bool:
-    """Return whether enough hosts have a tether that is not broken, once all have had time to notice a break."""
-    with suppress(OSError):
-        presence.say_broken()
-
+    """Return whether enough hosts stay in the job, once all have had time to notice that their tethers are broken."""
+    presence.say("broken")
     deadline = time.monotonic() + OTHERS_S
     others = [place for place in connected if place != job.place]
-    while len([place for place in others if not presence.is_broken(place)]) >= job.least:
+    while len([place for place in others if not presence.leaves(place)]) >= job.least:
         if time.monotonic() > deadline:
             return True
         time.sleep(0.05)

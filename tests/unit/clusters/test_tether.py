@@ -99,17 +99,22 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
 
 
 @pytest.mark.parametrize(
-    ("least", "others_broken", "code"),
-    [(1, False, -signal.SIGKILL), (1, True, ExitCode.RESTART), (2, False, ExitCode.RESTART)],
+    ("least", "other", "code", "said"),
+    [
+        (1, "", -signal.SIGKILL, "broken\n"),
+        (1, "broken\n", ExitCode.RESTART, "broken\nended\n"),
+        (1, "ended\n", ExitCode.RESTART, "broken\nended\n"),
+        (2, "", ExitCode.RESTART, "broken\nended\n"),
+    ],
 )
-def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, others_broken, code):
+def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, other, code, said):
     """A host that leaves is killed: the job goes on. A launcher that gets SIGTERM stops all hosts."""
-    (tmp_path / ".tether-1").write_text("broken" if others_broken else "")
+    (tmp_path / ".tether-1").write_text(other)
     process = tether(60.0, {"beat": [0, 1]}, {"start": asdict(training(tmp_path, least=least))})
     begun(tmp_path, process)
     process.stdin.close()
     assert process.wait(20) == code
-    assert (tmp_path / ".tether-0").read_text() == "broken"
+    assert (tmp_path / ".tether-0").read_text() == said
 
 
 @pytest.mark.parametrize("again", [True, False])
