@@ -158,12 +158,18 @@ def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command,
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+    ("number", "code", "nnodes"),
+    [
+        (signal.SIGINT, 130, "2"),
+        pytest.param(signal.SIGTERM, 75, "2", marks=pytest.mark.long),
+        (signal.SIGKILL, -9, "2"),
+        # Each host could take the other one for what is left of the job.
+        pytest.param(signal.SIGKILL, -9, "1:2", marks=pytest.mark.long),
+    ],
 )
-def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tmp_path, number, code):
+def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tmp_path, number, code, nnodes):
     run = tmp_path / "run"
-    job = command(*on_hosts(hosts, run, *exact(400)), faults=(SLOW,))
+    job = command(*on_hosts(hosts, run, *exact(400), "--nnodes", nnodes), faults=(SLOW,))
     job.until(lambda: latest_step(run / "checkpoints"))
     before = latest_step(run / "checkpoints") or 0
     processes = hosts.processes() or rank_pids(job)
