@@ -227,7 +227,7 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
+def staged(root: Path, parts: int) -> tuple[PendingSave, FileLayout, memoryview]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
     save = PendingSave(SaveContext(FileSystemStorage(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
