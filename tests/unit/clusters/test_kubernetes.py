@@ -332,3 +332,25 @@ def test_the_image_copies_what_is_there():
     kept = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == set(copied)
     assert all((root / source).exists() for source in copied)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--memory=8GB", "use --memory 128Gi"),
+        ("--memory=0", "use --memory 128Gi"),
+        ("--cpus=four", "use --cpus 16"),
+        ("--port=99999", "--port 99999 is not a port"),
+        ("--namespace=My_NS", "use --namespace my-team"),
+        ("--max-restarts=-1", "--max-restarts -1 is negative"),
+        ("--image=", "--image '' is not a value that Kubernetes takes"),
+    ],
+)
+def test_values_that_no_cluster_takes_are_refused(capsys, typed, said):
+    assert said in refused(capsys, *TWO, typed)
+
+
+@pytest.mark.parametrize("typed", ["--memory=1.5Gi", "--memory=500M", "--cpus=500m", "--cpus=0.5", "--namespace=a-1"])
+def test_values_that_a_cluster_takes_are_passed_on(capsys, typed):
+    assert cli.main([*TWO, typed]) == 0
+    assert typed.partition("=")[2] in capsys.readouterr().out
