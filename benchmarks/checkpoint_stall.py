@@ -80,7 +80,7 @@ def with_torch(state: dict[str, torch.Tensor], path: Path, rank: int, durable: b
 
 def with_lockstep(saver: Saver, step: int, mine: dict[str, LocalShard], training: Training) -> tuple[float, float]:
     began = time.perf_counter()
-    saver.save(step, mine, {}, {"step": step}, changed_only_by_update={name for name in mine if "exp_avg" in name})
+    saver.start(step, mine, {}, {"step": step}, changed_only_by_update={name for name in mine if "exp_avg" in name})
     stall = time.perf_counter() - began
     training.until(iter([False] * 20 + [True]).__next__)  # forward and backward of the next step
     waited = time.perf_counter()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
 from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.load import digest_of
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
@@ -53,7 +52,7 @@ def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
     trainer.training_step(numbers(8))
     checkpoint = Checkpoint.at(Path(trainer.save_checkpoint(tmp_path)))
     manifest, _ = verify(checkpoint)
-    choice = {"checkpoint": checkpoint.name, "digest": digest_of(manifest), "folder": str(tmp_path)}
+    choice = {"checkpoint": checkpoint.name, "digest": manifest.digest, "folder": str(tmp_path)}
     alone_there = World(rank=1, size=2, local_rank=0, local_size=1)
     checkpoints._same_checkpoint(tmp_path, choice, alone_there)
 

@@ -25,6 +25,7 @@ from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printab
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
+from lockstep.launch.nodes.node_launcher import ONE_LOG
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
@@ -139,8 +140,9 @@ def train(
 
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
-    ending = _launch({**spec, **program}, run_dir, processes, nodes, placement.join, placement.node)
-    if ending.code:
+    spec = {**spec, **program}
+    ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
+    if ending.code and (ended_here or ONE_LOG not in os.environ):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
     return ending.code
@@ -151,8 +153,10 @@ def _describe_exit(ending: JobEnd) -> str:
     code = ExitCode(ending.code)
     why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
     if culprit := ending.failure:
+        # All ranks refuse the same mistake of the user: it does not matter which of them was first.
+        refused = culprit.kind == UserError.__name__
         rank = f"rank {culprit.rank}: " if culprit.rank is not None else ""
-        why = f"{rank}{culprit.kind}: {culprit.message}".partition("\n")[0]
+        why = (culprit.message if refused else f"{rank}{culprit.kind}: {culprit.message}").partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
 
@@ -271,7 +275,7 @@ def fit(
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
-        ending = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
+        ending, _ = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
 
     _raise_unless_done(ending, run_dir, count)
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
@@ -435,8 +439,11 @@ def _launch(
     nnodes: Bounds = Bounds(1, 1),
     join: str | None = None,
     node: int | None = None,
-) -> JobEnd:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail."""
+) -> tuple[JobEnd, bool]:
+    """Run `spec` on the ranks of a launcher until they end; record why, if they fail.
+
+    Returns how the job ended, and whether this launcher ended it.
+    """
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
     ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node))
@@ -444,7 +451,7 @@ def _launch(
     # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure
     if culprit is None or not ended_here:
-        return ending
+        return ending, ended_here
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
     message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
@@ -453,7 +460,7 @@ def _launch(
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
 
-    return ending
+    return ending, ended_here
 
 
 def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True) -> Path:

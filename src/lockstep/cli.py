@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import lockstep
 from lockstep import targets
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
-from lockstep.errors import Preempted, UserError, printable
+from lockstep.errors import FINAL_CODES, ExitCode, Preempted, UserError, code_for_srun, printable
 
 if TYPE_CHECKING:
     from lockstep.api import ResumeCommand
@@ -22,6 +23,31 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: see `errors.ExitCode`."""
+    # Commands that a rank or a script starts are not tasks of srun.
+    final = os.environ.pop(FINAL_CODES, "")
+    if not final:
+        return _run(arguments)
+
+    try:
+        return code_for_srun(_run(arguments), final)
+    except SystemExit as ending:
+        raise SystemExit(code_for_srun(ending.code, final)) from None
+    except Exception as error:
+        # A rank that has only lost another one does not know why the job has ended.
+        if _lost_another_rank(error):
+            raise
+
+        sys.excepthook(type(error), error, error.__traceback__)
+        return code_for_srun(ExitCode.FAILED, final)
+
+
+def _lost_another_rank(error: Exception) -> bool:
+    from lockstep.launch.failure import Failure
+
+    return Failure(0, "", 0.0, type(error).__name__, str(error)).is_complaint
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
 

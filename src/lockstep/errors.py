@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
+from typing import Any
 from unicodedata import category
 
 # Characters that change the direction of the text after them: a name may look like another name.
@@ -18,7 +19,8 @@ _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 class ExitCode(IntEnum):
     """The exit codes of `lockstep train`, for the platform that runs it.
 
-    Any other code, such as 137 after SIGKILL, means that the launcher itself was killed: it may be restarted.
+    Any other code, such as 137 after SIGKILL, means that the launcher itself was killed: it is restarted, as often as
+    the platform was allowed to.
     """
 
     FINISHED = 0
@@ -45,6 +47,26 @@ EXIT_CODES: dict[ExitCode, tuple[str, str]] = {
     ExitCode.RESTART: ("restart", "it was preempted by a signal, or machines are missing"),
     ExitCode.INTERRUPTED: ("never restart", "it was stopped by Ctrl-C"),
 }
+
+
+def final_codes(elastic: bool) -> list[int]:
+    """Return the codes with which one launcher ends the whole job, whatever the other launchers say.
+
+    In an elastic job, a launcher that fails may have failed alone: the others continue.
+    """
+    codes = [code.value for code in ExitCode if code.advice == "never restart"]
+    return [code for code in codes if not (elastic and code == ExitCode.FAILED)]
+
+
+# `srun` returns the highest exit code of its tasks. Codes that must win over 75, and over those of signals (up to 192),
+# are given as these numbers if the variable lists them: the batch script translates them back.
+SRUN_CODES = {ExitCode.INTERRUPTED: 241, ExitCode.REFUSED: 242, ExitCode.FAILED: 243}
+FINAL_CODES = "LOCKSTEP_FINAL_CODES"
+
+
+def code_for_srun(code: Any, final: str) -> Any:
+    """Return the exit code of a task of srun, raised if it is one of the `final` ones: "1 2 130"."""
+    return SRUN_CODES[ExitCode(code)] if str(code) in final.split() else code
 
 
 class UserError(Exception):
@@ -164,6 +186,18 @@ def plural(count: int, one: str, many: str = "") -> str:
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
+# More ranks than this are listed as ranges, and no more ranges than this.
+MOST_RANKS_LISTED = 16
+
+
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2"."""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
+    """Return "rank 1", or "ranks 0, 2"; of many ranks the ranges, "ranks 0 to 7, 9 to 99", and of these the first."""
+    texts = list(map(str, ranks))
+    if len(ranks) > MOST_RANKS_LISTED:
+        # A range goes on as long as a rank is one above the rank before it.
+        ordered = sorted(ranks)
+        firsts = [rank for rank, before in zip(ordered, [None, *ordered], strict=False) if before != rank - 1]
+        lasts = [rank for rank, after in zip(ordered, [*ordered[1:], None], strict=True) if after != rank + 1]
+        texts = [str(a) if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True)]
+
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {some_names(texts, MOST_RANKS_LISTED)}"

@@ -26,7 +26,7 @@ VARIABLE = "LOCKSTEP_FAULTS"
 PLACES = (
     "loss",  # a loss was computed
     "write",  # a checkpoint's file is half written
-    "rename",  # a checkpoint is staged but not yet renamed
+    "rename",  # a checkpoint is complete but not yet renamed
     "latest",  # a checkpoint is renamed, but `latest` does not name it yet
     "committed",  # everything about a checkpoint is done
 )

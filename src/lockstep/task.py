@@ -41,7 +41,7 @@ class Loss:
 
     @classmethod
     def sum(cls, total: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `n` terms, given their sum. The same as `Loss(total, n)`."""
+        """Return the loss of `n` terms, given their sum: `Loss(total, n)` under a name that pairs with `mean`."""
         return cls(total, n, metrics or {})
 
     @classmethod
@@ -70,17 +70,18 @@ class MicroBatch:
     epoch: int = 0
     ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
     padding: bool = False  # runs only because collectives need every rank; its weight must be 0
-    first: int = 0  # position of its first sample in the global step, if the source has positions
+    first: int = 0  # offset of its first sample in the global batch, if the source has positions
 
 
 @dataclass(slots=True)
 class StepBatches:
     """This rank's micro-batches of one global step. Iterating over them may read them."""
 
-    count: int  # of this rank's micro-batches
+    count: int  # the number of this rank's micro-batches
+    # From the source. `Run._feed` wraps it, to measure the wait for data, and so does `fit`, to call `before_batch`.
     micro_batches: Iterable[MicroBatch]
     samples: int  # on all ranks together (for a stream, an estimate)
-    total: int | None = None  # micro-batches of all ranks together, if known
+    count_all_ranks: int | None = None  # micro-batches of all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
 
@@ -95,7 +96,7 @@ class StepResult:
     # What happened.
     step: int  # counts all steps from 0, including skipped ones
     applied: bool  # False: neither the optimizer nor the schedule advanced
-    weight: float  # of all ranks together
+    weight: float  # the loss weight, summed over all ranks
     grad_norm: float  # of the gradient of the mean loss, before clipping
     skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
 
@@ -117,7 +118,7 @@ class BatchSource(Protocol):
     largest_input()      returns the largest tensor of a sample, or None, to choose the number of threads by
     check_dataset()      called before each step; raises if the dataset was changed where workers do not see it
     reading_here()       returns a context in which this process, and not a worker, may read the dataset
-    some_samples()       returns a few samples; unless they are all equal, ranks may have the same first batch
+    some_samples()       returns a few samples; if they differ, equal first batches on two ranks are accepted
     workers_must_match   whether a worker must read what this process reads: `read_again(micro)` returns that data
     beginning            the first sample of a stream, to compare between ranks, or None
     """
@@ -153,7 +154,7 @@ class SourceContext:
     # This rank and the others.
     mine: range  # indices of this rank's micro-batches in a global step
     ranks: int
-    collective_forwards: bool  # whether forwards are collective: then all ranks must run the same number of them
+    collective_forwards: bool  # forwards contain collectives: all ranks must run the same number of them
     all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks, in place; collective
 
 
@@ -252,8 +253,8 @@ class Task:
     def before_batch(self, micro: MicroBatch) -> None:
         """Prepare for `micro`. It is called before each training loss.
 
-        This is for tasks that keep state from step to step for every position of the global batch: `micro.first` is the
-        position of the micro-batch's first sample.
+        This is for tasks that keep state from step to step for every place in the global batch: `micro.first` is the
+        place of the micro-batch's first sample.
         """
 
     def after_step(self, model: nn.Module, step: int) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 # Long enough to be disturbed several times.
 STEPS = 400
-JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "checkpoint.every=10", "evaluate.every=1000")
+JOB = ("char_lm", "preset=tiny", "exact=true", f"steps={STEPS}", "evaluate.every=1000")
 AGENT = "lockstep.clusters.ray.agent"
 
 
@@ -79,6 +79,16 @@ class Cluster:
         accepted, why = client.drain_node(node.node_id, reason, "a test", int((time.time() + seconds) * 1000))
         assert accepted, why
 
+    def idle(self) -> int:
+        """Return how many nodes nobody has reserved."""
+        code = (
+            "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False);"
+            "free = ray._private.state.state.available_resources_per_node().values();"
+            "print(sum(node.get('CPU', 0) == 2 for node in free))"
+        )
+        words = [sys.executable, "-c", code, self.address]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1])
+
     def close(self) -> None:
         self._ray.shutdown()
 
@@ -103,10 +113,11 @@ def undisturbed(tmp_path_factory) -> dict[str, str]:
 class Job:
     """A driver, as a process of its own, and what it prints."""
 
-    def __init__(self, cluster: Cluster, run: Path, *options: str):
+    def __init__(self, cluster: Cluster, run: Path, *options: str, every: int = 10):
         self.run = run
         self.output = run.with_name(f"{run.name}.out")
-        words = ["launch", "ray", *JOB, f"run_dir={run}", "--nproc", "1", "--cpus-per-node", "2", *options]
+        settings = [*JOB, f"checkpoint.every={every}", f"run_dir={run}"]
+        words = ["launch", "ray", *settings, "--nproc", "1", "--cpus-per-node", "2", *options]
         with self.output.open("ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lockstep", *words, "--address", cluster.address, "--submit"],
@@ -124,6 +135,12 @@ class Job:
             return (latest_step(self.run / "checkpoints") or 0) >= step
 
         _until(there, self)
+
+    def trains(self) -> bool:
+        """Whether it has written the metrics of a step."""
+        assert self.process.poll() is None, self.said
+        metrics = self.run / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
 
     def agents(self) -> list[psutil.Process]:
         """The launchers of this job."""
@@ -218,8 +235,16 @@ def test_a_job_grows_to_a_new_node_and_leaves_one_that_ray_takes_away_after_a_sa
     assert coordinating is not None
     node = cluster.node_of(coordinating)
     cluster.drain(node, 60)
-    _until(lambda: "saving, to go on without it" in job.said and len(job.agents()) == 2, job)
+    _until(lambda: "saving, to go on without it" in job.said and "to resume" in job.said, job)
+    _until(lambda: gone([coordinating]) and len(job.agents()) == 2, job)
+
+    # It takes one of two new nodes, and leaves the other to others, also when the drained one is gone.
+    for _ in range(2):
+        cluster.add()
+    _until(lambda: len(job.agents()) == 3, job)
     cluster.remove(node)
+    job.reaches((latest_step(job.run / "checkpoints") or 0) + 20)
+    assert cluster.idle() == 1
     assert job.wait() == 0, job.said
     assert "failed" not in job.said
     assert digests(job.run) == undisturbed
@@ -253,6 +278,25 @@ def test_a_stopped_driver_saves_and_a_killed_one_leaves_no_process(cluster, undi
 
     last = Job(cluster, tmp_path / "run", "--nnodes", "1:2")
     assert last.wait() == 0, last.said
+    assert digests(last.run) == undisturbed
+
+
+def test_a_ctrl_c_at_the_driver_saves_and_the_same_command_resumes(cluster, undisturbed, tmp_path):
+    """The checkpoint of the Ctrl-C is the only one: from each node it would be several, and end the job at once."""
+    cluster.nodes(3)
+    job = Job(cluster, tmp_path / "run", "--nnodes", "3", every=100_000)
+    _until(job.trains, job)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.said
+    assert "stopped at once" not in job.said
+    step = latest_step(job.run / "checkpoints")
+    assert step is not None, job.said
+    assert f"saved at step {step}; to resume: lockstep launch ray char_lm" in job.said
+    assert gone(job.processes())
+
+    last = Job(cluster, tmp_path / "run", "--nnodes", "3", every=100_000)
+    assert last.wait() == 0, last.said
+    assert '"resumed"' in (last.run / "events.jsonl").read_text()
     assert digests(last.run) == undisturbed
 
 
@@ -300,11 +344,6 @@ class Trainer(Job):
     def workers(self) -> list[psutil.Process]:
         processes = psutil.process_iter(["cmdline"])
         return [process for process in processes if "RayTrainWorker" in " ".join(process.info["cmdline"] or [])]
-
-    def trains(self) -> bool:
-        """Whether it has written the metrics of a step."""
-        metrics = self.run / "metrics.jsonl"
-        return metrics.exists() and metrics.stat().st_size > 0
 
 
 def test_ray_train_calls_fit_as_it_is_and_a_restarted_worker_group_resumes(cluster, undisturbed, tmp_path):

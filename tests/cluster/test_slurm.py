@@ -214,6 +214,40 @@ def test_a_failure_is_named_and_not_requeued(tmp_path: Path) -> None:
     assert re.search(r"faults\.py\", line \d+", job.said), job.said
 
 
+# What happens on each node, in the first start of a job, in place of the launcher.
+ENDS_EARLY = """
+import os
+if "SLURM_STEP_NODELIST" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+    {first}
+    if os.environ["SLURM_NODEID"] == "1":
+        {second}
+"""
+REFUSED = "os.environ['LOCKSTEP_SECRET'] = 'short'"
+
+
+@pytest.mark.parametrize("code", [75, 137])
+def test_a_node_that_is_refused_ends_the_job_whatever_the_other_one_says(tmp_path: Path, code: int) -> None:
+    """The first node stands for a launcher that has waited for the second one, which takes five minutes."""
+    first = f"os.environ['SLURM_NODEID'] == '1' or os._exit({code})"
+    (tmp_path / "sitecustomize.py").write_text(ENDS_EARLY.format(first=first, second=REFUSED))
+    path = f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    job = Job.launched(tmp_path / "run", "--nproc", "1", "--nnodes", "2", PYTHONPATH=path)
+    ended = job.wait("FAILED", "COMPLETED", "CANCELLED")
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "2:0"), job.said
+    assert "LOCKSTEP_SECRET" in job.said
+
+
+def test_a_job_whose_launcher_is_killed_is_requeued(tmp_path: Path, expected: bytes) -> None:
+    """The other launcher ends with 75, and srun with the higher code of the one that was killed."""
+    first = "os.environ['SLURM_NODEID'] == '1' or os._exit(75)"
+    (tmp_path / "sitecustomize.py").write_text(ENDS_EARLY.format(first=first, second="os.kill(os.getpid(), 9)"))
+    path = f"{tmp_path}{os.pathsep}{ROOT / 'src'}"
+    job = Job.launched(tmp_path / "run", "--nproc", "1", "--nnodes", "2", PYTHONPATH=path)
+    job.restart_now()
+    assert job.finish()["Restarts"] == "1"
+    assert_same(tmp_path / "run", expected)
+
+
 def test_a_job_that_is_preempted_gives_way_and_finishes_later(tmp_path: Path, expected: bytes) -> None:
     words = ["--nproc", "1", "--nnodes", "2", "--sbatch", "exclusive"]
     job = Job.launched(tmp_path / "run", *words, LOCKSTEP_FAULTS=SLOW)

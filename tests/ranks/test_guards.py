@@ -460,8 +460,8 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
             "no state": "run.register('part', part) needs a part with state; int has none",
-            "registered twice": "run.register('average', ...) uses a name that is taken",
-            "registered data": "run.register('data', ...) uses a name that is taken",
+            "registered twice": "'average' cannot be saved with the run: the name is taken",
+            "registered data": "'data' cannot be saved with the run: the name is taken",
             "register late": "run.register('part', ...) was called after run.steps(...)",
             "second loop": "run.steps(dataset) was called a second time",
         }

@@ -113,7 +113,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
                 driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
             sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
-            found["words"].append(driver.codec.unpack(driver.reduced().packed_word.tolist()))
+            found["words"].append(driver.codec.unpack(driver.collect_reduced().packed_word.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
@@ -167,6 +167,26 @@ def test_the_word_arrives_exact(pool: Pool, hook: str, buckets: dict[str, Any]) 
     for found in pool.run(exchange, HOOKS[hook] | buckets, steps, world=3):
         for word, step in zip(found["words"], (4095, 4094), strict=True):
             assert (word.weight, word.step, word.stop) == (sum(weights), 3 * step, 1)
+
+
+def exchange_as_with_many_ranks(*arguments: Any) -> dict[str, Any]:
+    """A job: the same, as on a number of ranks whose mean could round the word."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.parallel.ddp.driver.mean_is_exact", lambda ranks: False)
+        return exchange(*arguments)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_with_many_ranks_the_word_travels_apart(pool: Pool, hook: str) -> None:
+    """In float64, which keeps every fraction too, and next to gradients whose sums stay the same."""
+    weights = (2.0**31 + 1.1, 2.0**24 + 3.25, 12345.0)
+    steps = [(drawn(3, SHAPES), words(*weights, step=1024), 1.0)]
+    usual = pool.run(exchange, HOOKS[hook], steps, world=3)
+    for found, expected in zip(pool.run(exchange_as_with_many_ranks, HOOKS[hook], steps, world=3), usual, strict=True):
+        assert found["words"][0].weight == pytest.approx(sum(weights), rel=1e-15)
+        assert (found["words"][0].step, found["words"][0].stop) == (3 * 1024, 1)
+        for here, there in zip(found["sums"][0], expected["sums"][0], strict=True):
+            torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)  # half precision, added in another order
 
 
 @pytest.mark.parametrize("hook", HOOKS)

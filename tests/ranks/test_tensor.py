@@ -299,7 +299,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         loop.fit(MODELS["always used"](), builder)
         run = builder.run
         assert run is not None
-        tensors, _, _ = run.checkpoints.state.capture()
+        tensors = run.checkpoints.state.capture().tensors
         mine = {name: shard.local.numel() for name, shard in run.checkpoints._shards(tensors).items()}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 

@@ -105,6 +105,16 @@ def test_options_reach_torchrun(env, tmp_path):
     ]  # fmt: skip
 
 
+def test_numbers_may_begin_with_zeros(env, tmp_path):
+    """To a shell, 010 is 8 and 08 is an error."""
+    words = "--num_gpus 08 --num_nodes 010 --node_rank 09 --master_addr node0 --master_port 01234"
+    env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS"}
+    found = echoed(LAUNCHERS[0], *words.split(), env=env, tmp_path=tmp_path)
+    assert found[1:6] == [
+        "--nproc_per_node=8", "--nnodes=10", "--node_rank=9", "--master_addr=node0", "--master_port=1234",
+    ]  # fmt: skip
+
+
 def test_the_older_launcher_gets_the_same_options(env, tmp_path):
     """An option may be written with `=` and with dashes, and the variables of a scheduler stand in for options."""
     scheduler = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
@@ -136,6 +146,8 @@ WRONG = {
     "--num_gpus 2 --master_port http": "--master_port http is not a whole number",
     "--num_gpus 2 --num_nodes 2": "--num_nodes 2 needs --master_addr",
     "--num_gpus 2 --num_nodes 2 --master_addr localhost": "localhost is another machine on each of them",
+    "--num_gpus 2 --num_nodes 2 --master_addr 127.0.0.1": "127.0.0.1 is another machine on each of them",
+    "--num_gpus 2 --num_nodes 2 --master_addr ::1": "::1 is another machine on each of them",
     "--num_gpus 2 --num_nodes 2 --master_addr h --node_rank 2": "--node_rank 2 is not one of 2 machines",
 }
 
@@ -169,7 +181,7 @@ def test_every_script_trains_the_same_model(env, tmp_path):
     port = ["--master_port", str(free_port())]
     second = finish(start(LAUNCHERS[1], "--num_gpus", "2", *common, *port, "run_dir=second", cwd=tmp_path, env=env))
 
-    words = ["--num_gpus", "1", "--num_nodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    words = ["--num_gpus", "1", "--num_nodes", "2", "--master_addr", "127.0.0.2", "--master_port", str(free_port())]
     both = [start(LAUNCHERS[2], *words, *common, "run_dir=third", cwd=tmp_path, env=env) for _ in range(2)]
     third = "".join(finish(process) for process in both)
 

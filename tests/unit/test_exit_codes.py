@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import pytest
+
 from lockstep import api, cli
-from lockstep.errors import EXIT_CODES, ExitCode, PeersMissing, Preempted
+from lockstep.errors import EXIT_CODES, FINAL_CODES, ExitCode, PeersMissing, Preempted, final_codes
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.wire.messages import JobEnd
 
@@ -42,3 +45,44 @@ def test_a_command_whose_peers_are_missing_may_be_restarted(monkeypatch, capsys)
     monkeypatch.setitem(cli.VERBS, "recipes", fail)
     assert cli.main(["recipes"]) == ExitCode.RESTART
     assert "no answer within 5 minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("one_log", "ended_here", "lines"), [(True, True, 1), (True, False, 0), (False, False, 1)])
+def test_the_line_is_printed_once_if_all_nodes_have_one_log(
+    monkeypatch, capsys, tmp_path, one_log, ended_here, lines
+) -> None:
+    monkeypatch.setattr(api, "supervise", lambda job: (JobEnd(75), ended_here))
+    if one_log:
+        monkeypatch.setenv("LOCKSTEP_ONE_LOG", "1")
+    assert cli.main(["train", "char_lm", f"run_dir={tmp_path / 'run'}", "--nproc", "2"]) == 75
+    assert capsys.readouterr().err.count("exit code 75 (restart)") == lines
+
+
+def test_all_pages_agree_about_the_codes_that_end_a_job() -> None:
+    assert final_codes(elastic=False) == [1, 2, 130]
+    assert final_codes(elastic=True) == [2, 130]
+    for page in ("slurm.md", "kubernetes.md", "multi_node.md"):
+        text = PAGE.with_name(page).read_text()
+        rows = [row for row in text.splitlines() if row.startswith("|") and "never" in row]
+        codes = {int(number) for row in rows for number in re.findall(r"\b(?:1|2|75|130|137)\b", row)}
+        assert codes == {1, 2, 130}, page
+
+
+def test_a_final_code_is_raised_for_srun_alone(monkeypatch, capsys) -> None:
+    """Commands that a rank starts must not have it."""
+
+    def ends(*_: object) -> int:
+        assert FINAL_CODES not in os.environ
+        return next(codes)
+
+    monkeypatch.setitem(cli.VERBS, "recipes", ends)
+    expected = {0: 0, 1: 243, 2: 242, 75: 75, 130: 241}
+    codes = iter(expected)
+    for raised in expected.values():
+        monkeypatch.setenv(FINAL_CODES, "1 2 130")
+        assert cli.main(["recipes"]) == raised
+
+    monkeypatch.setenv(FINAL_CODES, "1 2 130")
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["nothing"])
+    assert ending.value.code == 242

@@ -88,8 +88,8 @@ def verify(
     return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size])
 
 
-def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[Damaged]:
-    """Return the problems with `files`: a wrong size, a wrong digest, or a missing piece."""
+def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[InvalidCheckpoint]:
+    """Return the problems with `files`: no access, a wrong size, a wrong digest, or a missing piece."""
     # The pieces that the manifest expects in each file, with their dtypes.
     expected: dict[str, list[tuple[Piece, str]]] = {}
     for entry in manifest.tensors.values():
@@ -104,8 +104,8 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
             header = read_header(checkpoint, file.name)
             for piece, dtype in expected.get(file.name, []):
                 locate(checkpoint, header, piece, dtype)
-        except Damaged as damaged:
-            problems.append(damaged)
+        except InvalidCheckpoint as problem:
+            problems.append(problem)
 
     return problems
 

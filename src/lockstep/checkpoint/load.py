@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import xxhash
 
 from lockstep.checkpoint.format import locate, read_header, verify
 from lockstep.checkpoint.manifest import (
@@ -20,6 +19,7 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     Piece,
     TensorEntry,
+    Unreadable,
     WrongFormat,
     byte_count,
     open_file,
@@ -48,7 +48,7 @@ def find(
     # Ranks with separate disks would resume separately. A rank has a different disk if
     # - it does not see what rank 0 listed,
     # - rank 0 lists no checkpoint, but this rank does, or
-    # - it reads the name of a different owner.
+    # - it reads a different owner's token.
     visible = sorted(set(names) & set(storage.folders()))
     sees_more = bool(listed) and not names
     views = gather([visible, sees_more, storage.owner()])
@@ -64,7 +64,7 @@ def find(
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
         found = [[problem.label, problem.file, problem.why] for problem in problems]
-        results = gather([found, digest_of(manifest)])
+        results = gather([found, manifest.digest if manifest else None])
         bad = sorted({tuple(problem) for rank_problems, _ in results for problem in rank_problems})
 
         if manifest is not None and not bad:
@@ -72,8 +72,10 @@ def find(
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, skipped)
 
-        # The exception names the first file; its reason lists the rest. Damage on any rank outranks a wrong format.
-        kind = Damaged if any(label == Damaged.label for label, _, _ in bad) else WrongFormat
+        # The exception names the first file; its reason lists the rest. The first of these kinds that any rank found
+        # counts.
+        labels = {label for label, _, _ in bad}
+        kind = next(kind for kind in (Damaged, Unreadable, WrongFormat) if kind.label in labels)
         first = bad[0][1]
         reasons = "; ".join(f"{file}: {why}" for _, file, why in bad)
         skipped.append(kind(checkpoint, first, reasons.removeprefix(f"{first}: ")))
@@ -91,15 +93,14 @@ def find(
     return None
 
 
-def digest_of(manifest: Manifest | None) -> str:
-    """Return a digest by which ranks compare the manifests that they have read."""
-    return xxhash.xxh3_128(repr(manifest).encode()).hexdigest()
-
-
 def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
     verdicts = sorted({problem.verdict for problem in invalid})
     what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {storage.address}"
-    fix = "use the version of Lockstep that wrote it" if WrongFormat.verdict in verdicts else "restore the files"
+    fix = "restore the files"
+    if WrongFormat.verdict in verdicts:
+        fix = "use the version of Lockstep that wrote it"
+    elif Unreadable.verdict in verdicts:
+        fix = "let this user read the files"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     return UserError(f"{what} {' or '.join(verdicts)}", "; ".join(map(str, invalid)), f"{fix}, or {way_out}")
 
@@ -139,7 +140,10 @@ class CheckpointReader:
         return self.read_slice(name, (0,) * len(shape), shape)
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read the slice of `shape` that begins at `offset` in the full tensor. Raise Damaged if a file has changed."""
+        """Read the slice of `shape` that begins at `offset` in the full tensor.
+
+        Raise InvalidCheckpoint if a file has changed or can no longer be read.
+        """
         entry = self._entry(name)
         ends = [start + length for start, length in zip(offset, shape, strict=True)]
         bounds = zip(offset, ends, entry.shape, strict=True)

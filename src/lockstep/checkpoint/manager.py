@@ -39,7 +39,7 @@ from lockstep.checkpoint.storage import (
     set_aside,
     set_aside_after,
 )
-from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
@@ -95,7 +95,11 @@ class CheckpointManager:
         log_event: EventLogger,
         before_next_update: Callable[[Callable[[], None]], None],
     ):
-        """`log_event(event, **fields)` logs an event; `before_next_update(call)` calls something once, before it."""
+        """Keep references to the objects of a run, and open the storage of its checkpoints.
+
+        `log_event(event, **fields)` logs an event. `before_next_update(callback)` runs `callback` once, just before the
+        next update.
+        """
         self.folder = folder
         self.state = state
         self.config = config
@@ -117,7 +121,7 @@ class CheckpointManager:
         # The step of the last checkpoint in this run's folder: None if there is none, or its save was abandoned.
         self._saved_step: int | None = None
 
-        # When it was saved or resumed.
+        # When the last checkpoint was saved or loaded, or else the run began: for `checkpoint.minutes`.
         self._saved_at = time.monotonic()
 
         self._rewinds = 0  # since the last checkpoint
@@ -191,7 +195,7 @@ class CheckpointManager:
         self.log_event(
             "rewind",
             step=result.step,
-            to=self.state.stepper.counters.step,
+            to=resumed.step,
             reason=result.skip_reason,
             skipped=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
@@ -239,7 +243,7 @@ class CheckpointManager:
                 )
 
         other_changes = self.state.restore(reader, values["state"], changed_settings)
-        step = self.state.stepper.counters.step
+        step = reader.manifest.step
 
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
         # here, because none may save before that. The storage of another run must not change.
@@ -333,14 +337,13 @@ class CheckpointManager:
         every = self.config.checkpoint.every
         return (requested or (every is not None and step % every == 0)) and step != self._saved_step
 
-    def save(self, loop: LoopState, metrics: dict[str, float]) -> None:
-        """Copy the state, and write it in the background while training continues.
+    def save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
+        """Copy the state after `step`, and write it in the background while training continues.
 
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's
         generators, as a resume does.
         """
         self.settle()
-        step = self.state.stepper.counters.step
         with self.runtime.heartbeat.visit("snapshot", step):
             self._start_save(step, loop, metrics)
 
@@ -353,7 +356,7 @@ class CheckpointManager:
     def _start_save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
         """Collect what this rank writes, and start the save."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
-        tensors, aliases, plain_state = self.state.capture()
+        tensors, aliases, plain_state, changed_only_by_update = self.state.capture()
         if not self.state.same_on_all_ranks:
             plain_state = merge_plain_state(self.runtime.collectives.gather_json(plain_state))
 
@@ -364,7 +367,7 @@ class CheckpointManager:
 
         # The keys are part of the file format (see CONTRIBUTING).
         other_values = {
-            "config": _as_typed(self.config),
+            "config": _settings_as_text(self.config),
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
@@ -374,7 +377,7 @@ class CheckpointManager:
         other_tensors: dict[str, torch.Tensor] = {}
         values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
         assert not other_tensors, f"not in the state: {list(other_tensors)}"
-        self.saver.save(step, self._shards(tensors), aliases, values, self.state.changed_only_by_update())
+        self.saver.start(step, self._shards(tensors), aliases, values, changed_only_by_update)
 
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)
@@ -459,7 +462,7 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, saves: list[Save]) -> None:
+    def _log(self, saves: list[PendingSave]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
             if save.checkpoint and save.error:
@@ -480,7 +483,7 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     """Return the settings that differ between a checkpoint and this run. `saved`: the settings as text, by key."""
     # An older version may have saved a key under a former name.
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
-    now = _as_typed(config)
+    now = _settings_as_text(config)
     changes = []
     for key in {**saved, **now}:
         # A key that the older version did not have counts as its default.
@@ -492,5 +495,5 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     return changes
 
 
-def _as_typed(config: RunConfig) -> dict[str, str]:
+def _settings_as_text(config: RunConfig) -> dict[str, str]:
     return {key: typed(value) for key, value in flatten(config).items()}

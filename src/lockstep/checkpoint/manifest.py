@@ -2,7 +2,7 @@
 
 A manifest is not trusted: a checkpoint may have been downloaded, or may be in another user's folder. The digest shows
 that a disk has changed the manifest, but it has no key, so anyone can write one that is valid. Therefore every field is
-checked before it is used: a manifest cannot name a file outside its folder, leave a part of a tensor uninitialized, or
+checked before it is used: a manifest cannot name a file outside its folder, leave elements of a tensor undefined, or
 claim more memory than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
 
 This module does not import torch.
@@ -10,6 +10,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -59,7 +60,7 @@ _MAX_BYTES = 2**60
 # Upper limit on the size of a manifest, which is read into memory, in bytes.
 _MAX_MANIFEST_BYTES = 2**28
 
-# The most pieces of a tensor that may be off the grid: they are compared pairwise.
+# If the pieces of a tensor do not form a grid, they are compared pairwise, so there may be at most this many.
 _MAX_IRREGULAR_PIECES = 4096
 
 # The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
@@ -88,6 +89,13 @@ class InvalidCheckpoint(Exception):
 class Damaged(InvalidCheckpoint):
     label = "damaged"
     verdict = "is damaged"
+
+
+class Unreadable(InvalidCheckpoint):
+    """A file cannot be read now, but it may be whole: permission is denied, for example, or a file server is down."""
+
+    label = "unreadable"
+    verdict = "cannot be read"
 
 
 class WrongFormat(InvalidCheckpoint):
@@ -130,7 +138,7 @@ def byte_count(shape: Iterable[int], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`. The fields have the same names as in the file."""
+    """The contents of `manifest.json`. Except `digest`, the fields have the names that they have in the file."""
 
     step: int
     time: float  # seconds since 1970
@@ -143,6 +151,9 @@ class Manifest:
 
     # Everything else that was saved, as `state_tree.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
+
+    # Of all fields above, if the manifest was read: ranks compare it. In the file, it is next to the content.
+    digest: str = field(default="", compare=False)
 
     @property
     def bytes(self) -> int:
@@ -161,6 +172,7 @@ def encode(manifest: Manifest) -> bytes:
         "files": [vars(file) for file in manifest.files],
         "tensors": tensors_to_json(manifest.tensors),
     }
+    del content["digest"]
 
     # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
     text = _canonical(content)
@@ -178,6 +190,9 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
+
     try:
         # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
         # again and again, which takes as long as the rest.
@@ -200,7 +215,7 @@ def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
     check_fields(outer, "the manifest", format=int, digest=object, content=object)
     digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
     require(outer["digest"] == digest, "the digest does not match the contents")
-    return _manifest(outer["content"])
+    return _manifest(outer["content"], digest)
 
 
 # ---- reading ----
@@ -208,22 +223,21 @@ def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
 @contextmanager
 def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading. An OSError, while opening or reading, becomes Damaged."""
+    """Open a file for reading. An OSError, while opening or reading, becomes Damaged or Unreadable."""
     try:
         with checkpoint.open(file) as stream:
             yield stream
     except FileNotFoundError:
         raise Damaged(checkpoint, file, "missing") from None
     except OSError as error:
-        raise Damaged(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
+        # EINVAL: not a regular file. After any other error, the bytes may still be the ones that were written.
+        kind = Damaged if error.errno == errno.EINVAL else Unreadable
+        raise kind(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
-
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
 
     manifest = decode(data, checkpoint)
 
@@ -307,7 +321,7 @@ def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
     return value
 
 
-def _manifest(content: Any) -> Manifest:
+def _manifest(content: Any, digest: str) -> Manifest:
     fields = check_fields(
         content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
     )
@@ -333,7 +347,7 @@ def _manifest(content: Any) -> Manifest:
 
     _check_floats(fields["values"])
     return Manifest(
-        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"]
+        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"], digest
     )
 
 

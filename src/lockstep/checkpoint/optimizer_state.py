@@ -1,16 +1,20 @@
-"""The state of a run's optimizers, as a checkpoint holds it: by parameter name, never by rank or position."""
+"""The state of a run's optimizers, as a checkpoint holds it.
+
+Optimizers are matched by their order; the state in each, by parameter name.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.reshard import parameter_of, read_state_like
+from lockstep.checkpoint.reshard import read_state_like
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
@@ -22,7 +26,7 @@ JsonDict = dict[str, Any]
 
 
 class OptimizerStates:
-    """Captures and restores the state of all optimizers, which are matched by position."""
+    """Captures and restores the state of all optimizers of a run."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
         """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold."""
@@ -31,16 +35,21 @@ class OptimizerStates:
         self._held_elsewhere = held_elsewhere
         self._device = next(model.parameters()).device
 
-        # The parameter groups as the user's code created them. A resumed run compares them with the saved ones.
-        self._initial_groups = [_group_options(optimizer) for optimizer in optimizers.all]
+        # The options of the parameter groups as the user's code set them. A resumed run compares them with saved ones.
+        self._initial_options = [_group_options(optimizer) for optimizer in optimizers.all]
 
     # ---- saving ----
 
-    def capture(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
-        """Return the plain state of each optimizer, and add its tensors to `tensors`."""
-        return [self._capture(number, tensors) for number in range(len(self.optimizers.all))]
+    def capture(self, tensors: dict[str, Tensor]) -> tuple[list[JsonDict], frozenset[str]]:
+        """Return the plain state of each optimizer, and the names of the tensors in the state of parameters.
 
-    def _capture(self, number: int, tensors: dict[str, Tensor]) -> JsonDict:
+        Add all tensors to `tensors`.
+        """
+        names: set[str] = set()
+        plain_states = [self._capture(number, tensors, names) for number in range(len(self.optimizers.all))]
+        return plain_states, frozenset(names)
+
+    def _capture(self, number: int, tensors: dict[str, Tensor], state_names: set[str]) -> JsonDict:
         optimizer = self.optimizers.all[number]
         names = self._names_by_id()
 
@@ -53,27 +62,21 @@ class OptimizerStates:
                     "keep such state in the parameter groups, or in the task's state_dict()",
                 )
 
-        # The keys are part of the file format (see CONTRIBUTING). The options are saved as the user's code set them
-        # ("initial"), and as they are now ("settings"), since some optimizers change them.
         prefix = f"optimizer.{number}"
+        before = set(tensors)
         state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
+        packed_state = pack(state, prefix, tensors)
+        state_names |= tensors.keys() - before
+
+        # The keys are part of the file format (see CONTRIBUTING). The options of the parameter groups are saved as the
+        # user's code set them ("initial"), and as they are now ("settings"), since some optimizers change them.
         return {
             "kind": type(optimizer).__name__,
-            "state": pack(state, prefix, tensors),
+            "state": packed_state,
             "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
-            "initial": pack(self._initial_groups[number], f"{prefix}.initial", tensors),
+            "initial": pack(self._initial_options[number], f"{prefix}.initial", tensors),
             "settings": pack(_group_options(optimizer), f"{prefix}.settings", tensors),
         }
-
-    def tensor_names(self) -> set[str]:
-        """Return the names of the tensors in the optimizers' state. Only an update changes them."""
-        names = self._names_by_id()
-        states = [
-            (f"optimizer.{number}.{names[id(p)]}", state)
-            for number, optimizer in enumerate(self.optimizers.all)
-            for p, state in optimizer.state.items()
-        ]
-        return {f"{prefix}.{key}" for prefix, state in states for key in state}
 
     def estimated_bytes(self) -> int:
         """Return an estimate of the bytes of the state, which optimizers allocate in their first step."""
@@ -145,23 +148,24 @@ class OptimizerStates:
         if not (masters and masters.rounding == "compensated"):
             saved = {name: {k: v for k, v in state.items() if k != COMPENSATION} for name, state in saved.items()}
 
-        # State is sharded like its parameter, whose name is part of the tensor's name.
+        # State is sharded like its parameter.
         parameters = dict(self.model.named_parameters())
-        return unpack(
-            saved, lambda name: read_state_like(name, parameters.get(parameter_of(name)), reader), self._device
-        )
+        return {
+            name: unpack(state, partial(read_state_like, parameter=parameters.get(name), reader=reader), self._device)
+            for name, state in saved.items()
+        }
 
     def _merge_options(
         self, number: int, saved: JsonDict, reader: CheckpointReader
     ) -> tuple[list[str], list[JsonDict]]:
         """Return the user's changes to the parameter groups, and the options to use for each group.
 
-        An option that the user's code has changed keeps its new value. All other options get their values from the end
-        of the saved run, since some optimizers keep counters there.
+        An option that the user's code has changed keeps its new value. All other options get their values at the save,
+        since some optimizers keep counters there.
         """
         options = _group_options(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)
-        final = unpack(saved["settings"], reader.read, self._device)
+        at_save = unpack(saved["settings"], reader.read, self._device)
 
         # Groups have no names, so they cannot be matched if their number differs.
         if len(initial) != len(options):
@@ -170,10 +174,10 @@ class OptimizerStates:
 
         # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []
-        for group, (now, before) in enumerate(zip(self._initial_groups[number], initial, strict=True)):
+        for group, (now, before) in enumerate(zip(self._initial_options[number], initial, strict=True)):
             for key in options[group]:
                 if key in before and repr(before[key]) == repr(now[key]):
-                    options[group][key] = final[group][key]
+                    options[group][key] = at_save[group][key]
                 elif key != "fused":  # depends on the device and does not change results
                     changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now[key]}")
 

@@ -6,6 +6,8 @@ tensor is replicated: one of the ranks that hold it writes it, and all ranks tha
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,7 +23,8 @@ from lockstep.runtime.layout import (
     shard_of,
 )
 
-# Tensors in the state of a part (the task, for example), which may differ between ranks: only rank 0's are saved.
+# Tensors in the state of a part (the task, for example). They may differ between ranks: except for DTensors, only rank
+# 0's are saved.
 _PART = "part."
 
 # ---- writing ----
@@ -49,8 +52,9 @@ def shards_to_write(
     def writes(name: str, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor):
             # Of several ranks with the same shard, the first on the mesh writes it. Pipeline stages are on different
-            # meshes, so `duplicates` lists the tensors that a lower stage already writes. An empty shard needs no file.
-            first = is_first_copy(tensor) and parameter_of(name) not in duplicates
+            # meshes, so `duplicates` lists the parameters whose shard a lower stage writes. An empty shard needs no
+            # file.
+            first = is_first_copy(tensor) and not any(_belongs_to(name, parameter) for parameter in duplicates)
             return first and tensor.to_local().numel() > 0
         return (0 if name.startswith(_PART) else writers[name]) == rank
 
@@ -65,10 +69,9 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     return dict(zip(names, balance([size_of[name] for name in names], holders), strict=True))
 
 
-def parameter_of(key: str) -> str:
-    """Return the parameter's NAME in "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
-    kind, _, rest = key.partition(".")
-    return rest if kind == "model" else rest.partition(".")[2].rpartition(".")[0]
+def _belongs_to(name: str, parameter: str) -> bool:
+    """Whether a tensor is this parameter or in its optimizer state: "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
+    return name == f"model.{parameter}" or bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
 
 
 # ---- reading ----

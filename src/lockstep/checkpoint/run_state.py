@@ -1,11 +1,13 @@
-"""The full state of a run, as a checkpoint holds it: tensors under the model's names, and plain state.
+"""The full state of a run, as a checkpoint holds it: tensors, named as in the model's state dict, and the rest as JSON.
 
-Nothing in it depends on the number of ranks: any world can resume from a checkpoint of any other.
+Nothing in it depends on the number of ranks: a checkpoint can be resumed on any number of ranks.
 
     model.NAME                    parameters and buffers; the master weights of parameters stored in bfloat16
     optimizer.NUMBER.NAME.KEY     the optimizer state of parameter NAME
+    optimizer.NUMBER.initial      tensors in the options of the parameter groups when the run began
+    optimizer.NUMBER.settings     tensors in these options at the save
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of a part: any other object with state, see `RunState`
+    part.NAME                     tensors in the state of a `Part`: any other object with state
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from lockstep.task import BatchSource, Task
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
-class Stateful(Protocol):
-    """A part of the run that has state.
+class Part(Protocol):
+    """An object whose state is saved with the run, under a name: the task, the data source or a scheduler, for example.
 
     Optional members, looked up with `getattr`:
 
-    read(name, reader)       reads this rank's shard of a tensor; a part without it has the same state on every rank
+    read(name, reader)       reads this rank's shard of a tensor. Without it, the state is the same on every rank
     changes_since(state)     lists what the user's code has changed since `state` was saved
     lasting, frozen_advice   see `Task`
     """
@@ -41,17 +43,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
-class StepCount(Protocol):
-    step: int  # the number of steps so far
-
-
-class SavedStepper(Stateful, Protocol):
-    """The members of the engine's `Stepper` that checkpoints need."""
-
-    @property
-    def counters(self) -> StepCount: ...
 
 
 class Change(NamedTuple):
@@ -72,6 +63,10 @@ class CapturedState(NamedTuple):
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     plain_state: JsonDict
 
+    # The names of the tensors that only an update changes: the optimizers' state. In contrast, a forward may change the
+    # model's buffers, and the user's code its parameters.
+    changed_only_by_update: frozenset[str]
+
 
 class RunState:
     """Captures the state of a run and restores it.
@@ -84,9 +79,9 @@ class RunState:
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        stepper: SavedStepper,
+        stepper: Part,
         source: BatchSource,
-        parts: Mapping[str, Stateful],
+        parts: Mapping[str, Part],
         *,
         keep_frozen: bool,
         holders: Mapping[str, tuple[int, ...]] | None = None,
@@ -98,7 +93,7 @@ class RunState:
         `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
-        `duplicates`: parameters that this rank does not save, because a lower rank holds the same shard.
+        `duplicates`: see `RankRole.duplicates`.
         """
         self.model = model
         self.optimizers = optimizers
@@ -128,33 +123,38 @@ class RunState:
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        tensors: dict[str, Tensor] = {}
-        model_state = self._model_state()
-        aliases = self._capture_model(model_state, tensors)
-        frozen = {
+        captured = self._collect()
+        captured.plain_state["model"]["frozen_digests"] = {
             name: digest(full_tensor(self.model.get_parameter(name)))
             for name in sorted(self._digest_only - self._held_elsewhere)
         }
+        captured.plain_state["next_samples"] = next_samples(self.source)
 
-        # The keys are part of the file format (see CONTRIBUTING).
-        plain_state: JsonDict = {
-            "model": {"extra": _capture_extra(model_state, tensors), "frozen_digests": frozen},
-            "optimizers": self._optimizer_states.capture(tensors),
-            "parts": self._capture_parts(tensors),
-            "stepper": pack(self.stepper.state_dict(), "stepper", tensors),
-            "next_samples": next_samples(self.source),
-        }
-        return CapturedState(tensors, aliases, plain_state)
+        # The stepper has state only between two steps, and no tensors.
+        stepper_tensors: dict[str, Tensor] = {}
+        captured.plain_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
+        return captured
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `capture` returns. Local: it computes no digests, and the host does not wait."""
+        return self._collect().tensors
+
+    def _collect(self) -> CapturedState:
+        """Return all tensors, and the plain state that belongs to them."""
         tensors: dict[str, Tensor] = {}
         model_state = self._model_state()
-        self._capture_model(model_state, tensors)
-        _capture_extra(model_state, tensors)
-        self._optimizer_states.capture(tensors)
-        self._capture_parts(tensors)
-        return tensors
+        aliases = self._capture_model(model_state, tensors)
+        extra = {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
+        optimizers, changed_only_by_update = self._optimizer_states.capture(tensors)
+
+        # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
+        plain_state: JsonDict = {
+            "model": {"extra": extra},
+            "optimizers": optimizers,
+            "parts": self._capture_parts(tensors),
+        }
+        return CapturedState(tensors, aliases, plain_state, changed_only_by_update)
 
     def _model_state(self) -> dict[str, Any]:
         """Return the model's state dict, without the parameters of which only digests are saved."""
@@ -177,13 +177,6 @@ class RunState:
     def _capture_parts(self, tensors: dict[str, Tensor]) -> JsonDict:
         parts = {"data": self.source, **self.parts}
         return {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()}
-
-    def changed_only_by_update(self) -> set[str]:
-        """Return the names of tensors that only an update of the parameters changes: the optimizers' state.
-
-        In contrast, a forward may change the model's buffers, and the user's code its parameters.
-        """
-        return self._optimizer_states.tensor_names()
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
@@ -245,7 +238,7 @@ class RunState:
         return changed + unused
 
     def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one part, which may have a `read` method (see `Stateful`)."""
+        """Read the tensors in the state of one part, which may have a `read` method (see `Part`)."""
         # The state of a part that this run does not have is only reported, not read.
         if name != "data" and name not in self.parts:
             return state
@@ -314,17 +307,12 @@ class RunState:
     # ---- parameters ----
 
     def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
-        """Return the float32 master of a parameter, or `value` if it has none. None: another rank holds the master."""
+        """Return the float32 master of a parameter; `value` if it has none; None if another rank holds the master."""
         masters = self.optimizers.masters
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
             return value
         return masters.master_of(parameter)
-
-
-def _capture_extra(model_state: dict[str, Any], tensors: dict[str, Tensor]) -> JsonDict:
-    """Return the extra state of the model's modules, and add its tensors to `tensors`."""
-    return {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
 
 
 def merge_plain_state(by_rank: list[JsonDict]) -> JsonDict:

@@ -1,17 +1,17 @@
 """Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
-    staged -> own file durable -> committed     by rank 0, when the files of all ranks are durable
+    copied -> own file durable -> committed     by rank 0, when the files of all ranks are durable
        |             |
        +-------------+----------> failed        on this rank: `failed_save` has the error
        +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
 
-`save` copies the tensors that the next forward may change, and starts the thread. Before the next update,
+`start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
 `wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
 committed, failed or abandoned. A failed save never raises, and does not affect the next one.
 
 A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
 
-    Save.fail                              records the error, and deletes this rank's staged files
+    PendingSave.fail                       records the error, and deletes this rank's uncommitted files
     CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
     CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
 """
@@ -26,14 +26,14 @@ from typing import Any
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 from lockstep.runtime.layout import LocalShard
 
 
 class Saver:
     """Runs the saves of one rank.
 
-    All ranks call `save` for the same steps. There is one buffer, so a save waits until the previous one has ended.
+    All ranks call `start` for the same steps. There is one buffer, so a save waits until the previous one has ended.
     """
 
     def __init__(self, context: SaveContext, asynchronous: bool = True):
@@ -42,21 +42,21 @@ class Saver:
         self._snapshot = Snapshot(file_name(context.rank))
 
         # The last save, and its thread while it runs.
-        self._last: Save | None = None
+        self._last: PendingSave | None = None
         self._thread: threading.Thread | None = None
 
-        # The copy that runs while training continues, from `save` to `wait_for_copy`.
+        # The copy that runs while training continues, from `start` to `wait_for_copy`.
         self._copying: BackgroundCopy | None = None
 
-        self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
-        self._saves = 0  # numbers the staged folders: the same step may be saved again after a failure
+        self._unreported: list[PendingSave] = []  # saves that have ended and that `take_ended` has not returned yet
+        self._saves = 0  # numbers the uncommitted folders: the same step may be saved again after a failure
 
     def prepare(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._join()
-        self._snapshot.fit(shards)
+        self._snapshot.reserve(shards)
 
-    def save(
+    def start(
         self,
         step: int,
         shards: Mapping[str, LocalShard],
@@ -75,20 +75,20 @@ class Saver:
         began = time.perf_counter()
         self._join()
 
-        layout = self._snapshot.fit(shards)
+        layout = self._snapshot.reserve(shards)
 
         # From here on, `failed_save` refers to this save.
         self._saves += 1
-        self._last = save = Save(self._context, step, self._saves, layout.file_size)
+        self._last = pending = PendingSave(self._context, step, self._saves, layout.file_size)
 
         # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
         needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
         free = self._context.storage.free_bytes()
         if free < needed:
-            save.refuse(needed - free)
+            pending.refuse(needed - free)
         else:
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
+            run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -96,14 +96,14 @@ class Saver:
             else:
                 run()
 
-        save.stall_s = time.perf_counter() - began
+        pending.stall_s = time.perf_counter() - began
 
         # Without a thread, the save has ended.
         if self._thread is None:
-            self._unreported.append(save)
+            self._unreported.append(pending)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state is copied, before an update changes it. Without a save this returns at once."""
+        """Wait until the state is copied, before an update changes it. Return at once if the save was refused."""
         if self._copying is not None and self._last is not None:
             began = time.perf_counter()
             self._copying.wait()
@@ -111,12 +111,9 @@ class Saver:
             self._last.stall_s += time.perf_counter() - began
 
     @property
-    def failed_save(self) -> Save | None:
+    def failed_save(self) -> PendingSave | None:
         """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
-        # Read `error` before `checkpoint`, because the thread may commit in between. If tidying up after a commit
-        # raises an error, the save has not failed.
-        save = self._last
-        return save if save and save.error and not (save.checkpoint or save.abandoned.is_set()) else None
+        return self._last if self._last and self._last.failed else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
@@ -124,15 +121,15 @@ class Saver:
             self._last.file_ended.wait()
 
     def abandon(self, why: str) -> None:
-        """End the save without a commit, because it failed on some rank, and delete this rank's staged files."""
+        """End the save without a commit, because it failed on some rank, and delete this rank's uncommitted files."""
         if self._last is not None:
             self._last.abandon(why)
             self._join()
 
             # The thread may have finished before it saw the flag, so delete the files here too.
-            self._last.delete_staged()
+            self._last.delete_uncommitted()
 
-    def take_ended(self, timeout: float | None = None) -> list[Save]:
+    def take_ended(self, timeout: float | None = None) -> list[PendingSave]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
         self._join(timeout)
         ended = self._unreported

@@ -29,7 +29,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Snapshot:
     """A buffer that is reused from save to save, because allocating takes longer than the copy.
 
-    Call `fit`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
+    Call `reserve`, then `take`. When `BackgroundCopy.run` returns, `data` is the data section of the file.
     """
 
     def __init__(self, file: str):
@@ -40,7 +40,7 @@ class Snapshot:
         # Views of the buffer, one for each shard.
         self._views: dict[str, torch.Tensor] = {}
 
-    def fit(self, shards: Mapping[str, LocalShard]) -> FileLayout:
+    def reserve(self, shards: Mapping[str, LocalShard]) -> FileLayout:
         """Make room for `shards`. If they have the same layout as the last ones, there is nothing to do."""
         tensors = {name: _entry(name, shard, self._file) for name, shard in shards.items()}
         if tensors != self.layout.tensors:
@@ -65,9 +65,9 @@ class Snapshot:
         return self.layout
 
     def take(self, shards: Mapping[str, LocalShard], later: Collection[str] = ()) -> BackgroundCopy:
-        """Copy `shards`, for which `fit` has made room, except those named in `later`.
+        """Copy `shards`, for which `reserve` has made room, except those named in `later`.
 
-        The returned `BackgroundCopy` copies the latter. They must not change before its `wait` returns.
+        The returned `BackgroundCopy` copies those. They must not change before its `wait` returns.
         """
         _copy([(self._views[name], shard.local) for name, shard in shards.items() if name not in later])
         return BackgroundCopy([(self._views[name], shard.local) for name, shard in shards.items() if name in later])
@@ -87,7 +87,7 @@ class BackgroundCopy:
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
         # If a version counter has changed before `wait`, a tensor was changed while it was copied: the copy is torn.
-        # `wait` sets `_torn` if it is called before `run` ends; otherwise `run` compares the versions itself.
+        # Whichever comes first compares the versions: `wait`, before an update may change them, or the end of `run`.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()

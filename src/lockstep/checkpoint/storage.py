@@ -29,7 +29,9 @@ from lockstep.launch.records import open_regular, read_bytes, replacing
 # The number of bytes that are written at a time.
 CHUNK = 16 << 20
 
-# Direct writes (O_DIRECT) begin and end at multiples of this, in memory and in the file.
+# Direct writes (O_DIRECT) begin and end at multiples of this, in memory and in the file. So do the chunks of a rank's
+# file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `format.arrange` pads the header,
+# and `split` cuts the data.
 PAGE = 4096
 
 # Two small files at the top level: the newest checkpoint's name, and the token of the only attempt allowed to commit.
@@ -40,7 +42,7 @@ _NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class CheckpointStorage(Protocol):
-    """A place for checkpoints. Each is staged in its own folder (`write`) and committed by one `rename`.
+    """A place for checkpoints. Each is written to its own folder (`write`) and committed by one `rename`.
 
     A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. Methods raise
     FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means "full".
@@ -61,10 +63,9 @@ class CheckpointStorage(Protocol):
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         """Write a file. It is durable when this returns; until then readers may see an incomplete file.
 
-        The chunks are of any length. In a rank's file, those after the header begin at multiples of PAGE, in memory and
-        in the file, and have at most CHUNK bytes; all but the last are whole pages. Their memory is reused after this
-        returns. The iterator may raise an exception instead of yielding the next chunk, if the save is abandoned; let
-        it pass.
+        The chunks are of any length; those of a rank's data have at most CHUNK bytes, and are aligned to PAGE. Their
+        memory is reused after this returns. The iterator may raise an exception instead of yielding the next chunk, if
+        the save is abandoned; let it pass.
         """
 
     def replace(self, key: str, data: bytes) -> None:
@@ -92,7 +93,7 @@ class CheckpointStorage(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One folder of a storage: a checkpoint that is committed, staged or set aside."""
+    """One folder of a storage: a checkpoint that is committed, not yet committed, or set aside."""
 
     storage: CheckpointStorage
     name: str
@@ -144,10 +145,10 @@ def committed(storage: CheckpointStorage) -> list[Checkpoint]:
 
 
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the staged files that other attempts left half written or half deleted."""
+    """Delete the uncommitted files that other attempts left half written or half deleted."""
     for name in storage.folders():
-        staged = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
-        if staged and staged[1] != token:
+        uncommitted = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
+        if uncommitted and uncommitted[1] != token:
             # If another attempt still writes into the folder, the next start will delete it.
             with suppress(OSError):
                 storage.delete(name)
@@ -283,8 +284,8 @@ class FileSystemStorage:
         with replacing(path, str(os.getpid())) as draft:
             _write_file(draft, [memoryview(data)])
 
-        # A file in a staged folder is only a message between ranks and need not survive a power cut. Nor can its folder
-        # be synced: as soon as the file exists, rank 0 may rename the folder.
+        # A file in a folder is only a message between ranks and need not survive a power cut. Nor can its folder be
+        # synced: as soon as the file exists, rank 0 may rename the folder.
         if path.parent == self.root:
             _sync_folder(self.root)
 
@@ -339,11 +340,15 @@ def split(data: memoryview) -> list[memoryview]:
 
 def _create(path: Path) -> io.FileIO:
     """Create a file and its folder. Retry if another rank deletes the folder while it is still empty."""
-    for _ in range(10):
+    attempts_left = 10
+    while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
+        try:
             return open(path, "wb", buffering=0)
-    return open(path, "wb", buffering=0)
+        except FileNotFoundError:
+            attempts_left -= 1
+            if not attempts_left:
+                raise
 
 
 def _sync_folder(folder: Path) -> None:

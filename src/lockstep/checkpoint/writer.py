@@ -5,6 +5,7 @@
     rank 0       waits for all confirmations, checks them, and deletes them
     rank 0       step-N.tmp-TOKEN-NUMBER/manifest.json           durable
     rank 0       checks that it still owns the storage
+    rank 0       step-N -> step-N.undone                         if step N was saved before
     rank 0       step-N.tmp-TOKEN-NUMBER -> step-N               the commit
     rank 0       updates `latest` and deletes the checkpoints that `Retention` does not keep
 
@@ -77,11 +78,11 @@ class SaveFailed(Exception):
     """A save must not be committed, for a reason other than an OSError. The message is the reason."""
 
 
-class Save:
+class PendingSave:
     """One save on one rank, and its result once it has ended.
 
     `run` may run in a thread. Of the other methods, the training thread calls only `refuse`, `abandon` and
-    `delete_staged`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its staged files
+    `delete_uncommitted`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its files
     are deleted.
     """
 
@@ -90,14 +91,14 @@ class Save:
         self.step = step
         self.bytes = file_size  # of this rank's file
 
-        # The files are staged in this folder. The token keeps writers of an earlier attempt out of it, and the number
-        # keeps out writers of an earlier save of the same step.
+        # The files are in this folder until the commit renames it. The token keeps writers of an earlier attempt out of
+        # it, and the number keeps out writers of an earlier save of the same step.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
         # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
         self.checkpoint: Checkpoint | None = None
         self.error: str | None = None
-        self.caused_elsewhere = False  # whether another rank's error caused this one
+        self.caused_elsewhere = False  # whether another rank or attempt caused the error
 
         self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited for the save
@@ -108,6 +109,13 @@ class Save:
         # Set by `abandon`, in the training thread.
         self.abandoned = threading.Event()
         self._why_abandoned = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed on this rank, and the ranks have not yet agreed to abandon it."""
+        # Read `error` before `checkpoint`, because the thread may commit in between. If tidying up after a commit
+        # raises an error, the save has not failed.
+        return bool(self.error) and self.checkpoint is None and not self.abandoned.is_set()
 
     def run(
         self,
@@ -137,12 +145,12 @@ class Save:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Delete the staged files, report the failure to rank 0, and record the reason."""
+        """Delete the uncommitted files, report the failure to rank 0, and record the reason."""
         reason = f"{type(error).__name__}: {error}"
         try:
-            self.delete_staged()
+            self.delete_uncommitted()
             if isinstance(error, FileNotFoundError | FileExistsError) and self.checkpoint is None:
-                # If the staged folder is gone, another rank or attempt deleted it. (`mkdir` may raise FileExistsError
+                # If the folder is gone, another rank or attempt deleted it. (`mkdir` may raise FileExistsError
                 # if a folder is deleted at that moment.) If listing fails, `error` remains the reason.
                 with suppress(OSError):
                     self.caused_elsewhere |= self.folder not in self.context.storage.folders()
@@ -165,8 +173,8 @@ class Save:
         self._why_abandoned = why
         self.abandoned.set()
 
-    def delete_staged(self) -> None:
-        """Delete this rank's staged files; rank 0 deletes the folder. After the commit, this does nothing."""
+    def delete_uncommitted(self) -> None:
+        """Delete this rank's uncommitted files; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
         keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
 
@@ -326,7 +334,7 @@ class Save:
                 return str(error)
             case FileNotFoundError() | FileExistsError() if self.caused_elsewhere:
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
-                return "rank 0 abandoned the save, or another attempt has taken over: the staged folder is gone"
+                return "rank 0 abandoned the save, or another attempt has taken over: the uncommitted folder is gone"
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.
                 return f"{self._no_room()} while writing {size_text(self.bytes)}"

@@ -186,7 +186,9 @@ class AMPTrainer:
         Only `rank` writes. Call it on all ranks, and it returns when the checkpoint is committed, or raises everywhere
         if it failed; or on that rank alone (`if rank == 0: ...`), which holds everything.
         """
-        return save_state(self._state(), self._checkpoint_calls, Path(path), rank, self.time_limit)
+        state = self._state()
+        step = self.stepper.counters.step
+        return save_state(state, step, self._checkpoint_calls, Path(path), rank, self.time_limit)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Load the newest intact checkpoint below `path`, or exactly this one. Returns its step.
@@ -244,7 +246,7 @@ class AMPTrainer:
             return loss, None
 
         self._open_step = None
-        reduced = self.driver.reduced()
+        reduced = self.driver.collect_reduced()
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
         return loss, self.stepper.apply(self.stepper.progress, reduced)
 

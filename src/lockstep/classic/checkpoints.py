@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.load import CheckpointReader, digest_of, find
+from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, delete_leftovers, open_storage
@@ -104,24 +104,24 @@ def _checked(report: dict[str, Any]) -> dict[str, Any]:
 # ---- save ----
 
 
-def save_state(state: RunState, calls: CheckpointCalls, folder: Path, writer: int, limit: timedelta) -> Path:
-    """Save the state from one rank. Ranks that call it too return when it is committed, or raise the same error.
+def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path, writer: int, limit: timedelta) -> Path:
+    """Save the state after `step`. Ranks that call it too return when it is committed, or raise the same error.
 
-    The writer holds the whole state, so that `if rank == 0: save_checkpoint(path)` works too. It waits for other ranks
-    only while they may still load from this folder. The others wait for its report no longer than `limit`.
+    One rank writes. It holds the whole state, so that `if rank == 0: save_checkpoint(path)` works too. It waits for
+    other ranks only while they may still load from this folder. The others wait for its report no longer than `limit`.
     """
     world = calls.world
     if not 0 <= writer < world.size:
         raise UserError(f"save_checkpoint(rank={writer}) names no rank", f"ranks 0 to {world.size - 1}", "pass rank=0")
 
     if world.rank == writer:
-        report = _save_here(state, calls, folder, limit)
+        report = _save_here(state, step, calls, folder, limit)
     else:
         report = _wait_for_save(calls, folder, writer, limit)
     return Checkpoint(open_storage(folder / "checkpoints"), report["checkpoint"]).path
 
 
-def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
+def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
     """Write a checkpoint, and leave the report for the other ranks: whatever goes wrong, they raise it too."""
     rank = calls.world.rank
     key = calls.next_save(rank)
@@ -132,7 +132,7 @@ def _save_here(state: RunState, calls: CheckpointCalls, folder: Path, limit: tim
         report["token"] = secrets.token_hex(4)
         try:
             report["checkpoint"] = _write(
-                state, open_storage(folder / "checkpoints"), report["token"], calls.world.size
+                state, step, open_storage(folder / "checkpoints"), report["token"], calls.world.size
             )
         except OSError as error:
             raise UserError(*_not_written(folder, str(error))) from error
@@ -145,17 +145,17 @@ def _not_written(folder: Path, why: str) -> list[str]:
     return [problem, why, "make room, or choose another folder"]
 
 
-def _write(state: RunState, storage: CheckpointStorage, token: str, world_size: int) -> str:
+def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, world_size: int) -> str:
     """Write a checkpoint and return its name. Raise OSError if it cannot be written."""
     # Each save counts as a new attempt: what an earlier one left half-written is removed.
     storage.claim(token)
     delete_leftovers(storage, token)
 
     # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
-    tensors, aliases, plain_state = state.capture()
-    shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
+    captured = state.capture()
+    shards = {name: shard_of(tensor) for name, tensor in captured.tensors.items()}
     saver = Saver(SaveContext(storage, 0, 1, token, Retention(3)), asynchronous=False)
-    saver.save(state.stepper.counters.step, shards, aliases, {"state": plain_state, "world": world_size})
+    saver.start(step, shards, captured.aliases, {"state": captured.plain_state, "world": world_size})
 
     [save] = saver.take_ended()
     saver.close()
@@ -279,7 +279,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
             )
         choice["checkpoint"] = reader.checkpoint.name
         choice["folder"] = str(Path(storage.address).resolve())
-        choice["digest"] = digest_of(reader.manifest)
+        choice["digest"] = reader.manifest.digest
         choice["saves"] = calls.saves[0]
 
     return reader
@@ -315,7 +315,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     # Rank 0 has verified all bytes that it sees. Another machine may have its own disk, which its ranks verify.
     manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
     found = [str(problem) for problem in problems]
-    if digest_of(manifest) != choice["digest"]:
+    if manifest is None or manifest.digest != choice["digest"]:
         found.append(f"{checkpoint.path}: another checkpoint of the same name")
     if only not in (None, checkpoint.name):
         found.append(f"{path}: another checkpoint")

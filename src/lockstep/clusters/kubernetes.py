@@ -1,8 +1,8 @@
 """Kubernetes: manifests of a TrainJob (Kubeflow Trainer v2), a JobSet, or a plain indexed Job; one launcher per pod.
 
-Kubernetes places pods and replaces lost ones. Which pods it replaces follows from the launcher's exit code: 0 means
-that the run has finished, 75 that it was preempted and wants to be started again, and after any other code a restart
-would fail as well. The run folder is on a volume that all pods share, so that a new pod resumes.
+Kubernetes places pods and replaces lost ones. Which pods it replaces follows from the launcher's exit code
+(`errors.ExitCode`): 0 means that the run has finished, after 1, 2 and 130 a restart would fail as well, and after any
+other code it starts again. The run folder is on a volume that all pods share, so that a new pod resumes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from lockstep.clusters.request import Request
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import UserError, final_codes
 from lockstep.launch.job import parse_nproc
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, find_secret
 
@@ -231,14 +231,43 @@ def _grace_s(request: Request) -> int:
 def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     pods = _describe(request, options)
     kinds = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
-    documents = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=1000) for one in kinds[options.kind](pods))
-    return {MANIFEST: _comment(pods) + documents}
+    return {MANIFEST: _comment(pods) + "---\n".join(map(_to_yaml, kinds[options.kind](pods)))}
+
+
+class _Quoted(yaml.SafeDumper):
+    """Writes every text in quotes: kubectl reads more plain words as numbers or booleans than Python does."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Labels that two objects share are written twice, without YAML's anchors."""
+        return True
+
+
+def _quote_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+
+
+def _plain_names(dumper: yaml.SafeDumper, fields: Manifest) -> yaml.MappingNode:
+    node = dumper.represent_mapping("tag:yaml.org,2002:map", fields)
+    for key, _ in node.value:
+        # A name of several letters, but not one of the words that are booleans.
+        is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9]+([./-][A-Za-z0-9]+)*", key.value)
+        if is_plain and key.value.lower() not in ("yes", "no", "on", "off", "true", "false", "null"):
+            key.style = None
+    return node
+
+
+_Quoted.add_representer(str, _quote_text)
+_Quoted.add_representer(dict, _plain_names)
+
+
+def _to_yaml(manifest: Manifest) -> str:
+    return yaml.dump(manifest, Dumper=_Quoted, sort_keys=False, width=sys.maxsize)
 
 
 def _comment(pods: Pods) -> str:
     if not pods.meet:
         return ""
-    namespace = f" --namespace {pods.options.namespace}" if pods.options.namespace else ""
+    namespace = f" --namespace {shlex.quote(pods.options.namespace)}" if pods.options.namespace else ""
     return (
         "# The pods prove to each other that they know the job's secret, which is not in this file. Make it once:\n"
         f"# openssl rand -hex 32 | kubectl{namespace} create secret generic {pods.secret}"
@@ -282,7 +311,7 @@ def _jobset(pods: Pods) -> list[Manifest]:
 def _trainjob(pods: Pods) -> list[Manifest]:
     """Return a TrainJob, and the runtime that it refers to unless the cluster has one."""
     version = "trainer.kubeflow.org/v1alpha1"
-    trainer: Manifest = {"image": pods.options.image, "command": pods.command, "numNodes": pods.most}
+    trainer: Manifest = {"image": pods.options.image, "command": _unexpanded(pods.command), "numNodes": pods.most}
     if pods.nproc:
         trainer["numProcPerNode"] = pods.nproc
 
@@ -326,20 +355,14 @@ def _counts(pods: Pods) -> Manifest:
 def _job_spec(pods: Pods, restarts_all: bool = False) -> Manifest:
     """Return the spec of a Job. With `restarts_all` a lost pod ends it, and its JobSet starts all pods again."""
     lost: Manifest = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    preempted: Manifest = {"onExitCodes": _codes("In")}
-    if restarts_all:
-        # The first failed pod ends the Job, with a reason that tells the JobSet whether a rule below applied.
-        rules = [{"action": "FailJob", **lost}, {"action": "FailJob", **preempted}]
-        limit = 0
-    else:
-        rules = [
-            {"action": "Ignore", **lost},
-            {"action": "Count", **preempted},
-            {"action": "FailJob", "onExitCodes": _codes("NotIn")},
-        ]
-        # Kubernetes counts pods, and a preempted job ends in all of its pods.
-        limit = pods.options.max_restarts * pods.most
+    codes = {"containerName": NODE, "operator": "In", "values": final_codes(pods.elastic)}
 
+    # After all other codes the pod is counted and starts again. With a limit of 0, the first one that fails ends the
+    # Job, and the reason tells the JobSet whether the last rule has applied.
+    rules = [{"action": "Count" if restarts_all else "Ignore", **lost}, {"action": "FailJob", "onExitCodes": codes}]
+
+    # Kubernetes counts pods, and a preempted job ends in all of its pods.
+    limit = 0 if restarts_all else pods.options.max_restarts * pods.most
     spec: Manifest = {"backoffLimit": limit, "podFailurePolicy": {"rules": rules}}
     if pods.elastic:
         # When the run is over, a pod that never found a place need not run any more.
@@ -347,16 +370,15 @@ def _job_spec(pods: Pods, restarts_all: bool = False) -> Manifest:
     return {**spec, "template": {"spec": _pod(pods)}}
 
 
-def _codes(operator: str) -> Manifest:
-    return {"containerName": NODE, "operator": operator, "values": [Preempted.CODE]}
-
-
 def _jobset_spec(pods: Pods) -> Manifest:
     # Launchers that survive a lost pod are left alone. Otherwise all pods start again together.
     restarts_all = not pods.elastic
-    restart = {"name": "preemptedOrLost", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    fail = {"name": "otherwise", "action": "FailJobSet"}
-    policy = {"maxRestarts": pods.options.max_restarts, "rules": [restart, fail]} if restarts_all else {"rules": [fail]}
+    final = {"name": "neverRestart", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    restart = {"name": "otherwise", "action": "RestartJobSet"}
+    fail = {"name": "always", "action": "FailJobSet"}
+    policy = (
+        {"maxRestarts": pods.options.max_restarts, "rules": [final, restart]} if restarts_all else {"rules": [fail]}
+    )
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": policy,
@@ -384,7 +406,7 @@ def _pod(pods: Pods) -> Manifest:
     container = {
         "name": NODE,
         "image": pods.options.image,
-        "command": pods.command,
+        "command": _unexpanded(pods.command),
         "env": _environment(pods),
         "resources": _resources(pods),
         "volumeMounts": mounts,
@@ -405,7 +427,13 @@ def _environment(pods: Pods) -> list[Manifest]:
         found.append({"name": SECRET, "valueFrom": {"secretKeyRef": key}})
 
     texts = dict(text.partition("=")[::2] for text in pods.options.env)
-    return [*found, *({"name": name, "value": value} for name, value in texts.items())]
+    values = _unexpanded(list(texts.values()))
+    return [*found, *({"name": name, "value": value} for name, value in zip(texts, values, strict=True))]
+
+
+def _unexpanded(words: list[str]) -> list[str]:
+    """Return words that reach the container as typed: Kubernetes replaces $(NAME), and makes $ of $$."""
+    return [word.replace("$", "$$") for word in words]
 
 
 def _resources(pods: Pods) -> Manifest:
@@ -434,24 +462,43 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
         )
 
     words = [kubectl, *(["--namespace", options.namespace] if options.namespace else [])]
+    prefix = ["kubectl", *words[1:]]
     pods = _describe(request, options)
+    if code := _refuse_an_older_job(words, prefix, pods):
+        return code
     if pods.meet and (code := _make_secret(words, pods)):
         return code
 
     code = _call([*words, "apply", "-f", str(files[MANIFEST])])
     if code == 0:
-        prefix = ["kubectl", *words[1:]]
         label = "batch.kubernetes.io/job-name" if options.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
         print(f"lockstep: submitted; to watch: {shlex.join([*prefix, 'logs', '-f', '-l', f'{label}={pods.name}'])}")
         print(f"lockstep: to remove it: {shlex.join([*prefix, 'delete', '-f', str(files[MANIFEST])])}")
     return code
 
 
+def _refuse_an_older_job(words: list[str], prefix: list[str], pods: Pods) -> int:
+    """Refuse to submit a job whose name is taken: `apply` would change nothing, and say that all is well."""
+    kind = {"job": "job.batch", "jobset": "jobset", "trainjob": "trainjob"}[pods.options.kind]
+    looked = _look(words, kind, pods.name)
+    if looked.stdout.strip():
+        raise UserError(
+            f"the cluster has a {pods.options.kind} {pods.name} already, which may have finished",
+            "it would stay as it is, and nothing would start",
+            f"use another run_dir; or, to run it again: {shlex.join([*prefix, 'delete', kind, pods.name])}",
+        )
+    return looked.returncode
+
+
+def _look(words: list[str], kind: str, name: str) -> subprocess.CompletedProcess[bytes]:
+    """Ask for an object by its name. The output is empty if there is none."""
+    asked = [*words, "get", kind, name, "--ignore-not-found", "-o", "name"]
+    return subprocess.run(asked, stdout=subprocess.PIPE, check=False)
+
+
 def _make_secret(words: list[str], pods: Pods) -> int:
     """Create the job's Secret unless there is one. Its text passes through a pipe: no file and no argument shows it."""
-    looked = subprocess.run(
-        [*words, "get", "secret", pods.secret, "--ignore-not-found", "-o", "name"], stdout=subprocess.PIPE, check=False
-    )
+    looked = _look(words, "secret", pods.secret)
     if looked.returncode or looked.stdout.strip():
         return looked.returncode
 
@@ -476,8 +523,8 @@ def _call(words: list[str], text: str | None = None) -> int:
 PATTERNS = {
     "image": (r"[^\s]+", "registry.example/team/train:1"),
     "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "my-team"),
-    "cpus": (r"(?=.*[1-9])(\d+(\.\d+)?|\d+m)", "16"),
-    "memory": (r"(?=.*[1-9])\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", "128Gi"),
+    "cpus": (r"(?=.*[1-9])\d+(\.\d+)?(m|[eE]\d+)?", "16"),
+    "memory": (r"(?=.*[1-9])\d+(\.\d+)?([KMGTPE]i|[kMGTPE]|[eE]\d+)?", "128Gi"),
 }
 
 

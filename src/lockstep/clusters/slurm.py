@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +17,26 @@ from lockstep.clusters.slurm_script import NAME, batch_script
 from lockstep.errors import UserError, plural, printable
 
 HELP = "a Slurm cluster: a batch script, which requeues itself before its time limit until the run has finished"
+
+# How long sbatch may take. A busy controller answers late, and may have taken the job before sbatch is stopped.
+SUBMIT_S = 120.0
+
+# Options that the script may set, and the variables by which sbatch would replace their values.
+VARIABLES = (
+    ("account", "SBATCH_ACCOUNT"),
+    ("array", "SBATCH_ARRAY_INX"),
+    ("constraint", "SBATCH_CONSTRAINT"),
+    ("gpus-per-node", "SBATCH_GPUS_PER_NODE"),
+    ("job-name", "SBATCH_JOB_NAME"),
+    ("mem", "SBATCH_MEM_PER_NODE"),
+    ("open-mode", "SBATCH_OPEN_MODE"),
+    ("output", "SBATCH_OUTPUT"),
+    ("partition", "SBATCH_PARTITION"),
+    ("qos", "SBATCH_QOS"),
+    ("requeue", "SBATCH_NO_REQUEUE"),
+    ("signal", "SBATCH_SIGNAL"),
+    ("time", "SBATCH_TIMELIMIT"),
+)
 
 add_options = slurm_job.add_options
 
@@ -48,17 +70,25 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
         raise not_writable(request.run_dir, error) from error
 
     # sbatch prints what is wrong with the job, or when it would start.
-    trial = run(["sbatch", "--test-only", path])
+    env = _without_overrides(files[NAME].read_text())
+    trial = run(["sbatch", "--test-only", path], SUBMIT_S, env)
     if trial.returncode:
         raise _refused(trial.stderr, path)
 
-    done = run(["sbatch", "--parsable", path])
+    done = run(["sbatch", "--parsable", path], SUBMIT_S, env)
     if done.returncode:
         raise _refused(done.stderr, path)
 
     number = done.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER on several clusters
     print(_submitted(job, number))
     return 0
+
+
+def _without_overrides(script: str) -> dict[str, str]:
+    """Return the environment without variables that sbatch would believe more than the lines of the script."""
+    written = set(re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE))
+    overruled = {variable for option, variable in VARIABLES if option in written}
+    return {name: value for name, value in os.environ.items() if name not in overruled}
 
 
 def _refused(said: str, path: str) -> UserError:
@@ -81,12 +111,12 @@ def _refused(said: str, path: str) -> UserError:
 def _submitted(job: SlurmJob, number: str) -> str:
     """Return what to say about a job that was submitted: where to look, and how to end it."""
     ranks = " + ".join(f"{part.nnodes} x {part.ranks}" for part in job.components)
-    log = str(job.log).replace("%%", "%").replace("%j", number).replace("%A", number).replace("%a", "*")
+    log = f"{shlex.quote(str(job.request.run_dir))}/slurm-{number}{'_*' if job.array else ''}.log"
     what = f"{plural(len(job.varied), 'run')} of " if job.varied else ""
     return "\n".join(
         [
             f"lockstep: submitted job {number}: {what}{ranks} ranks (nodes x processes)",
-            f"  run folder        {job.request.run_dir}",
+            f"  run folder        {shlex.quote(str(job.request.run_dir))}",
             f"  log               tail -F {log}",
             f"  watch             squeue --jobs {number}",
             f"  save and requeue  scancel --signal=USR1 {number}",

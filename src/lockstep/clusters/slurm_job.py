@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -27,6 +28,13 @@ OWN_OPTIONS = {
     **dict.fromkeys(("-t", "--time"), "--time"),
     **dict.fromkeys(("-c", "--cpus-per-task"), "--cpus-per-task"),
     **dict.fromkeys(("-G", "--gpus", "--gpus-per-node", "--gpus-per-task"), "--gpus-per-node"),
+    **dict.fromkeys(("-p", "--partition"), "--partition"),
+    **dict.fromkeys(("-C", "--constraint"), "--constraint"),
+    **dict.fromkeys(("-A", "--account"), "--account"),
+    **dict.fromkeys(("-q", "--qos"), "--qos"),
+    **dict.fromkeys(("--mem",), "--mem"),
+    # A relative run_dir, and the job's log in it, would be elsewhere.
+    **dict.fromkeys(("-D", "--chdir"), "`cd DIR` before `lockstep launch`"),
 }
 
 
@@ -118,12 +126,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sbatch", action="append", default=[], metavar="'exclusive ...'", help="further options for sbatch")
 
 
-def read_job(request: Request, options: argparse.Namespace) -> SlurmJob:
+def read_job(request: Request, options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> SlurmJob:
     """Return the job that was typed. Raises a UserError for what cannot work on any cluster."""
+    default = env.get("SBATCH_PARTITION") or None
     first = Component(
         request.nnodes,
         request.nproc,
-        options.partition,
+        options.partition or default,
         options.constraint,
         options.cpus_per_task,
         options.mem,
@@ -132,7 +141,7 @@ def read_job(request: Request, options: argparse.Namespace) -> SlurmJob:
     varied = _combinations(options.vary)
     job = SlurmJob(
         request=request,
-        components=(first, *(_parse_component(text) for text in options.component)),
+        components=(first, *(_parse_component(text, default) for text in options.component)),
         mode=options.mode,
         time=options.time,
         account=options.account,
@@ -148,10 +157,10 @@ def read_job(request: Request, options: argparse.Namespace) -> SlurmJob:
     return job
 
 
-def _parse_component(text: str) -> Component:
+def _parse_component(text: str, partition: str | None) -> Component:
     """Parse `nproc=8 nnodes=1 constraint=h100`: names of the options, without their dashes."""
     known = [field.name for field in fields(Component)]
-    values: dict[str, str] = {}
+    values: dict[str, str] = {"partition": partition} if partition else {}
     for word in shlex.split(text):
         name, equals, value = word.partition("=")
         name = name.replace("-", "_")
@@ -230,15 +239,37 @@ def _check_words(job: SlurmJob) -> None:
             if value is not None and not re.fullmatch(r"\S+", value):
                 raise UserError(f"{name} {value!r} is not one word", "", f"write {name} without spaces")
 
-    for text in job.sbatch:
-        for word in shlex.split(text):
-            name = re.match(r"--[\w-]+|-\w|", word)[0]  # type: ignore[index]
-            if name in OWN_OPTIONS:
-                raise UserError(
-                    f"--sbatch {word}: the script sets {name} itself", "", f"use {OWN_OPTIONS[name]} in its place"
-                )
-    if "\n" in "".join([*job.sbatch, *job.setup, str(job.request.run_dir)]):
-        raise UserError("a line break in --sbatch, --setup or run_dir", "", "give --setup once for each line")
+    for word in (word for text in job.sbatch for word in shlex.split(text)):
+        if (name := _own_option(word)) is not None:
+            raise UserError(
+                f"--sbatch {word}: the script sets {name} itself", "", f"use {OWN_OPTIONS[name]} in its place"
+            )
+    if "\n" in "".join([*job.sbatch, *job.setup]):
+        raise UserError("a line break in --sbatch or --setup", "", "give --setup once for each line")
+
+    # With a backslash, Slurm would not replace %j in the name of the log.
+    folder = str(job.request.run_dir)
+    if "\\" in folder or not folder.isprintable():
+        raise UserError(
+            f"run_dir={folder!r} cannot be written into a batch script",
+            "a backslash, or a character that cannot be printed",
+            "use letters, digits, - and _",
+        )
+    if ":" in job.request.script_arguments:
+        raise UserError(
+            "srun cannot pass on an argument that is only a colon",
+            "to srun it separates the components of a job",
+            "write it into a file of settings, or as a part of another argument",
+        )
+
+
+def _own_option(word: str) -> str | None:
+    """Return the option of OWN_OPTIONS that a word sets, or None. Long ones may be shortened, as sbatch allows."""
+    name = re.match(r"--[\w-]+|-\w|", word)[0]  # type: ignore[index]
+    if name in OWN_OPTIONS:
+        return name
+
+    return next((own for own in OWN_OPTIONS if len(name) > 2 and own.startswith(name)), None)
 
 
 def _check_time(job: SlurmJob) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.clusters.slurm_job import Component, SlurmJob, seconds_of
 from lockstep.clusters.slurm_script import cpus_per_task, tasks_per_node
 from lockstep.errors import UserError, plural, unknown_name
 
-# How long a command of Slurm may take. A cluster that does not answer is not waited for.
+# How long a question to Slurm may take. A cluster that does not answer is not waited for.
 ANSWER_S = 20.0
 
 # Partition (the default one has a *), nodes, CPUs, memory in MB, generic resources, time limit, features.
@@ -39,23 +39,29 @@ class Nodes:
 def ask_cluster() -> list[Nodes] | str:
     """Return the nodes of all partitions, or why they are not known."""
     try:
-        done = run(["sinfo", "--noheader", "--exact", f"--format={COLUMNS}"])
+        # Also the partitions that are hidden from lists: a job may name one.
+        done = run(["sinfo", "--all", "--noheader", "--exact", f"--format={COLUMNS}"])
     except UserError as error:
         return error.problem
 
     return parse_sinfo(done.stdout) if done.returncode == 0 else _last_line(done.stderr)
 
 
-def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run(
+    words: Sequence[str], seconds: float = ANSWER_S, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm. Raises a UserError if there is no such command, or no answer."""
+    found = ""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+        return subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=env)
     except FileNotFoundError:
         problem = f"{words[0]} is not on this machine"
     except subprocess.TimeoutExpired:
-        problem = f"{words[0]} did not answer within {ANSWER_S:.0f} s"
+        problem = f"{words[0]} did not answer within {seconds:.0f} s"
+        if "--parsable" in words:
+            found = "the job may have been submitted all the same: `squeue --me` shows it"
 
-    raise UserError(problem, "", "run this on a login node of the cluster; or write the script with --out DIR")
+    raise UserError(problem, found, "run this on a login node of the cluster; or write the script with --out DIR")
 
 
 def _last_line(text: str) -> str:

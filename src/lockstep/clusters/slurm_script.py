@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.clusters.slurm_job import Component, SlurmJob
-from lockstep.errors import Preempted
+from lockstep.errors import FINAL_CODES, SRUN_CODES, ExitCode, Preempted, final_codes
 
 NAME = "job.slurm"
 
@@ -71,6 +71,7 @@ def _directives(job: SlurmJob) -> list[str]:
         options = [*shared, *_of_component(job, other), ("signal", f"USR1@{job.signal_before}")]
         lines.append("#SBATCH hetjob")
         lines += [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options if value is not None]
+        lines += [f"#SBATCH {text}" for text in job.sbatch]
 
     return lines
 
@@ -145,6 +146,13 @@ def _preparation(job: SlurmJob) -> list[str]:
             'while (: < "/dev/tcp/$first/$port") 2> /dev/null; do port=$((port + 1)); done # in use',
             "export LOCKSTEP_ONE_LOG=1 # what concerns the whole job is printed once",
         ]
+
+    final = " ".join(map(str, final_codes(_may_lose_nodes(job))))
+    lines += [
+        "",
+        "# srun returns the highest exit code of its tasks. These codes are raised, so that they win over all others.",
+        f"export {FINAL_CODES}={shlex.quote(final)}",
+    ]
 
     if _may_lose_nodes(job):
         lines += ["", 'mkdir -p "$run"', 'touch "$run/.job-started"']
@@ -223,13 +231,21 @@ def _continued(lines: Iterable[str]) -> list[str]:
 
 def _verdict(job: SlurmJob) -> list[str]:
     """Return what the script does with the exit code of its tasks."""
+    refused, interrupted = SRUN_CODES[ExitCode.REFUSED], Preempted.INTERRUPTED
     lines = []
     if _may_lose_nodes(job):
         lines += [
             "# If a node was lost, srun has failed, even if the run has finished on the other nodes.",
             '[ "$run/summary.json" -nt "$run/.job-started" ] && code=0',
             "",
+            "# A node that cannot take part does not end a run that makes progress without it.",
+            f'if [ "$code" -eq {refused} ] && [ -n "$(find "$run/checkpoints" -newer "$run/.job-started")" ]; then',
+            f"    code={Preempted.CODE}",
+            "fi",
+            "",
         ]
+    cases = " ".join(f"{high}) code={code.value} ;;" for code, high in SRUN_CODES.items())
+    lines += ["# What the raised codes stand for.", f'case "$code" in {cases} esac', ""]
 
     # A task of an array may have the number of the whole array as its job's number.
     who = '"$SLURM_JOB_ID"'
@@ -240,8 +256,10 @@ def _verdict(job: SlurmJob) -> list[str]:
 
     return [
         *lines,
-        f"# {Preempted.CODE}: saved, start me again. 0: finished. Anything else: failed, and the reason is above.",
-        f'if [ "$code" -eq {Preempted.CODE} ]; then',
+        f"# {Preempted.CODE}: saved, start me again. Above 128: killed by a signal; {interrupted}: by Ctrl-C.",
+        "# 0: finished. Anything else: failed, and the reason is above.",
+        f"killed=$((code > 128 && code != {interrupted}))",
+        f'if [ "$code" -eq {Preempted.CODE} ] || [ "$killed" -eq 1 ]; then',
         "    export LOCKSTEP_RESTARTS=$((${LOCKSTEP_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0} + 1))",
         "    unset SLURM_RESTART_COUNT",
         f'    if [ "$LOCKSTEP_RESTARTS" -gt {job.max_requeues} ]; then',

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import operator
-import socket
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lockstep.data.sample_errors import WorkerError, batch_to_send, explain_collate_error, name_samples
+from lockstep.data.worker_copies import check_no_connection
 from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
-
-MAX_NESTING = 8  # how deep datasets within datasets are searched
 
 
 class Request(NamedTuple):
@@ -196,56 +193,36 @@ def read_all(
 
     check_no_connection(reader.dataset)
 
-    # The DataLoader takes each request for a batch with one index, so we decide the order and the size of batches.
-    loader = DataLoader(
+    # To the DataLoader a request is a batch of one index, so the order and the size of batches stay ours.
+    return start_loader(
         _OneRequestPerItem(reader),
-        batch_sampler=([request] for request in requests),  # pyrefly: ignore[bad-argument-type]
+        workers,
+        prefetch,
+        pin_memory,
+        batch_sampler=([request] for request in requests),
         collate_fn=operator.itemgetter(0),
-        num_workers=workers,
-        prefetch_factor=prefetch,
-        pin_memory=pin_memory,
-        worker_init_fn=partial(start_worker, open_files()),
     )
-    return map(batch_or_raise, start_reading(loader))
 
 
-def batch_or_raise(batch: Any) -> Any:
+def start_loader(
+    dataset: torch.utils.data.Dataset, workers: int, prefetch: int, pin_memory: bool, **options: Any
+) -> Iterator[Any]:
+    """Return batches from a DataLoader, whose worker processes start now. Without workers it reads in this process.
+
+    Each worker reads `prefetch` batches ahead. An error that it sends is raised in place of the batch. `options` are
+    further arguments of the DataLoader.
+    """
+    if workers:
+        options |= {"prefetch_factor": prefetch, "worker_init_fn": partial(start_worker, open_files())}
+    loader = DataLoader(dataset, num_workers=workers, pin_memory=pin_memory and workers > 0, **options)
+    return map(_batch_or_raise, start_reading(loader))
+
+
+def _batch_or_raise(batch: Any) -> Any:
     """Return the batch, or raise the error that a worker process sent instead of it."""
     if isinstance(batch, WorkerError):
         raise UserError(*batch.texts)
     return batch
-
-
-def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return the dataset's attributes that are numbers, strings, lists or arrays, by name. Workers have copies."""
-    plain = (int, float, str, list, tuple, np.ndarray, Tensor)
-    return {name: value for name, value in _attributes(dataset) if isinstance(value, plain)}
-
-
-def check_no_connection(dataset: Any) -> None:
-    """Refuse an open connection in the dataset: forked workers would share it and receive each other's responses."""
-    for name, value in _attributes(dataset):
-        if isinstance(value, socket.socket | Connection):
-            raise UserError(
-                f"the dataset's {name} is an open connection, which worker processes would share",
-                f"{value!r}: a response to one process could reach another",
-                "open it when a process reads its first sample, in __getitem__ or __iter__, and not before (compare "
-                "os.getpid()); or set data.workers=0",
-            )
-
-
-def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
-    prefix = ""
-    for _ in range(MAX_NESTING):
-        classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
-        for attributes in [*classes, getattr(dataset, "__dict__", {})]:
-            yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
-        # A Subset holds another dataset. A dataset with its own __getattr__ may raise anything here.
-        try:
-            dataset, prefix = getattr(dataset, "dataset", None), f"{prefix}dataset."
-        except Exception:
-            return
 
 
 # ---- to the device ----
@@ -358,9 +335,8 @@ def prefetch_to_device(batches: Iterator[Any], stream: CopyStream) -> Iterator[A
 class CopyStream:
     """Copies batches to the device on a separate CUDA stream.
 
-    The memory of a batch is allocated on the compute stream. Once a batch is freed, the batch after next reuses its
-    memory, however far the host has run ahead. So a copy starts only after the work that was queued before it, and
-    overlaps with the work on the batch in between.
+    The memory of a batch is allocated on the compute stream, and the batch after next reuses it. Its copy therefore
+    waits for all work queued so far, and overlaps with the work on the batch in between.
     """
 
     def __init__(self, device: torch.device):

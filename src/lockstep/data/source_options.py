@@ -22,7 +22,7 @@ class SourceOptions:
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
     interleaved: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
-    collective_forwards: bool = False  # all ranks must run the same number of micro-batches: padding is added
+    collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
 
     @property

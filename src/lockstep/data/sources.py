@@ -8,7 +8,7 @@ Streams, which have no position, are in streams.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from lockstep.data.loader import (
     CopyStream,
     Request,
     SampleReader,
-    check_no_connection,
     is_empty,
-    plain_attributes,
     prefetch_to_device,
     read_all,
     to_device,
@@ -33,6 +31,7 @@ from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
 from lockstep.data.windows import Window, micro_slice, next_window, rank_range
+from lockstep.data.worker_copies import WorkerCopies, check_no_connection
 from lockstep.errors import UserError
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
@@ -110,14 +109,14 @@ class MapSource:
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
 
-        # (index, padding) of this rank's micro-batches in each window that is being read, by the position after it.
+        # This rank's micro-batches, as (index, padding), of each window in progress, by the window's end position.
         self._assigned: dict[int, list[tuple[int, bool]]] = {}
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None
         self._prefetched_position = 0
         self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
-        self._copied_attributes: dict[str, Any] = {}  # of the dataset, as the workers have them
+        self._copies = WorkerCopies(reader.dataset) if options.config.workers else None  # see `check_dataset`
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
@@ -128,7 +127,7 @@ class MapSource:
             len(assigned),
             self._load(window, assigned),
             window.size,
-            total=self._count(window),
+            count_all_ranks=self._count(window),
             span=(after - window.size, after),
         )
 
@@ -136,6 +135,27 @@ class MapSource:
         assert batches.span is not None
         self.position = batches.span[1]
         self._assigned.pop(self.position, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "length": self.length,
+            "skipped_spans": [list(span) for span in self.skipped_spans],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["length"] != self.length:
+            raise UserError(
+                f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
+                "",
+                "resume with the same dataset, or start a new run",
+            )
+
+        # Prefetched batches belong to the old position.
+        self.position = int(state["position"])
+        self.skipped_spans = [(int(start), int(stop)) for start, stop in state["skipped_spans"]]
+        self._prefetched = None
+        self._assigned.clear()
 
     def some_samples(self, count: int = 8) -> list[Any]:
         """Return a few samples, evenly spread over the dataset, each as a batch of one."""
@@ -161,40 +181,14 @@ class MapSource:
         with self.reading_here():
             return self.reader.read_again(Request(micro.epoch, micro.ids))
 
-    @contextmanager
-    def reading_here(self) -> Iterator[None]:
-        """Context for reading in this process: `check_dataset` ignores changes that reading makes to the dataset."""
-        changed_before = {name: self._copied_attributes[name] for name in self._changed()}
-        try:
-            yield
-        finally:
-            self._record_attributes()
-            self._copied_attributes |= changed_before
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context for reading in this process: `check_dataset` ignores changes that reading makes."""
+        return self._copies.ignore_changes() if self._copies else nullcontext()
 
     def check_dataset(self) -> None:
         """Raise if the dataset was changed in this process: its workers would still read the old one."""
-        for name in self._changed() if self._copied_attributes else ():
-            raise UserError(
-                f"the dataset's {name} was changed after its worker processes had started, and they do not see it",
-                "they have copies of the dataset, and read ahead",
-                "set data.workers=0; or leave the dataset as it is: what depends on the epoch can be drawn from "
-                "torch, numpy or random, which are seeded by epoch and sample. If the workers need not see it, since "
-                "only your sampler reads it, say, set checks.first_batch=false",
-            )
-
-    def _changed(self) -> Iterator[str]:
-        """Yield the names of attributes that differ from `_copied_attributes`."""
-        now = plain_attributes(self.reader.dataset) if self._copied_attributes else {}
-        for name, old in self._copied_attributes.items():
-            new = now.get(name)
-            equal = new is old or (isinstance(old, int | float | str) and old == new)
-            if new is not None and not equal:
-                yield name
-
-    def _record_attributes(self) -> None:
-        """Record the dataset's attributes, to compare them later."""
-        if self.options.config.workers:
-            self._copied_attributes = plain_attributes(self.reader.dataset)
+        if self._copies:
+            self._copies.check()
 
     @property
     def workers_must_match(self) -> bool:
@@ -238,34 +232,13 @@ class MapSource:
 
         All ranks must call it with the same arguments, before any of them has read up to `position`.
         """
-        assert position >= self.final_until
+        assert position >= self.assigned_until
         self._speeds.append((position, tuple(speeds)))
 
     @property
-    def final_until(self) -> int:
-        """Positions before this are assigned to ranks for good: workers may already be reading them."""
+    def assigned_until(self) -> int:
+        """Up to this position the assignment to ranks can no longer change: workers may already be reading."""
         return max(self._assigned, default=self.position)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "position": self.position,
-            "length": self.length,
-            "skipped_spans": [list(span) for span in self.skipped_spans],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["length"] != self.length:
-            raise UserError(
-                f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
-                "",
-                "resume with the same dataset, or start a new run",
-            )
-
-        # Prefetched batches belong to the old position.
-        self.position = int(state["position"])
-        self.skipped_spans = [(int(start), int(stop)) for start, stop in state["skipped_spans"]]
-        self._prefetched = None
-        self._assigned.clear()
 
     # ---- choosing samples ----
 
@@ -362,7 +335,8 @@ class MapSource:
 
     def _start_reading(self) -> Iterator[Any]:
         config = self.options.config
-        self._record_attributes()
+        if self._copies:
+            self._copies.record()
         requests = self._requests(self.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
 

@@ -6,16 +6,14 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.loader import batch_or_raise, collate_samples, is_default_collate, is_empty, pin, to_device
+from lockstep.data.loader import collate_samples, is_default_collate, is_empty, pin, start_loader, to_device
 from lockstep.data.sample_errors import WorkerError, batch_to_send, check_sendable, name_samples
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.worker_process import open_files, start_reading, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -40,8 +38,7 @@ class StreamSource:
         micro_batch = options.micro_batch
         ranks = options.data_world.size
 
-        # The number of this rank's micro-batches in a step.
-        self._micro_batches, remainder = divmod(options.global_batch, ranks * micro_batch)
+        self._micro_batches_per_step, remainder = divmod(options.global_batch, ranks * micro_batch)
         if remainder:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
@@ -95,7 +92,7 @@ class StreamSource:
 
         # An estimate: this assumes that the other ranks have the same number of samples.
         samples = sum(micro.samples for micro in micros) * self.options.data_world.size
-        needed = self._micro_batches if self.options.collective_forwards else 1
+        needed = self._micro_batches_per_step if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
             for _ in range(needed - len(micros))
@@ -128,11 +125,11 @@ class StreamSource:
             self.beginning = self._next.beginning if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown.
-        index = self.options.data_world.rank * self._micro_batches
+        index = self.options.data_world.rank * self._micro_batches_per_step
         micros: list[MicroBatch] = []
 
         # Read one item ahead, so that the last batch is known to be the last.
-        while self._next is not None and len(micros) < self._micro_batches:
+        while self._next is not None and len(micros) < self._micro_batches_per_step:
             data = to_device(self._next.batch, self.options.device)
             micros.append(MicroBatch(data, index + len(micros), self._next.samples, self.epoch))
             self._next = next(self._batches, None)
@@ -161,8 +158,7 @@ class StreamSource:
     def read_again(self, micro: MicroBatch) -> Any:
         """Return the epoch's first micro-batch as the last worker process reads it."""
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
-        workers = self.options.config.workers
-        return batch_or_raise(next(start_reading(self._loader(workers, only_worker=workers - 1)))).batch
+        return next(self._start_reading(only_worker=self.options.config.workers - 1)).batch
 
     @property
     def workers_must_match(self) -> bool:
@@ -174,25 +170,23 @@ class StreamSource:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
-        workers = self.options.config.workers
-        batches = map(batch_or_raise, start_reading(self._loader(workers)))
+        batches = self._start_reading()
 
         # With workers the DataLoader pins the batches; without them we do.
-        if self.options.pins_memory and not workers and self.options.device.type != "cpu":
+        if self.options.pins_memory and not self.options.config.workers and self.options.device.type != "cpu":
             return map(pin, batches)
         return batches
 
-    def _loader(self, workers: int, only_worker: int | None = None) -> DataLoader:
+    def _start_reading(self, only_worker: int | None = None) -> Iterator[_Item]:
         options = self.options
-        return DataLoader(
+        return start_loader(
             _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
+            options.config.workers,
+            options.config.prefetch,
+            options.pins_memory,
             # `_Shard` already makes micro-batches and collates them.
             batch_size=None,
             collate_fn=_identity,
-            num_workers=workers,
-            prefetch_factor=options.config.prefetch if workers else None,
-            pin_memory=options.pins_memory and workers > 0,
-            worker_init_fn=partial(start_worker, open_files()) if workers else None,
             generator=self._worker_seeds(),
         )
 
@@ -212,7 +206,7 @@ class _Shard(IterableDataset):
     """The micro-batches that one worker of one rank reads.
 
     `stride`: a rank gets every k-th sample, and its workers take turns with its micro-batches, so that the batches are
-    the same with any number of workers. All of them read the whole stream with the same seed at each position, so a
+    the same with any number of workers. All of them read the whole stream with the same seed for each sample, so a
     stream that shuffles or augments is the same everywhere. This is slow but correct.
     `own`: the dataset shards itself, and its seeds differ between ranks and workers.
     """
@@ -229,7 +223,7 @@ class _Shard(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         world = self.options.data_world
 
-        # An iterator over (position in the stream, sample).
+        # An iterator over (number in the stream, sample).
         if self.options.config.sharding == "own":
             # Readers are numbered over all workers of all ranks.
             samples = self._seeded(world.rank * workers + worker)
@@ -242,25 +236,25 @@ class _Shard(IterableDataset):
                 return
             workers, worker = 1, 0
 
-        for number in itertools.count():
-            micro_batch = batch_to_send(
+        for index in itertools.count():
+            pairs = batch_to_send(
                 lambda: list(itertools.islice(samples, self.options.micro_batch)), [], self._where, check=False
             )
-            if isinstance(micro_batch, WorkerError):
-                yield micro_batch
+            if isinstance(pairs, WorkerError):
+                yield pairs
                 return
-            if not micro_batch:
+            if not pairs:
                 return
             # The DataLoader collects from its workers in turn, so the batches arrive in this order.
-            if number % workers == worker:
-                positions, samples_read = map(list, zip(*micro_batch, strict=True))
-                yield self._batch(positions, samples_read, check=info is not None and number < workers)
+            if index % workers == worker:
+                numbers, samples_read = map(list, zip(*pairs, strict=True))
+                yield self._batch(numbers, samples_read, check=info is not None and index < workers)
 
-    def _batch(self, positions: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
+    def _batch(self, numbers: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
         def collate() -> Any:
-            return collate_samples(self.collate, samples, positions, self._where, is_default_collate(self.collate))
+            return collate_samples(self.collate, samples, numbers, self._where, is_default_collate(self.collate))
 
-        batch = batch_to_send(collate, positions, self._where, check)
+        batch = batch_to_send(collate, numbers, self._where, check)
         if isinstance(batch, WorkerError):
             return batch
 
@@ -272,27 +266,27 @@ class _Shard(IterableDataset):
         return f"of the stream, counted from 0, in epoch {self.epoch}"
 
     def _seeded(self, stream: int) -> Iterator[tuple[int, Any]]:
-        """Yield (position, sample). Each sample is seeded by its position and by `stream`, the number of the reader."""
+        """Yield (number, sample). Each sample is seeded by its number and by `stream`, the number of the reader."""
         seed = self.options.seed
 
         # The dataset's `__iter__` may also draw random numbers, for example to shuffle its files.
         seed_everything(derive(seed, "stream", self.epoch, stream))
         samples = iter(self.dataset)
 
-        for position in itertools.count():
+        for number in itertools.count():
             # Seed before each sample, because training has drawn from the same generators meanwhile.
-            seed_everything(derive(seed, "stream", self.epoch, stream, position))
+            seed_everything(derive(seed, "stream", self.epoch, stream, number))
             try:
                 sample = next(samples)
             except StopIteration:
                 return
             except Exception as error:
-                name_samples(error, [position], self._where)
+                name_samples(error, [number], self._where)
                 raise
 
-            if position == 0:
+            if number == 0:
                 self.beginning = self._comparable_copy(sample)
-            yield position, sample
+            yield number, sample
 
     def _comparable_copy(self, sample: Any) -> Any:
         """Return a copy of a sample for ranks to compare, or None if there is no need, or it cannot be sent."""

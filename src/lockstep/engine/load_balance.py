@@ -141,7 +141,7 @@ class LoadBalancer:
     def _reassign(self, step: int, own: Pace) -> None:
         """Change the assignment if that pays. Collective: all ranks gather the same times and decide alike."""
         # Workers have already read batches of the current assignment, so ranks also send how far they have read.
-        gathered = self._runtime.collectives.gather_json([own, self._source.final_until])
+        gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
         better = rank_counts(self._micro_batches, speeds)

@@ -41,7 +41,7 @@ class Outcome:
     word: ControlWord  # summed over all ranks
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
-    finite: bool = field(init=False)  # whether the gradient is
+    finite: bool = field(init=False)  # whether `grad_norm` is finite
     mean_loss: float = field(init=False)  # for spike detection; 0 if detection is off
     accepted: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
 
@@ -98,7 +98,7 @@ class Outcomes:
         # Counts so far.
         self.skipped = 0
         self.skipped_since_log = 0
-        self.skips_in_a_row = 0  # without those that only lowered the loss scale of fp16
+        self.skips_in_a_row = 0  # not counting fp16 overflows that only lowered the loss scale
         self.empty_in_a_row = 0  # steps of weight 0
         self.rewind_after: SkippedStep | None = None  # the run must rewind to its last checkpoint
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
@@ -129,8 +129,8 @@ class Outcomes:
     def conclude_measured(self, outcome: Outcome) -> StepResult:
         """Check that the ranks agree, and return the result of a pass without an update.
 
-        It counts neither as an applied step nor as one of weight 0, and its loss is not one to compare later losses
-        with. A gradient that is not finite is treated as that of a skipped step.
+        It counts neither as an applied step nor as one of weight 0, and spike detection ignores its loss.
+        A gradient that is not finite is treated as that of a skipped step.
         """
         result = replace(self._result_if_agreed(outcome), applied=False)
         if result.skip_reason:

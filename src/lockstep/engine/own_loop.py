@@ -386,7 +386,7 @@ class OwnStep:
     def _reduced(self) -> Reduced:
         """Return the reduced gradients. Some drivers exchange them only now."""
         self._run.runtime.heartbeat.beat("exchange")
-        return self._driver.reduced()
+        return self._driver.collect_reduced()
 
     def _begin_pass(self) -> None:
         self._yielded = 0

@@ -46,8 +46,8 @@ class StepContext:
     global_batch: int
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
     sends_loss: bool  # whether the control word includes the loss, for spike detection
-    before_all_reduce: Callable[[], None] | None  # records when this rank's own work ends, for load balancing
-    flags: dict[str, int] = field(default_factory=dict)  # `Flags` for the next control word, by name
+    before_all_reduce: Callable[[], None] | None  # called before this rank waits for the others
+    flags: dict[str, int] = field(default_factory=dict)  # `Flags` of every control word, by name
     metric_names: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class StepProgress:
         self.batches = batches
         self.step = step
         self.pass_index = pass_index
-        self.passes = passes  # of the step
+        self.passes = passes  # number of passes of the step
         self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
         self.backwards_done = 0
@@ -236,7 +236,7 @@ def _check_loss(loss: Loss) -> None:
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
 
-    # Plain numbers first: to ask for the protocol SupportsFloat takes many times as long.
+    # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
     weight = loss.weight
     is_tensor = isinstance(weight, Tensor)
     is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))

@@ -230,7 +230,8 @@ class Run:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
         interval = self.recorder.interval_state(self.stepper.sums)
-        self.checkpoints.save(LoopState(evaluation_due, interval, time.time() - self.started), metrics)
+        loop = LoopState(evaluation_due, interval, time.time() - self.started)
+        self.checkpoints.save(self.stepper.counters.step, loop, metrics)
 
     def evaluate(
         self,

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
-from lockstep.checkpoint.run_state import RunState, Stateful
+from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.storage import delete_leftovers
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.source_options import SourceOptions
@@ -88,7 +88,8 @@ class RunBuilder:
     precision: Precision
     run_class: type[Run]
     started: float = field(default_factory=time.time)
-    parts: dict[str, Stateful] = field(default_factory=dict)  # see `add_part`
+    parts: dict[str, Part] = field(default_factory=dict)  # see `add_part`
+    checkpoints_opened: bool = False  # from then on, `parts` does not change
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     driver: Driver | None = None
@@ -179,10 +180,16 @@ class RunBuilder:
         # Frozen parameters are never broadcast, so they must already be equal on all ranks.
         check_replicas(model, self.runtime, only_frozen=True)
 
-    def add_part(self, name: str, part: Stateful) -> None:
+    def add_part(self, name: str, part: Part) -> None:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
         if name in ("data", *self.parts):
-            raise UserError(f"run.register({name!r}, ...) uses a name that is taken", "", "use another name")
+            raise UserError(f"{name!r} cannot be saved with the run: the name is taken", "", "use another name")
+        if self.checkpoints_opened:
+            raise UserError(
+                f"{name!r} cannot be saved with the run: its checkpoints are already open",
+                "it would be saved, but a resumed run would not restore it",
+                "add it before the first step: call run.register before run.steps",
+            )
         self.parts[name] = part
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -360,6 +367,7 @@ class RunBuilder:
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
     ) -> CheckpointManager:
+        self.checkpoints_opened = True
         state = RunState(
             model=setup.driver.model,
             optimizers=setup.optimizers,
@@ -378,7 +386,7 @@ class RunBuilder:
             plan=plan,
             runtime=self.runtime,
             log_event=self.recorder.event,
-            before_next_update=stepper.update.before_next,
+            before_next_update=stepper.update.run_before_next,
         )
 
         # Let a save in flight finish: it may be the only checkpoint of a run that fails.

@@ -1,16 +1,16 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-Ranks that are out of step are noticed only after the update, and end the run.
+One exception: that ranks are in different steps is found only after the update. The run then ends.
 
     progress = self.begin(batches)                                       sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
-    factor   = clipping x N / (global weight x loss scale)               N: world size, or 1 if gradients are sums
+    factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
 A custom loop runs the micro-batches itself, between `begin` and `apply`.
 
-This module names no strategy and no recipe. It depends on the device in one way only: on a GPU, if the optimizers can
-skip on the device, the device itself decides, and the host reads the outcome one step late.
+This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
+device itself decides, and the host reads the outcome one step late.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Stepper:
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
 
-        `before_all_reduce` is called before this rank waits for the others, to measure the time of its own work.
+        `before_all_reduce` is called before this rank waits for the others: load balancing stops its clock there.
         """
         # Fixed for the run.
         self.driver = driver
@@ -141,7 +141,7 @@ class Stepper:
         return self._apply_now(progress, reduced, norm)
 
     def set_flags(self, **flags: bool) -> None:
-        """Set `Flags` of the next control words, which all ranks receive: `stop`, `save`, ..."""
+        """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
         self.context.flags |= {name: int(value) for name, value in flags.items()}
 
     def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
@@ -170,7 +170,7 @@ class Stepper:
         loss_limit = self.outcomes.spikes.limit()
         skip = skip_on_device(reduced, grad_norm, loss_limit)
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
-        self._count_update(progress)  # assumed; `wait_for_outcome` uncounts it if the device skipped
+        self._count_update(progress)  # optimistic: `wait_for_outcome` takes it back if the device skipped
 
         # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
@@ -199,7 +199,7 @@ class Stepper:
     def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
         """Return the summed control word and its weight. On a GPU the host waits here for the device.
 
-        Weight 0 means that no term counts. It is returned as nan: so is the norm then, and the step is not accepted.
+        A weight of 0, where no term counts, is returned as nan. The norm then becomes nan too, and nothing is applied.
         """
         word = reduced.codec.unpack(reduced.packed_word.tolist())
         return word, float(word.weight) or math.nan

@@ -185,7 +185,13 @@ class Agent:
         if current is not None:
             current.touch()
 
-        for change in self._zygote.poll():
+        changes = self._zygote.poll()
+
+        # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
+        if current is not None and any("code" in change for change in changes):
+            self._messages.append(self.node_beat())
+
+        for change in changes:
             if current is not None and change["rank"] in current.ranks:
                 self._handle_change(current, current.ranks[change["rank"]], change)
 
@@ -208,8 +214,6 @@ class Agent:
         if "code" not in change:
             current.rank_started(rank, change["pid"])
         elif rank.pid == change["pid"]:
-            # The last heartbeat is sent first: it may carry settings that no earlier heartbeat had.
-            self._messages.append(self.node_beat())
             del current.ranks[rank.number]
             rank_exit = failure.examine(rank, change["code"], time.time())
             self._messages.append(RankExited(current.number, rank.number, rank_exit))

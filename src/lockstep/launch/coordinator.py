@@ -87,6 +87,7 @@ class Coordinator:
         self._state_machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
+        self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
@@ -150,6 +151,11 @@ class Coordinator:
 
         for node, message in self._hub.poll(now):
             self._receive(node, message, now)
+
+        # One state for all nodes that have joined in this turn.
+        if self._newcomers:
+            self._hub.send_to_all(self._newcomers, self.state)
+            self._newcomers.clear()
 
         for sighting in self._hub.take_sightings():
             self._announce_stranger(sighting, f"--join {self._job.join}")
@@ -256,7 +262,7 @@ class Coordinator:
         self._hub.send(node, answer)
         if isinstance(answer, Welcome):
             self._state_machine.node_joined(Node(node, hello.host, nproc), now)
-            self._hub.send(node, self.state)
+            self._newcomers.append(node)
 
     def _handle(self, node: int, message: Message, now: float) -> None:
         match message:
@@ -313,13 +319,14 @@ class Coordinator:
         address = self._address if several else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
+        world_size = sum(command.counts.values())
         store_port = 0
         if several:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)
             store_port = listener.getsockname()[1]
             key = store_secret(self._agent.secret, store_nonce)
-            self._store = StoreServer(listener, key, sum(command.counts.values()))
+            self._store = StoreServer(listener, key, world_size)
 
         # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
         with socket.create_server((address, 0), family=family) as unused:
@@ -332,7 +339,7 @@ class Coordinator:
                 attempt=command.attempt,
                 first_rank=first_rank,
                 count=count,
-                world_size=sum(command.counts.values()),
+                world_size=world_size,
                 group_rank=group_rank,
                 address=address,
                 port=port,
@@ -355,5 +362,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        for node in self._state_machine.cluster.nodes:
-            self._hub.send(node, message)
+        self._hub.send_to_all(self._state_machine.cluster.nodes, message)

@@ -112,8 +112,7 @@ def parse(kind: Any, value: Any) -> Any:
     A kind is a dataclass, a list, a dict, a plain type, a `Literal` of plain values, or one of these `| None`.
     Raises ValueError for a wrong type, an unknown field, or a missing field that has no default.
     """
-    base = get_origin(kind) or kind
-    arguments = get_args(kind)
+    base, arguments, has_fields = _taken_apart(kind)
     if base is Literal:
         if value not in arguments:
             raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
@@ -122,7 +121,7 @@ def parse(kind: Any, value: Any) -> Any:
     if base is UnionType:
         return None if value is None else parse(arguments[0], value)
 
-    if is_dataclass(base):
+    if has_fields:
         types = _field_types(base)
         try:
             return kind(**{name: parse(types[name], field) for name, field in value.items()})
@@ -145,5 +144,12 @@ def parse(kind: Any, value: Any) -> Any:
     return value
 
 
-# Resolving annotations takes longer than parsing a message.
+# Resolving annotations and taking types apart takes longer than parsing a message.
 _field_types = cache(get_type_hints)
+
+
+@cache
+def _taken_apart(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return the type without its arguments, its arguments, and whether it is a dataclass."""
+    base = get_origin(kind) or kind
+    return base, get_args(kind), is_dataclass(base)

@@ -38,14 +38,14 @@ class Update:
         self._clips_elements = clip.value is not None or clip.adaptive is not None
 
         # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
-        # get copies), and no clipping of elements, which would need gradients at their true size earlier.
+        # get copies), and no elementwise clipping, which needs gradients that are already divided.
         full_gradients = replicated or optimizers.masters is not None
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
-    def before_next(self, call: Callable[[], None]) -> None:
-        """Call this once, before the next update: a save may still be copying the optimizers' state."""
-        self._before_next = call
+    def run_before_next(self, callback: Callable[[], None]) -> None:
+        """Run `callback` once, before the next update: a save may still be copying the optimizers' state."""
+        self._before_next = callback
 
     def _begin(self) -> None:
         if self._before_next is not None:

@@ -1,9 +1,9 @@
 """The Driver: how a step executes a model, whatever the strategy.
 
-`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `Driver` adds the step: it runs one
-micro-batch after another. Its subclasses sum over ranks: in one process (`SingleDriver`) there is nothing to sum,
-`FlatReduceDriver` in ddp/driver.py is a small example for replicas, and `ShardedDriver` is the base class for sharded
-parameters. A pipeline overrides `forward_backward`.
+`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `WatchedModel` adds the call of the loss,
+and `Driver` the step: it runs one micro-batch after another. Its subclasses sum over ranks: in one process
+(`SingleDriver`) there is nothing to sum, `FlatReduceDriver` in ddp/driver.py is a small example for replicas, and
+`ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankRole:
     """How a driver places the model on the ranks, and which data this rank trains on. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full
-    collective_forwards: bool = False  # a forward contains collectives: all ranks must run the same number of them
+    collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     interleaved: bool = False  # ranks take turns with micro-batches, instead of one contiguous range each
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
@@ -182,6 +182,10 @@ class PlacedModel:
             if name in hooks:
                 hooks[name].register(parameter)
 
+
+class WatchedModel(PlacedModel):
+    """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
+
     def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
         """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
         # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
@@ -193,7 +197,7 @@ class PlacedModel:
 
     @cached_property
     def watched_engine(self) -> Callable[..., Any]:
-        """What takes the place of torch's engine while user code runs that computes a loss."""
+        """The replacement for torch's autograd engine while the user's loss runs."""
         return watched_engine(self.before_inner_gradient)
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -205,10 +209,10 @@ class PlacedModel:
         return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
 
-class Driver(PlacedModel):
+class Driver(WatchedModel):
     """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
 
-    A custom loop calls `begin`, `before_forward`, `backward` and `reduced` itself.
+    A custom loop calls `begin`, `before_forward`, `backward` and `collect_reduced` itself.
     """
 
     to_sum = 1.0  # see `Reduced`
@@ -228,7 +232,7 @@ class Driver(PlacedModel):
 
             self.backward(loss, progress)  # outside autocast, as torch recommends
 
-        return self.reduced()
+        return self.collect_reduced()
 
     def begin(self) -> None:
         """Begin a step: clear the gradients of the last one."""
@@ -258,7 +262,7 @@ class Driver(PlacedModel):
 
         progress.backwards_done += 1
 
-    def reduced(self) -> Reduced:
+    def collect_reduced(self) -> Reduced:
         """Return the reduced gradients, after the last backward."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
@@ -292,7 +296,7 @@ class Driver(PlacedModel):
 
 
 def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
-    """Backpropagate: `torch.autograd.backward`, without its checks of types and shapes, about 9 us.
+    """Like `torch.autograd.backward`, but skip its type and shape checks (about 9 us per call).
 
     The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
     """

@@ -109,7 +109,7 @@ class _Split(NamedTuple):
     axis: int  # of the mesh
     dim: int  # the dimension of the tensor that it splits
     size: int  # of that dimension, before the split
-    start: int  # of this rank's part of it
+    start: int  # of this rank's slice of it
 
 
 def _splits(tensor: DTensor) -> list[_Split]:

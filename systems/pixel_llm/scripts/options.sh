@@ -17,11 +17,12 @@ usage() {
   exit 0
 }
 
-# whole_number OPTION VALUE LEAST
+# whole_number OPTION VALUE LEAST: checks the value, and sets the option's variable to it, without leading zeros.
 whole_number() {
   if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3)); then
     fail "--$1 $2 is not a whole number of at least $3"
   fi
+  printf -v "${1^^}" '%d' "$((10#$2))"
 }
 
 # read_options ALLOWED "$@": sets the variable of each option that was given.
@@ -71,7 +72,7 @@ read_options() {
   if ((NUM_NODES > 1)); then
     case ${MASTER_ADDR:-} in
       "") fail "--num_nodes $NUM_NODES needs --master_addr, the address of the first machine" ;;
-      localhost) fail "--master_addr localhost is another machine on each of them" ;;
+      localhost | 127.0.0.1 | ::1) fail "--master_addr $MASTER_ADDR is another machine on each of them" ;;
     esac
   fi
 }

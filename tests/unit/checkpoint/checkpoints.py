@@ -16,7 +16,7 @@ from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
-from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
@@ -78,7 +78,7 @@ def commit(
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.save(step, shard(tensors or state(step), rank, size), aliases or {}, encoded)
+        saver.start(step, shard(tensors or state(step), rank, size), aliases or {}, encoded)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
@@ -135,6 +135,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[Save]:
+def end(team: list[Saver]) -> list[PendingSave]:
     """Wait for all ranks, and return the one save of each."""
     return [report for saver in team for report in saver.take_ended(60)]

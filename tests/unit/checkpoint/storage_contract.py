@@ -145,7 +145,7 @@ class StorageContract:
         team = savers(storage, 3, keep=Retention(last=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
-                saver.save(step, shard(state(step), rank, 3), {}, {"step": step})
+                saver.start(step, shard(state(step), rank, 3), {}, {"step": step})
         assert [report.checkpoint is not None for report in team[0].take_ended()] == [True] * 3
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)

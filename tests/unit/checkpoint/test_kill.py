@@ -38,7 +38,7 @@ for line in sys.stdin:
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.save(step, shard(state(step), rank, 2), {}, {"step": step})
+                saver.start(step, shard(state(step), rank, 2), {}, {"step": step})
             for saver in team:
                 assert saver.take_ended()[0].error is None
     os.waitpid(pid, 0)
@@ -96,7 +96,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "    commit(root, 1)\n"
         "    if (pid := os.fork()) == 0:\n"
         "        faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
-        "        savers(root, asynchronous=False)[0].save(2, shard(state(2), 0, 1), {}, {})\n"
+        "        savers(root, asynchronous=False)[0].start(2, shard(state(2), 0, 1), {}, {})\n"
         "        os._exit(0)\n"
         "    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )
@@ -127,7 +127,7 @@ def test_contents_reach_the_disk_before_names_do(tmp_path):
         confirmed = f"rename rank-0000{rank}.json"
         assert order.index(f"fsync {file_name(rank)}") < order.index(confirmed) < order.index("fsync manifest.json")
     moments = [
-        *("fsync manifest.json", "fsync STAGED", "rename step-00000001"),
+        *("fsync manifest.json", "fsync UNCOMMITTED", "rename step-00000001"),
         *("fsync ROOT", "fsync .latest", "rename latest", "fsync ROOT"),
     ]
     position = -1
@@ -144,7 +144,7 @@ def traced(line: str, root: Path) -> str | None:
         if not inner:
             return "fsync ROOT"
         name = inner.split("/")[-1]
-        return "fsync STAGED" if ".tmp-" in name else f"fsync {'.latest' if name.startswith('.latest') else name}"
+        return "fsync UNCOMMITTED" if ".tmp-" in name else f"fsync {'.latest' if name.startswith('.latest') else name}"
     if match := re.search(rf'rename\w*\(.*"{re.escape(str(root))}/([^"]*)"', line):
         return f"rename {match.group(1).split('/')[-1]}"
     return None

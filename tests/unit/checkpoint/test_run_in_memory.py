@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ import lockstep
 from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
 from lockstep.checkpoint.snapshot import BackgroundCopy
-from lockstep.checkpoint.storage import committed
+from lockstep.checkpoint.storage import FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.schema import typed
 from lockstep.engine import setup
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
 
@@ -95,10 +96,10 @@ def test_the_state_of_the_loop_in_a_checkpoint_of_another_version():
     assert LoopState.from_saved({"seconds": 3.0, "future": 1}) == LoopState(seconds=3.0)
 
 
-def test_what_a_killed_attempt_has_staged_does_not_count_as_used(
+def test_what_a_killed_attempt_has_written_does_not_count_as_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk has room for all checkpoints of the run once the staged folder is deleted."""
+    """The disk has room for all checkpoints of the run once the uncommitted folder is deleted."""
     storage = MemoryStorage(capacity=200_000)
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
     monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
@@ -129,6 +130,48 @@ def test_a_checkpoint_of_another_version_is_passed_over_and_kept(tmp_path: Path)
     assert warning.startswith("checkpoint step-00000012 was written by another version of Lockstep: manifest.json: ")
     assert warning.endswith("resuming from step-00000006")
     assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.undone"}
+
+
+def test_a_checkpoint_that_must_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    open_file = FileSystemStorage.open
+
+    def refuse(self: FileSystemStorage, key: str) -> Any:
+        if key == "step-00000012/rank-00000.safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", key)
+        return open_file(self, key)
+
+    monkeypatch.setattr(FileSystemStorage, "open", refuse)
+    with pytest.raises(UserError, match=r"step-00000012 cannot be read\n.*Permission denied\n.*let this user read"):
+        lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=str(tmp_path / "checkpoints" / "step-00000012"))
+
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 cannot be read: rank-00000.safetensors: ")
+    assert warning.endswith("Permission denied; resuming from step-00000006")
+    names = {path.name for path in (tmp_path / "checkpoints").glob("step-00000012*")}
+    assert names == {"step-00000012", "step-00000012.undone"}
+
+
+def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be saved, and never restored."""
+    add_part = setup.RunBuilder.add_part
+    builders: list[setup.RunBuilder] = []
+
+    def keep(self: setup.RunBuilder, name: str, part: Any) -> None:
+        builders.append(self)
+        add_part(self, name, part)
+
+    class Late(Dropped):
+        def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
+            builders[0].add_part("late", self)
+            return super().loss(model, batch)
+
+    monkeypatch.setattr(setup.RunBuilder, "add_part", keep)
+    with pytest.raises(UserError, match="'late' cannot be saved with the run: its checkpoints are already open"):
+        lockstep.fit(Late(), run_dir=tmp_path / "run", checks={"loss": "off"})
 
 
 def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(

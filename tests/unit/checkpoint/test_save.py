@@ -109,7 +109,7 @@ def test_names_are_free(storage):
 def test_a_tensor_that_cannot_be_saved_is_named(storage, bad):
     [saver] = savers(storage)
     with pytest.raises(UserError, match=r"'model\.spectrum'"):
-        saver.save(1, {"model.spectrum": shard_of(bad)}, {}, {})
+        saver.start(1, {"model.spectrum": shard_of(bad)}, {}, {})
 
 
 def test_values_come_back_with_what_json_cannot_hold(storage):
@@ -199,7 +199,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: [time.sleep(0.005) for _ in range(400) if not changed][:0])
     tensors, values = state(1), {"list": [1]}
-    saver.save(1, shard(tensors, 0, 1), {}, pack(values, "values", {}))
+    saver.start(1, shard(tensors, 0, 1), {}, pack(values, "values", {}))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
@@ -216,20 +216,20 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
     for step in (1, 2, 3):
-        saver.save(step, shard(state(step), 0, 1), {}, {})
+        saver.start(step, shard(state(step), 0, 1), {}, {})
     reports = saver.take_ended()
     assert [report.checkpoint and report.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._last.bytes == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
-    saver.save(4, shard(more, 0, 1), {}, {})  # the layout may change
+    saver.start(4, shard(more, 0, 1), {}, {})  # the layout may change
     assert saver.take_ended()[0].checkpoint
     assert same(load(storage)[1], more)
 
 
 def test_saving_at_once_needs_no_thread(storage):
     [saver] = savers(storage, asynchronous=False)
-    saver.save(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended(0)
     assert report.checkpoint
     assert report.stall_s >= report.write_s > 0
@@ -255,7 +255,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
-        saver.save(1, {"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}, {}, {})
+        saver.start(1, {"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}, {}, {})
     assert team[0].take_ended()[0].checkpoint
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
@@ -279,7 +279,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
     [saver] = savers(storage)
     tensors = {"on gpu": torch.randn(3_000_001, device="cuda"), "on cpu": torch.randn(5)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    saver.save(1, {name: shard_of(tensor) for name, tensor in tensors.items()}, {}, {})
+    saver.start(1, {name: shard_of(tensor) for name, tensor in tensors.items()}, {}, {})
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
@@ -293,7 +293,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
 def test_ranks_that_write_the_same_rows_do_not_commit(storage):
     team = savers(storage, 2)
     for saver in team:
-        saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
+        saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
     reports = end(team)
     assert not reports[0].checkpoint
     assert "do not add up to the full tensor" in reports[0].error
@@ -306,7 +306,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     saver.prepare(shard(state(2), 0, 1))
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
-    saver.save(2, shard(state(2), 0, 1), {}, {})
+    saver.start(2, shard(state(2), 0, 1), {}, {})
     assert saver.failed_save
     [report] = saver.take_ended(0)
     assert not report.checkpoint
@@ -314,7 +314,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
-    saver.save(3, shard(state(3), 0, 1), {}, {})
+    saver.start(3, shard(state(3), 0, 1), {}, {})
     assert saver.failed_save is None
     assert saver.take_ended()[0].checkpoint
 
@@ -324,19 +324,19 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     commit(storage, 1, 2)
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[rank].save(2, shard(state(2), rank, 2), {}, {})
+    team[rank].start(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].take_ended()
     assert team[rank].failed_save
     assert "no space left" in report.error
     monkeypatch.undo()
-    team[1 - rank].save(2, shard(state(2), 1 - rank, 2), {}, {})
+    team[1 - rank].start(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
         saver.abandon("a disk is full")
         assert saver.failed_save is None
     assert not end([team[1 - rank]])[0].checkpoint
     assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
-        saver.save(2, shard(state(2), number, 2), {}, {})
+        saver.start(2, shard(state(2), number, 2), {}, {})
     assert end(team)[0].checkpoint
     assert same(load(storage)[1], state(2))
 
@@ -344,27 +344,27 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
 def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, monkeypatch):
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[1].save(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, shard(state(1), 1, 2), {}, {})
     team[1].take_ended()
     monkeypatch.undo()
-    team[0].save(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, shard(state(1), 0, 2), {}, {})
     [report] = team[0].take_ended(30)
     assert report.error.startswith("rank 1: no space left")
     assert report.caused_elsewhere
 
 
 def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_path, monkeypatch):
-    """`mkdir` finds the staged folder, looks again, and another rank has deleted it: it says that the folder exists."""
+    """`mkdir` finds the folder, looks again, and another rank has deleted it: it says that the folder exists."""
     [saver] = savers(tmp_path / "checkpoints")
 
     def write(*_):
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(FileSystemStorage, "write", write)
-    saver.save(1, {"x": shard_of(torch.ones(3))}, {}, {})
+    saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
     [report] = saver.take_ended()
     assert report.caused_elsewhere
-    assert "the staged folder is gone" in report.error
+    assert "the uncommitted folder is gone" in report.error
 
 
 def test_a_real_disk_that_is_full(tmp_path):
@@ -374,21 +374,21 @@ def test_a_real_disk_that_is_full(tmp_path):
         pytest.skip("mounting a small disk needs root")
     try:
         [saver] = savers(disk / "checkpoints")
-        saver.save(1, {"x": shard_of(torch.ones(300_000))}, {}, {})
+        saver.start(1, {"x": shard_of(torch.ones(300_000))}, {}, {})
         assert saver.take_ended()[0].checkpoint
         (disk / "ballast").write_bytes(bytes(1 << 20))
-        saver.save(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
+        saver.start(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
             patch.setattr(FileSystemStorage, "free_bytes", lambda self: 1 << 40)
-            saver.save(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
+            saver.start(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
             [late] = saver.take_ended()
         for report in (early, late):
             assert not report.checkpoint
             assert "no space left" in report.error
         assert folders(FileSystemStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
-        saver.save(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
+        saver.start(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
         assert saver.take_ended()[0].checkpoint
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -401,11 +401,11 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
         raise RuntimeError("injected")
 
     monkeypatch.setattr(faults, "fire", broken)
-    saver.save(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
     assert (saver.failed_save.error, report.error) == ("RuntimeError: injected",) * 2
     monkeypatch.undo()
-    saver.save(2, shard(state(2), 0, 1), {}, {})
+    saver.start(2, shard(state(2), 0, 1), {}, {})
     assert saver.take_ended()[0].checkpoint
 
 
@@ -416,7 +416,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
         raise OSError(errno.EIO, "the disk coughed")
 
     monkeypatch.setattr(writer, "apply_retention", broken)
-    saver.save(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
     assert report.checkpoint
     assert "coughed" in report.error
@@ -426,19 +426,19 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
-    team[1].save(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, shard(state(1), 1, 2), {}, {})
     assert team[1].take_ended()[0].error is None
-    [staged] = storage.folders()
-    storage.write(f"{staged}/{file_name(1)}", [memoryview(bytes(100))])
-    team[0].save(1, shard(state(1), 0, 2), {}, {})
+    [uncommitted] = storage.folders()
+    storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
+    team[0].start(1, shard(state(1), 0, 2), {}, {})
     assert "rank 1 wrote" in team[0].take_ended()[0].error
     assert folders(storage) == set()
 
 
 def test_a_rank_that_never_writes_is_named(storage):
     team = savers(storage, 3, timeout_s=0.1)
-    team[0].save(1, shard(state(1), 0, 3), {}, {})
-    team[2].save(1, shard(state(1), 2, 3), {}, {})
+    team[0].start(1, shard(state(1), 0, 3), {}, {})
+    team[2].start(1, shard(state(1), 2, 3), {}, {})
     [report] = team[0].take_ended()
     assert "rank 1 did not write its file" in report.error
     assert not report.caused_elsewhere
@@ -447,7 +447,7 @@ def test_a_rank_that_never_writes_is_named(storage):
 
 def test_an_abandoned_save_ends_at_once_and_leaves_nothing(storage):
     team = savers(storage, 2)
-    team[0].save(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
+    team[0].start(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
     team[0].abandon("rank 1: no space left")
     [report] = team[0].take_ended(30)
     assert (report.checkpoint, report.error) == (None, "rank 1: no space left")
@@ -457,7 +457,7 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(storage):
 
 def test_closing_gives_up_what_is_in_flight(storage):
     team = savers(storage, 2)
-    team[0].save(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, shard(state(1), 0, 2), {}, {})
     team[0].close()
     assert "the run ended" in team[0].take_ended(0)[0].error
     assert folders(storage) == set()
@@ -475,9 +475,9 @@ def test_another_one_of_the_same_step_makes_way(storage):
 def test_an_attempt_that_was_replaced_commits_nothing(storage):
     [old] = savers(storage, token="00")
     [new] = savers(storage, token="11")
-    old.save(1, shard(state(7), 0, 1), {}, {})
+    old.start(1, shard(state(7), 0, 1), {}, {})
     assert "another attempt has taken over" in old.take_ended()[0].error
-    new.save(1, shard(state(1), 0, 1), {}, {})
+    new.start(1, shard(state(1), 0, 1), {}, {})
     assert new.take_ended()[0].checkpoint
     assert same(load(storage)[1], state(1))
 
@@ -486,12 +486,12 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     """Rank 1 of a dead attempt writes the same step as the new attempt, whose own rank 1 is late."""
     late = savers(storage, 2, token="00")[1]
     team = savers(storage, 2, token="11")
-    late.save(1, shard(state(7), 1, 2), {}, {})
+    late.start(1, shard(state(7), 1, 2), {}, {})
     late.take_ended()
-    team[0].save(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, shard(state(1), 0, 2), {}, {})
     time.sleep(0.05)
     assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
-    team[1].save(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, shard(state(1), 1, 2), {}, {})
     assert end(team)[0].checkpoint
     assert same(load(storage)[1], state(1))
     delete_leftovers(storage, "11")
@@ -514,11 +514,11 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
     seen = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
-        saver.save(step, shard(state(step), 0, 1), {}, {})
+        saver.start(step, shard(state(step), 0, 1), {}, {})
         assert saver.take_ended()[0].error is None
-    staged = f"step-00000002.tmp-{TOKEN}-2"
+    uncommitted = f"step-00000002.tmp-{TOKEN}-2"
     assert seen[-3:] == [
-        ("rename", {"step-00000001", staged}),
+        ("rename", {"step-00000001", uncommitted}),
         ("latest", {"step-00000001", "step-00000002"}),
         ("committed", {"step-00000002"}),
     ]
@@ -526,8 +526,8 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
-    team[0].save(1, {"x": shard_of(torch.ones(2))}, {}, {})
-    team[1].save(1, {}, {}, {})
+    team[0].start(1, {"x": shard_of(torch.ones(2))}, {}, {})
+    team[1].start(1, {}, {}, {})
     assert end(team)[0].checkpoint
     with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []
@@ -540,7 +540,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = FileSystemStorage(tmp_path)
-    pending = writer.Save(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = writer.PendingSave(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileSystemStorage, "folders", stale)
     monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))

@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,15 +22,17 @@ import pytest
 from lockstep import api
 from lockstep.cli import main
 from lockstep.clusters import ray as platform
+from lockstep.clusters.ray import agent as agents
 from lockstep.clusters.ray import driver
-from lockstep.clusters.ray.agent import NodeAgent, Report
-from lockstep.clusters.ray.cluster import AgentLost, RayNode, state_of
+from lockstep.clusters.ray.agent import NodeAgent, OwnTerm, Report
+from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayNode, state_of
 from lockstep.clusters.ray.driver import Driver
 from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import Request
 from lockstep.errors import UserError
 from lockstep.launch.agent import _environment_for
 from lockstep.launch.job import RESUME_COMMAND, Bounds
+from lockstep.launch.nodes import election
 from lockstep.launch.wire.messages import JobEnd
 
 NEED = {"CPU": 2.0}
@@ -46,10 +49,13 @@ class FakeAgent:
     lost: str = ""
     signals: list[str] = field(default_factory=list)
     killed: bool = False
+    coordinates: bool = False
+    port_taken: bool = False
 
     def address(self, host: str) -> str | None:
         if self.lost:
             raise AgentLost(self.lost)
+        self.coordinates = True
         return f"{host}:29400"
 
     def start(self, words: Sequence[str]) -> None:
@@ -63,7 +69,8 @@ class FakeAgent:
         if self.silent:
             return None
         lines, self.lines = self.lines, []
-        return Report(lines, self.code)
+        ended_job = self.coordinates and self.code is not None
+        return Report(lines, self.code, self.coordinates, ended_job, self.port_taken)
 
     def signal(self, name: str) -> None:
         self.signals.append(name)
@@ -93,6 +100,7 @@ class FakeCluster:
         self._now = 0.0
         self._script = script  # called with the number of the second, once in each
         self._seconds = 0
+        self.away = False  # the control service does not answer
 
     def node(self, number: int, cpus: float = 2.0) -> RayNode:
         return RayNode(f"n{number}", f"10.0.0.{number}", {"CPU": cpus}, {"CPU": cpus})
@@ -118,6 +126,11 @@ class FakeCluster:
         for agent in self.running():
             agent.code = code
 
+    def held(self) -> set[str]:
+        """The hosts of the nodes that the job has reserved."""
+        placed = [node for group in self.groups if not group.released for node in group.placed if node]
+        return {self.all[node].host for node in placed}
+
     # ---- what the driver asks ----
 
     def now(self) -> float:
@@ -131,15 +144,24 @@ class FakeCluster:
             self._script(self, self._seconds)
 
     def nodes(self) -> list[RayNode]:
+        if self.away:
+            raise NoAnswer("connection refused")
+        return self._free_nodes()
+
+    def _free_nodes(self) -> list[RayNode]:
         taken = {node for group in self.groups if not group.released for node in group.placed}
         return [replace(node, free={"CPU": 0.0}) if node.id in taken else node for node in self.all.values()]
 
     def reserve(self, count: int, need, node: str | None = None) -> Group:
+        if self.away:
+            raise NoAnswer("connection refused")
         self.groups.append(Group(dict(need), node, [""] * count))
         return self.groups[-1]
 
     def placed(self, group: Group) -> list[str]:
-        free = [node.id for node in self.nodes() if node.has_free(group.need) and node.drained_at is None]
+        if self.away:
+            raise NoAnswer("connection refused")
+        free = [node.id for node in self._free_nodes() if node.has_free(group.need) and node.drained_at is None]
         free = [node for node in free if group.node in (None, node)]
 
         # At first all bundles or none; later Ray replaces those that are lost one by one.
@@ -248,6 +270,202 @@ def test_a_drained_node_is_left_after_a_save(run):
     assert "Ray takes the node 10.0.0.2 away, in 60 s: saving, to go on without it" in said
 
 
+def test_after_a_drain_a_job_holds_no_more_nodes_than_it_uses(run):
+    """Ray puts the bundle of the drained node elsewhere once the node is gone; by then the job has another one."""
+
+    def script(cluster, second):
+        match second:
+            case 3 | 23:
+                cluster.drain(min(node.id for node in cluster.all.values() if node.host in cluster.held()))
+            case 6 | 26:
+                cluster.end(75)
+            case 12 | 32:
+                assert len(cluster.running()) == 3
+                cluster.lose(next(node.host for node in cluster.all.values() if node.drained_at))
+            case 20 | 40:
+                assert len(cluster.running()) == 3
+                assert cluster.held() == {agent.host for agent in cluster.running()}
+                if second == 40:
+                    cluster.end(0)
+
+    assert run(script, count=6)[0] == 0
+
+
+def test_a_drained_node_on_which_no_agent_runs_is_not_replaced_twice(run):
+    """Ray replaces its bundle itself, when the node is gone."""
+
+    def script(cluster, second):
+        match second:
+            case 3:
+                cluster.running()[1].code = 2
+            case 4:
+                host = cluster.agents[1].host
+                cluster.drain(next(node.id for node in cluster.all.values() if node.host == host))
+            case 30:
+                assert len(cluster.running()) == 2
+                cluster.lose(cluster.agents[1].host)
+            case 40:
+                assert len(cluster.running()) == 3
+                assert cluster.held() == {agent.host for agent in cluster.running()}
+                cluster.end(0)
+
+    assert run(script, count=5)[0] == 0
+
+
+def test_a_control_service_that_goes_away_before_the_first_agent_is_waited_for(run, monkeypatch):
+    original = FakeCluster.make_agent
+
+    def make_agent(cluster, *arguments):
+        if cluster.now() < 5:
+            raise NoAnswer("connection refused")
+        return original(cluster, *arguments)
+
+    monkeypatch.setattr(FakeCluster, "make_agent", make_agent)
+    code, cluster, said = run(lambda cluster, second: second == 60 and cluster.end(0))
+    assert code == 0
+    assert len(cluster.agents) == 3
+    assert "no agent could be started: trying again" in said
+
+
+def test_a_job_that_cannot_do_without_a_drained_node_keeps_the_others_until_it_can(run):
+    def script(cluster, second):
+        match second:
+            case 3:
+                cluster.drain("n2")
+            case 6:
+                cluster.end(75)
+            case 15:
+                assert not cluster.running()
+                assert "10.0.0.1" in cluster.held()
+                cluster.all["n3"] = cluster.node(3)
+            case 20:
+                assert sorted(agent.host for agent in cluster.running()) == ["10.0.0.1", "10.0.0.3"]
+                cluster.end(0)
+
+    assert run(script, count=2, nnodes=(2, 2))[0] == 0
+
+
+def test_a_control_service_that_is_away_for_a_while_does_not_end_the_job(run):
+    def script(cluster, second):
+        if second in (5, 20):
+            cluster.away = second == 5
+        if second == 30:
+            assert len(cluster.running()) == 3
+            assert [agent.signals for agent in cluster.agents] == [[]] * 3
+            cluster.end(0)
+
+    code, _, said = run(script)
+    assert code == 0
+    assert said.count("Ray's control service does not answer (connection refused): going on as before") == 1
+
+
+def test_a_job_saves_before_ray_gives_up_its_control_service_and_goes_on_when_it_is_back(run):
+    def script(cluster, second):
+        if second == 5:
+            cluster.away = True
+        if second == 5 + driver.SAVE_S + 2:
+            assert [agent.signals for agent in cluster.running()] == [["SIGTERM"]] * 3
+            cluster.end(75)
+        if second == 60:
+            assert not cluster.running()
+            cluster.away = False
+        if second == 70:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    code, _, said = run(script)
+    assert code == 0
+    assert "saving, to go on when it does" in said
+
+
+def test_a_control_service_that_is_away_at_the_start_is_an_error_for_people(run, monkeypatch):
+    monkeypatch.setattr(FakeCluster, "nodes", lambda cluster: (_ for _ in ()).throw(NoAnswer("connection refused")))
+    with pytest.raises(UserError, match="does not say which nodes it has"):
+        run(lambda cluster, second: None)
+
+
+@pytest.mark.parametrize("searching", [1, 2])
+def test_a_job_that_failed_is_not_started_again_for_a_launcher_that_was_still_searching(run, searching):
+    """That one finds nobody for five minutes. What the coordinating launcher says, or several do, is the job's."""
+
+    def script(cluster, second):
+        if second == 3:
+            for agent in cluster.running()[:-searching]:
+                agent.code = 1
+        for agent in cluster.running():
+            if agent.signals:
+                agent.code = 75
+
+    code, cluster, _ = run(script)
+    assert code == 1
+    assert len(cluster.agents) == 3
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_failed_job_is_one_even_if_a_launcher_that_heard_nothing_asks_for_a_restart(run, code, lost):
+    def script(cluster, second):
+        if second == 3 and lost:
+            cluster.lose(cluster.agents[2].host)
+        if second == 5:
+            cluster.end(75)
+            cluster.agents[0].code = code
+
+    result, cluster, _ = run(script)
+    assert result == code
+    assert len(cluster.agents) == 3
+
+
+def test_a_launcher_that_failed_for_itself_does_not_speak_for_the_job(run):
+    def script(cluster, second):
+        if second == 3:
+            cluster.running()[1].code = 1
+        if second == 5:
+            cluster.end(130)
+
+    assert run(script)[0] == 130
+
+
+def test_two_launchers_that_fail_while_another_coordinates_are_started_again(run):
+    def script(cluster, second):
+        if second == 3:
+            for agent in cluster.running()[1:]:
+                agent.code = 1
+        if second == 40:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    assert run(script)[0] == 0
+
+
+def test_a_port_that_a_stranger_has_taken_is_replaced_by_another_one(run):
+    """The launchers refuse to talk to what listens there."""
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.agents[0].port_taken = True
+            cluster.end(2)
+        if second == 12:
+            assert len(cluster.running()) == 3
+            cluster.end(0)
+
+    original = FakeAgent.address
+
+    def address(agent, host):
+        join = original(agent, host)
+        agent.coordinates = len(asked) > 0
+        asked.append(agent)
+        return join
+
+    asked: list[FakeAgent] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeAgent, "address", address)
+        code, cluster, said = run(script)
+    assert code == 0
+    assert "another program has taken the port of 10.0.0." in said
+    assert len(cluster.agents) == 6
+
+
 def test_a_job_that_ends_for_want_of_a_node_waits_for_one_and_goes_on(run):
     def script(cluster, second):
         match second:
@@ -284,15 +502,81 @@ def test_the_exit_code_is_that_of_the_job(run, code):
     assert run(lambda cluster, second: second == 3 and cluster.end(code))[0] == code
 
 
-def test_signals_are_passed_on_and_decide_the_exit_code(run):
+def test_a_sigterm_goes_to_all_launchers(run):
     signals: list[str] = []
 
     def script(cluster, second):
         if second == 3:
+            signals.append("SIGTERM")
+        if second == 6:
+            assert [agent.signals for agent in cluster.running()] == [["SIGTERM"]] * 3
+            cluster.end(75)
+
+    assert run(script, signals=signals)[0] == 75
+
+
+def test_a_ctrl_c_goes_to_the_launcher_that_coordinates_and_a_second_one_to_all(run):
+    """Each launcher passes it on: from all of them it would look like several, and the job would end without a save."""
+    signals: list[str] = []
+
+    def script(cluster, second):
+        first, *others = cluster.agents
+        if second in (3, 8):
             signals.append("SIGINT")
         if second == 6:
-            assert all(agent.signals == ["SIGINT"] for agent in cluster.running())
+            assert first.signals == ["SIGINT"]
+            assert [agent.signals for agent in others] == [[], []]
+        if second == 10:
+            assert first.signals == ["SIGINT"] * 2
+            assert [agent.signals for agent in others] == [["SIGINT"]] * 2
             cluster.end(130)
+
+    assert run(script, signals=signals)[0] == 130
+
+
+def test_a_ctrl_c_that_is_lost_with_its_launcher_goes_to_the_successor(run):
+    signals: list[str] = []
+
+    def script(cluster, second):
+        first, second_agent, third = cluster.agents[:3]
+        if second == 3:
+            signals.append("SIGINT")
+        if second == 4:
+            cluster.lose(first.host)
+        if second == 10:
+            assert second_agent.signals == third.signals == []
+            third.coordinates = True
+        if second == 12:
+            assert (second_agent.signals, third.signals) == ([], ["SIGINT"])
+            cluster.end(130)
+
+    assert run(script, signals=signals)[0] == 130
+
+
+def test_a_ctrl_c_goes_to_all_launchers_if_none_takes_over(run):
+    signals: list[str] = []
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.lose(cluster.agents[0].host)
+            signals.append("SIGINT")
+        if second == 3 + driver.TAKEOVER_S + 2:
+            assert [agent.signals for agent in cluster.running()] == [["SIGINT"]] * 2
+            cluster.end(130)
+
+    assert run(script, signals=signals)[0] == 130
+
+
+def test_a_ctrl_c_while_the_job_leaves_a_node_decides_the_exit_code(run):
+    signals: list[str] = []
+
+    def script(cluster, second):
+        if second == 3:
+            cluster.drain("n2")
+        if second == 5:
+            signals.append("SIGINT")
+        if second == 7:
+            cluster.end(75)
 
     assert run(script, signals=signals)[0] == 130
 
@@ -479,8 +763,13 @@ def test_agents_get_variables_of_the_driver_but_no_secret():
         "HOME": "/x",
         "LOCKSTEP_SECRET": "s",
         "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": "/code",
     }
-    assert driver.environment(given) == {"LOCKSTEP_FAULTS": "[]", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    expected = {"LOCKSTEP_FAULTS": "[]", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+    assert driver.environment(given, uploaded=False) == {**expected, "PYTHONPATH": "/code"}
+
+    # To the copy of the folder that Ray has made, every node has its own path.
+    assert driver.environment(given, uploaded=True) == expected
 
 
 # ---- the command line -------------------------------------------------------------------------------------
@@ -533,7 +822,7 @@ def test_without_ray_the_driver_says_what_to_install(monkeypatch, capsys, tmp_pa
 def test_a_launcher_says_what_to_type_to_resume_the_whole_job(monkeypatch, tmp_path):
     specs = []
     monkeypatch.setenv(RESUME_COMMAND, "lockstep launch ray char_lm --submit")
-    monkeypatch.setattr(api, "_launch", lambda spec, *rest: specs.append(spec) or JobEnd(0))
+    monkeypatch.setattr(api, "_launch", lambda spec, *rest: specs.append(spec) or (JobEnd(0), True))
     assert main(["train", "char_lm", "--nproc", "1", f"run_dir={tmp_path}/run"]) == 0
     assert specs[0]["resume_command"] == "lockstep launch ray char_lm --submit"
 
@@ -561,7 +850,7 @@ def ended(agent: NodeAgent) -> Report:
     while (report := agent.poll()).code is None:
         lines += report.lines
         time.sleep(0.02)
-    return Report(lines + report.lines, report.code)
+    return replace(report, lines=lines + report.lines)
 
 
 def test_an_agent_reports_what_the_launcher_says_and_its_exit_code(agent):
@@ -574,8 +863,9 @@ def test_an_agent_reports_what_the_launcher_says_and_its_exit_code(agent):
 def test_the_launcher_gets_the_secret_in_a_variable_and_ends_with_its_agent(tmp_path, agent):
     """The kernel kills the launcher when the process of the actor is killed."""
     code = f"""
-import os, time
+import os, signal, time
 from lockstep.clusters.ray import agent
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as Ray does
 made = agent.NodeAgent("s" * 32, {{}}, {str(tmp_path)!r}, {str(agent._marker)!r})
 made.start(["train", "char_lm", "--nproc", "1", "--nnodes", "2", "--join", "127.0.0.1:1", "run_dir=run"])
 print(made._child.pid, flush=True)
@@ -595,6 +885,7 @@ time.sleep(600)
         while not (tmp_path / "run" / "logs").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert "SigBlk:\t0000000000000000" in Path(f"/proc/{child}/status").read_text()
     finally:
         os.kill(actor.pid, signal.SIGKILL)
         actor.wait()
@@ -620,3 +911,52 @@ def test_a_node_without_the_working_folder_is_refused_in_words(tmp_path):
     made = NodeAgent("s" * 32, {}, str(tmp_path / "gone"), str(tmp_path))
     with pytest.raises(UserError, match="is not on"):
         made.start(["train", "char_lm"])
+
+
+# ---- which launcher coordinates ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening(tmp_path):
+    """A process that listens, as a coordinating launcher does; its port."""
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
+    process = subprocess.Popen([sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process.pid, int(process.stdout.readline())
+    process.kill()
+    process.wait()
+
+
+def test_the_launcher_that_listens_where_the_term_file_says_coordinates(listening, tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "TERM_S", 0.0)
+    pid, port = listening
+    own, other = OwnTerm(tmp_path, pid), OwnTerm(tmp_path, os.getpid())
+    assert not own.coordinates()
+    term = election.begin_term(tmp_path, None, "a", f"127.0.0.1:{port}")
+    assert term is not None
+    assert (own.coordinates(), other.coordinates()) == (True, False)
+
+    # The file stays when a coordinator fails; it goes with the job.
+    assert not own.ended_job()
+    term.end()
+    assert own.coordinates()
+    assert (own.ended_job(), other.ended_job()) == (True, False)
+
+
+def test_a_launcher_that_was_superseded_has_not_ended_the_job(listening, tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "TERM_S", 0.0)
+    pid, port = listening
+    own = OwnTerm(tmp_path, pid)
+    assert election.begin_term(tmp_path, None, "a", f"127.0.0.1:{port}")
+    assert own.coordinates()
+    assert election.begin_term(tmp_path, 1, "b", "127.0.0.1:1")
+    assert not own.ended_job()
+    assert not own.coordinates()
+
+
+def test_an_agent_says_that_a_stranger_has_taken_its_port(agent):
+    join = agent.address("127.0.0.1")
+    with socket.create_server(("127.0.0.1", int(join.rpartition(":")[2]))):
+        agent.start(["train", "no_such_recipe"])
+        assert ended(agent).port_taken
+    assert not agent.poll().port_taken

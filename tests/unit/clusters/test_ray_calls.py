@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.clusters.ray.agent import NodeAgent, Report
-from lockstep.clusters.ray.cluster import AgentLost, RayCluster, RemoteAgent
+from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayCluster, RemoteAgent
 from lockstep.errors import UserError
 
 
@@ -76,6 +76,30 @@ def test_what_becomes_of_a_question(ray, tmp_path):
     agent.kill()
     with pytest.raises(AgentLost, match=r"^The actor died\.$"):
         agent.poll()
+
+
+@pytest.mark.parametrize(
+    ("call", "ask"),
+    [
+        ("nodes", lambda cluster, group: cluster.nodes()),
+        ("available_resources_per_node", lambda cluster, group: cluster.nodes()),
+        ("get_draining_nodes", lambda cluster, group: cluster.nodes()),
+        ("placement_group", lambda cluster, group: cluster.reserve(1, {"CPU": 1.0})),
+        ("placement_group_table", lambda cluster, group: cluster.placed(group)),
+        ("remove_placement_group", lambda cluster, group: cluster.release(group)),
+        ("remote", lambda cluster, group: cluster.make_agent(group, 0, {"CPU": 1.0}, ())),
+    ],
+)
+def test_a_control_service_that_is_away_is_told_from_other_errors(ray, monkeypatch, call, ask):
+    cluster = RayCluster("auto")
+    group = cluster.reserve(1, {"CPU": 1.0})
+
+    def away(*arguments, **named):
+        raise RuntimeError("failed to connect to the GCS\nat 10.0.0.1")
+
+    monkeypatch.setattr(ray, call, away)
+    with pytest.raises(NoAnswer, match=r"^failed to connect to the GCS$"):
+        ask(cluster, group)
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_for_people(ray):

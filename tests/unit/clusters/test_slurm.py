@@ -11,6 +11,7 @@ import shlex
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,16 @@ from lockstep.clusters import slurm, slurm_partitions
 from lockstep.clusters.slurm_job import seconds_of
 from lockstep.clusters.slurm_partitions import Nodes, megabytes, parse_sinfo
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without Slurm, whatever this one has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "ask_cluster", lambda: "no cluster here")
+    for name in [name for name in os.environ if name.startswith("SBATCH_")]:
+        monkeypatch.delenv(name)
 
 
 def rendered(capsys: pytest.CaptureFixture[str], *words: str, target: str = "char_lm") -> str:
@@ -130,6 +135,16 @@ def test_tasks_as_ranks(capsys):
     assert words == ["char_lm", "run_dir=$run", "--resume", "auto"]
     assert "--wait=120" in script
 
+    # A rank that fails counts more than one that has only missed it, and ends with 75.
+    assert "export LOCKSTEP_FINAL_CODES='1 2 130'\n" in script
+
+
+def test_options_for_sbatch_hold_for_every_component(capsys):
+    script = rendered(capsys, "--nproc", "1", "--component", "nproc=2 nnodes=1", "--sbatch", "exclusive")
+    asked = directives(script)
+    assert "--exclusive" in asked[: asked.index("hetjob")]
+    assert "--exclusive" in asked[asked.index("hetjob") :]
+
 
 def test_more_options_for_sbatch_and_lines_to_run_first(capsys):
     words = ["--sbatch", "exclude=node7 exclusive", "--sbatch=--comment 'two words'", "--setup", "module load cuda"]
@@ -163,8 +178,67 @@ def run_script(script: str, folder: Path, code: int, requeue: int = 0, **env: st
 
 def test_a_finished_job_and_a_failed_one_are_not_requeued(capsys, tmp_path):
     script = rendered(capsys, "--nproc", "2", "--nnodes", "2")
-    for code in (0, 1, 2, 137):
+    for code in (0, 1, 2, 130):
         assert run_script(script, tmp_path, code) == (code, "", "")
+
+
+# How a launcher may end, and a stand-in that ends so: by its own exit code, or killed by a signal.
+REFUSED = [sys.executable, "-m", "lockstep", "train", "nothing"]
+FAILED = [sys.executable, "-c", "from lockstep import cli; cli._run = lambda words: 1 / 0; exit(cli.main())"]
+LOST = "def lost(words): raise RuntimeError('Connection closed by peer')"
+LOST_PEER = [sys.executable, "-c", f"from lockstep import cli\n{LOST}\ncli._run = lost\nexit(cli.main())"]
+ENDS = {"refused": REFUSED, "failed": FAILED, "lost a rank": LOST_PEER, "preempted": ["sh", "-c", "exit 75"]}
+ENDS |= {"killed": ["sh", "-c", "kill -9 $$"], "interrupted": ["sh", "-c", "kill -2 $$"]}
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[tuple[str, str], int]:
+    """The exit codes of launchers in a job that needs all of its nodes, and in one that does not."""
+    found = {}
+    for final in ("1 2 130", "2 130"):
+        env = os.environ | {"LOCKSTEP_FINAL_CODES": final, "PYTHONPATH": str(ROOT / "src")}
+        running = {how: subprocess.Popen(words, env=env, stderr=subprocess.DEVNULL) for how, words in ENDS.items()}
+        for how, process in running.items():
+            code = process.wait(60)
+            found[final, how] = code if code >= 0 else 128 - code
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ends", "code", "requeued"),
+    [
+        ("2", ("refused", "preempted"), 2, False),
+        ("2", ("failed", "preempted"), 1, False),
+        ("2", ("failed", "killed"), 1, False),
+        ("2", ("refused", "killed"), 2, False),
+        ("2", ("lost a rank", "preempted"), 75, True),
+        ("2", ("killed", "preempted"), 137, True),
+        ("2", ("preempted", "preempted"), 75, True),
+        ("2", ("interrupted", "interrupted"), 130, False),
+        ("1:2", ("failed", "preempted"), 75, True),
+        ("1:2", ("refused", "preempted"), 2, False),
+        ("1:2", ("failed", "failed"), 1, False),
+    ],
+)
+def test_a_failure_wins_over_a_wish_to_start_again(capsys, tmp_path, codes, nodes, ends, code, requeued):
+    """srun returns the highest exit code of its tasks."""
+    script = rendered(capsys, "--nproc", "2", "--nnodes", nodes)
+    (final,) = re.findall(r"^export LOCKSTEP_FINAL_CODES='(.*)'$", script, re.M)
+    highest = max(codes[final, how] for how in ends)
+    ended, asked, _ = run_script(script, tmp_path, highest)
+    assert (ended, asked) == (code, "scontrol requeue 70\n" if requeued else "")
+
+
+def test_a_node_that_is_refused_does_not_end_a_run_that_goes_on_without_it(capsys, tmp_path, codes):
+    script = rendered(capsys, "--nproc", "2", "--nnodes", "1:2")
+    folder = tmp_path / "runs" / "x" / "checkpoints"
+    (folder / "step-1").mkdir(parents=True)  # of an earlier start
+    for path in (folder, folder / "step-1"):
+        os.utime(path, (0, 0))
+    refused = codes["2 130", "refused"]
+    assert run_script(script, tmp_path, refused)[:2] == (2, "")
+    step = script.replace("\ncode=$?", f"\ncode=$?\ntouch -d '1 min' {folder}/step-2")
+    assert run_script(step, tmp_path, refused)[:2] == (75, "scontrol requeue 70\n")
 
 
 def test_a_job_that_has_saved_is_requeued(capsys, tmp_path):
@@ -230,6 +304,17 @@ def test_a_port_that_is_in_use_is_not_taken(capsys, tmp_path):
         (["--vary", "seed"], "the form is key=A,B"),
         (["--sbatch", "nodes=3"], "use --nnodes in its place"),
         (["--sbatch=-N3"], "use --nnodes in its place"),
+        (["--sbatch", "partition=fast"], "use --partition in its place"),
+        (["--sbatch=--part fast"], "the script sets --partition itself"),
+        (["--sbatch=-pfast"], "use --partition in its place"),
+        (["--sbatch=-C a100"], "use --constraint in its place"),
+        (["--sbatch", "mem=4G"], "use --mem in its place"),
+        (["--sbatch=-A me -q low"], "use --account in its place"),
+        (["--sbatch", "qos=low"], "use --qos in its place"),
+        (["--sbatch", "chdir=/tmp"], "use `cd DIR` before `lockstep launch` in its place"),
+        (["--sbatch=-D /tmp"], "use `cd DIR` before `lockstep launch` in its place"),
+        (["run_dir=a\\b"], "cannot be written into a batch script"),
+        (["run_dir=a\nb"], "cannot be written into a batch script"),
         (["--sbatch", "it's"], "--sbatch it's cannot be read"),
         (["--setup", "a\nb"], "once for each line"),
         (["--partition", "a b"], "--partition 'a b' is not one word"),
@@ -278,6 +363,29 @@ def test_what_the_partition_cannot_give_is_refused_with_the_fix(capsys, monkeypa
     assert expected in refused(capsys, "--nproc", "1", *words)
 
 
+def test_the_partition_of_the_environment_is_the_default(capsys, monkeypatch):
+    monkeypatch.setattr(slurm, "ask_cluster", lambda: CLUSTER)
+    monkeypatch.setenv("SBATCH_PARTITION", "fast")
+    assert "partition fast does not have 5 nodes" in refused(capsys, "--nproc", "1", "--nnodes", "5")
+    assert directives(rendered(capsys, "--nproc", "1", "--component", "nproc=1")).count("--partition=fast") == 2
+    assert "--partition=main" in directives(rendered(capsys, "--nproc", "1", "--partition", "main"))
+
+
+def test_hidden_partitions_are_asked_for_too(monkeypatch):
+    def answer(words):
+        hidden = "secret|4|16|8000|(null)|infinite|(null)\n" if "--all" in words else ""
+        return subprocess.CompletedProcess(words, 0, SINFO + hidden, "")
+
+    monkeypatch.setattr(slurm_partitions, "run", answer)
+    assert "secret" in {nodes.partition for nodes in slurm_partitions.ask_cluster()}
+
+
+def test_an_argument_that_separates_components_for_srun_is_refused(capsys, tmp_path):
+    (tmp_path / "own.py").write_text("import lockstep\n\nwith lockstep.start() as run:\n    pass\n")
+    assert main(["launch", "slurm", "own.py", "--nproc", "1", "--", "a", ":", "b"]) == 2
+    assert "an argument that is only a colon" in capsys.readouterr().err
+
+
 def test_what_the_partition_has_is_accepted(capsys, monkeypatch):
     monkeypatch.setattr(slurm, "ask_cluster", lambda: CLUSTER)
     rendered(capsys, "--nproc", "4", "--nnodes", "3", "--gpus-per-node", "4", "--time", "1-00:00:00")
@@ -302,7 +410,7 @@ def test_sizes_as_sbatch_takes_them():
 def test_a_job_is_tried_and_submitted_and_its_number_printed(capsys, monkeypatch):
     asked = []
 
-    def answer(words):
+    def answer(words, *_):
         asked.append(list(words))
         return subprocess.CompletedProcess(words, 0, "70;cluster\n", "")
 
@@ -315,6 +423,42 @@ def test_a_job_is_tried_and_submitted_and_its_number_printed(capsys, monkeypatch
         assert text in said
 
 
+def test_what_is_printed_can_be_pasted(capsys, monkeypatch):
+    """A folder with a space, and one whose name looks like Slurm's word for the job's number."""
+    monkeypatch.setattr(slurm, "run", lambda words, *_: subprocess.CompletedProcess(words, 0, "70\n", ""))
+    for words, log in (([], "'runs/a b %j'/slurm-70.log"), (["--array", "0-1"], "'runs/a b %j'/slurm-70_*.log")):
+        assert main(["launch", "slurm", "char_lm", "run_dir=runs/a b %j", "--nproc", "2", "--submit", *words]) == 0
+        assert f"tail -F {log}\n" in capsys.readouterr().out
+
+
+def test_variables_of_sbatch_do_not_replace_what_the_script_says(monkeypatch):
+    """sbatch believes its variables more than the lines of a script."""
+    given = []
+
+    def answer(words, seconds, env):
+        given.append(env)
+        return subprocess.CompletedProcess(words, 0, "70\n", "")
+
+    monkeypatch.setattr(slurm, "run", answer)
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_PARTITION", "SBATCH_SIGNAL", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"):
+        monkeypatch.setenv(name, "x")
+    words = ["run_dir=runs/x", "--nproc", "2", "--time", "1:00:00", "--partition", "main", "--submit"]
+    assert main(["launch", "slurm", "char_lm", *words]) == 0
+    for env in given:
+        assert {name for name in env if name.startswith("SBATCH_")} == {"SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
+
+
+def test_an_sbatch_that_is_slow_may_have_submitted_the_job(capsys, monkeypatch, tmp_path):
+    (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = --test-only ] || exec sleep 60\n')
+    (tmp_path / "sbatch").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.SUBMIT_S > slurm_partitions.ANSWER_S
+    monkeypatch.setattr(slurm, "SUBMIT_S", 0.5)
+    said = refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")
+    assert "sbatch did not answer within" in said
+    assert "the job may have been submitted all the same: `squeue --me` shows it" in said
+
+
 def test_a_run_folder_that_cannot_be_made_is_refused(capsys, tmp_path):
     (tmp_path / "file").touch()
     words = ["run_dir=file/x", "--out", str(tmp_path / "out"), "--nproc", "2", "--submit"]
@@ -323,7 +467,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused(capsys, tmp_path):
 
 def test_a_job_that_slurm_does_not_accept_is_not_submitted(capsys, monkeypatch):
     said = "sbatch: error: Batch job submission failed: Invalid account\n"
-    monkeypatch.setattr(slurm, "run", lambda words: subprocess.CompletedProcess(words, 1, "", said))
+    monkeypatch.setattr(slurm, "run", lambda words, *_: subprocess.CompletedProcess(words, 1, "", said))
     error = refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")
     assert "Slurm does not accept the job" in error
     assert "Batch job submission failed: Invalid account" in error
@@ -337,7 +481,7 @@ def test_a_job_that_slurm_does_not_accept_is_not_submitted(capsys, monkeypatch):
     ],
 )
 def test_a_cluster_that_cannot_be_reached_is_no_fault_of_the_job(capsys, monkeypatch, said):
-    monkeypatch.setattr(slurm, "run", lambda words: subprocess.CompletedProcess(words, 1, "", said))
+    monkeypatch.setattr(slurm, "run", lambda words, *_: subprocess.CompletedProcess(words, 1, "", said))
     error = refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")
     assert "no controller of a Slurm cluster can be reached" in error
     assert "change the options" not in error

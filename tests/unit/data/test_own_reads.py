@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import lockstep
-from lockstep.data.loader import plain_attributes
+from lockstep.data.worker_copies import plain_attributes
 
 
 class Chunks(Dataset):

@@ -130,7 +130,7 @@ def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, 
     """A lost node is no rank; and the other launchers have the same folder."""
     ending = JobEnd(1, Failure.noticed(Kind.NODE, "it broke", rank, "host-a"))
     monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
-    assert api._launch({}, tmp_path, Bounds(1, 1)) is ending
+    assert api._launch({}, tmp_path, Bounds(1, 1)) == (ending, coordinated)
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     assert [json.loads(line)["message"] for line in lines] == recorded

@@ -23,7 +23,10 @@ def test_rank_0_names_the_ranks_that_did_not_come(monkeypatch, capfd) -> None:
         store.open_store(world, SHORT)
     assert missing.value.found == "3 ranks are announced by srun"
     assert missing.value.exit_code == ExitCode.RESTART
-    assert capfd.readouterr().err == "lockstep: waiting for ranks 1, 2 of 3, up to 0.3 s\n"
+
+    # torch may warn that it does not find the name of a client.
+    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lockstep:")]
+    assert ours == ["lockstep: waiting for ranks 1, 2 of 3, up to 0.3 s"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -250,16 +251,51 @@ def test_one_machine_needs_no_meeting_point(env: dict[str, str]) -> None:
     placed = place("auto", None, None, env)
     assert (placed.nproc, placed.nnodes, placed.join) == ("4", None, None)
     assert placed.source.startswith("processes from ")
-    assert place(None, None, None, env).here
+    assert place(None, None, None, env) == placed, "without --nproc the platform's number is used"
     assert place("2", None, None, env) == Placement("2", None, None)
     assert detect(env) == World()
 
 
-def test_a_job_of_ours_may_be_elastic_and_have_several_addresses() -> None:
+@pytest.mark.parametrize(
+    ("text", "nproc"),
+    [("1", None), ("0", None), ("", None), ("8", "8"), ("auto", "auto"), ("gpu", "auto"), ("cpu", str(os.cpu_count()))],
+)
+def test_processes_of_one_machine_as_torchrun_takes_them(text: str, nproc: str | None) -> None:
+    """One process on one machine needs no launcher."""
+    placed = place(None, None, None, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": text})
+    assert placed.nproc == (nproc if nproc != "1" else None)
+    assert placed.source == (f"processes from Kubeflow Trainer: {nproc}" if placed.nproc else "")
+
+
+def test_a_share_of_a_gpu_is_one_process() -> None:
+    share = SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0.5"}
+    assert place("auto", None, None, share).nproc == "1"
+    assert place(None, None, None, share | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}).here
+    with pytest.raises(UserError, match="SKYPILOT_NUM_GPUS_PER_NODE must be a whole number"):
+        place("auto", None, None, SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "1.5"})
+
+
+def test_a_range_of_machines_is_passed_on() -> None:
+    placed = place("auto", None, None, KUBEFLOW | {"PET_NNODES": "2:4", "PET_NODE_RANK": "3"})
+    assert (placed.nnodes, placed.join, placed.node) == ("2:4", "job-node-0-0.job:29500", 3)
+    assert place("auto", None, None, KUBEFLOW | {"PET_NNODES": "2:2"}).nnodes == "2"
+    with pytest.raises(UserError, match="PET_NNODES=4:2 is not a number of machines"):
+        place("auto", None, None, KUBEFLOW | {"PET_NNODES": "4:2"})
+
+    # torchrun's elastic form has no numbers of machines.
+    elastic = {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0", "PET_NPROC_PER_NODE": "2"}
+    placed = place(None, None, None, elastic)
+    assert (placed.nproc, placed.nnodes, placed.join, placed.node) == ("2", "1:4", "job-worker-0:29400", None)
+    assert place(None, None, None, elastic | {"PET_RDZV_ENDPOINT": "h:23456"}).join == "h:23456"
+    with pytest.raises(UserError, match="PET_NODE_RANK and PET_MASTER_ADDR not set"):
+        place("2", None, None, {"PET_NNODES": "1:4"})
+
+
+def test_a_job_of_your_own_may_be_elastic_and_have_several_addresses() -> None:
     env = {"LOCKSTEP_NNODES": "1:4", "LOCKSTEP_JOIN": "a:29400,b:29400"}
     placed = place("auto", None, None, env)
     assert (placed.nproc, placed.nnodes, placed.join, placed.node) == ("auto", "1:4", "a:29400,b:29400", None)
-    assert "nodes from lockstep launch: 1:4, meeting at" in placed.source
+    assert "nodes from LOCKSTEP_NNODES: 1:4, meeting at" in placed.source
     assert read(env | {"LOCKSTEP_NNODES": "2:2"})[0].count == "2"
 
 

@@ -7,6 +7,7 @@ The actor starts no threads but one that reads the child's output, and answers a
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import signal
@@ -14,13 +15,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from lockstep.errors import UserError
+from lockstep.launch.job import parse_address
+from lockstep.launch.nodes import election
+from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.door import SECRET
 from lockstep.runtime.parent_death import die_with_parent
 
@@ -30,6 +37,9 @@ MOST_LINES = 10_000
 # Ray gives every actor this variable, from the CPUs that it asked for; Lockstep chooses the number of threads itself.
 THREADS = "OMP_NUM_THREADS"
 
+# The pause between two looks at the term file in the run folder.
+TERM_S = 1.0
+
 
 @dataclass(frozen=True)
 class Report:
@@ -37,6 +47,55 @@ class Report:
 
     lines: list[str]
     code: int | None
+    coordinates: bool = False  # the launcher coordinates the job, or did so until its end
+    ended_job: bool = False  # it has ended the job, as its coordinator: its exit code is the job's
+    port_taken: bool = False  # it has ended, and a stranger listens where the nodes of the job were to meet
+
+
+class OwnTerm:
+    """Finds out whether a launcher of this node coordinates the job, and whether it has ended it."""
+
+    def __init__(self, run_dir: Path, pid: int):
+        self._run_dir = run_dir
+        self._pid = pid
+        self._newest: Term | None = None
+        self._own: Term | None = None  # the newest term, if it is this launcher's
+        self._next_look = 0.0
+
+    def coordinates(self) -> bool:
+        """Return whether the newest term is this launcher's. Between two looks, the last answer."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + TERM_S
+            with suppress(OSError, psutil.Error):
+                newest = election.newest(self._run_dir)
+
+                # The file is gone when the job has ended. Its coordinator still says goodbye to the others then.
+                if newest is not None and newest != self._newest:
+                    self._own = newest if _listens(self._pid, newest.address) else None
+                    self._newest = newest
+
+        return self._own is not None
+
+    def ended_job(self) -> bool:
+        """Return whether the launcher, which is gone now, has removed its term file: it stays if others take over."""
+        if self._own is None:
+            return False
+
+        try:
+            newest = election.newest(self._run_dir)
+        except OSError:
+            return False
+
+        # A job that begins after this one counts its terms from 1 again.
+        return newest is None or newest.number < self._own.number
+
+
+def _listens(pid: int, address: str) -> bool:
+    """Return whether a process listens at the port of this address. The nodes of a cluster may share a machine."""
+    _, port = parse_address(address)
+    sockets = [at for at in psutil.net_connections("tcp") if at.pid == pid and at.status == psutil.CONN_LISTEN]
+    return any(at.laddr[1:] == (port,) for at in sockets)
 
 
 class NodeAgent:
@@ -54,13 +113,17 @@ class NodeAgent:
         self._child: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._reader: threading.Thread | None = None
+        self._term: OwnTerm | None = None
+
+        # Where the nodes of the job meet, if that is on this node.
+        self._join: tuple[str, int] | None = None
 
     def address(self, host: str) -> str:
         """Return where the nodes of the job can meet on this node: its address, and a port that is free now."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as unused:
+        with _bound(host, 0) as unused:
             port = unused.getsockname()[1]
 
+        self._join = (host, port)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def start(self, words: Sequence[str]) -> None:
@@ -79,6 +142,7 @@ class NodeAgent:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C at the terminal of `ray start` is not meant for the job
         )
+        self._term = OwnTerm(self._marker.parent.parent, self._child.pid)
         self._reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
         self._reader.start()
 
@@ -107,6 +171,8 @@ class NodeAgent:
     def poll(self) -> Report:
         assert self._child is not None
         assert self._reader is not None
+        assert self._term is not None
+        coordinates = self._term.coordinates()
         code = self._child.poll()
 
         # The last lines may arrive a moment after the end.
@@ -118,7 +184,21 @@ class NodeAgent:
             while True:
                 lines.append(self._lines.popleft())
 
-        return Report(lines, code)
+        if code is None:
+            return Report(lines, None, coordinates)
+
+        return Report(lines, code, coordinates, self._term.ended_job(), self._port_taken())
+
+    def _port_taken(self) -> bool:
+        if self._join is None:
+            return False
+
+        try:
+            _bound(*self._join).close()
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+
+        return False
 
     def signal(self, name: str) -> None:
         """Send the launcher a signal. It passes it on to the whole job."""
@@ -126,10 +206,18 @@ class NodeAgent:
             self._child.send_signal(signal.Signals[name])
 
 
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there. Raises OSError."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def main() -> None:
     """Become `lockstep`, with the rest of the words, as a process that the kernel kills with its parent."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
+
+    # Ray blocks SIGINT in its processes, and a child inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     sys.argv = ["lockstep", *words]
     runpy.run_module("lockstep", run_name="__main__")
 

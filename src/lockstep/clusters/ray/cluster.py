@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,6 +24,19 @@ def _ray(module: str = "") -> Any:
 
 class AgentLost(Exception):
     """The actor is gone, or could not do its work; the text says why."""
+
+
+class NoAnswer(Exception):
+    """Ray's control service has not done what it was asked for; it may be restarting. The text says what it said."""
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Turn what a call to Ray's control service raises into NoAnswer."""
+    try:
+        yield
+    except Exception as error:  # Ray has no common class for what its calls raise: some come from gRPC
+        raise NoAnswer(str(error).strip().partition("\n")[0] or type(error).__name__) from error
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,9 @@ class RemoteAgent:
 
     def kill(self) -> None:
         """End the actor at once. Its launcher, and the ranks of that, end with it."""
-        _ray().kill(self._actor)
+        # The actor ends with this process at the latest.
+        with suppress(NoAnswer), _asking():
+            _ray().kill(self._actor)
 
 
 class RayCluster:
@@ -174,7 +190,11 @@ class RayCluster:
     # ---- nodes ----
 
     def nodes(self) -> list[RayNode]:
-        """Return the nodes that are alive, with what is free there."""
+        """Return the nodes that are alive, with what is free there. Raises NoAnswer."""
+        with _asking():
+            return self._nodes()
+
+    def _nodes(self) -> list[RayNode]:
         # Neither free resources nor drained nodes have a public call. Ray Train asks for them in the same way.
         ray = _ray()
         state = ray._private.state.state
@@ -196,24 +216,32 @@ class RayCluster:
     # ---- placement groups ----
 
     def reserve(self, count: int, need: Need, node: str | None = None) -> Any:
-        """Ask Ray for this on each of `count` nodes, or on this `node`. Returns a group that may not be placed yet."""
+        """Ask Ray for this on each of `count` nodes, or on this `node`. Raises NoAnswer.
+
+        Returns a group that may not be placed yet.
+        """
         selector = None if node is None else [{"ray.io/node-id": node}]
         make = _ray("util.placement_group").placement_group
-        return make([dict(need)] * count, strategy="STRICT_SPREAD", bundle_label_selector=selector)
+        with _asking():
+            return make([dict(need)] * count, strategy="STRICT_SPREAD", bundle_label_selector=selector)
 
     def placed(self, group: Any) -> list[str]:
-        """Return the node of each bundle, "" for one that has none now."""
-        table = _ray("util.placement_group").placement_group_table(group)
+        """Return the node of each bundle, "" for one that has none now. Raises NoAnswer."""
+        with _asking():
+            table = _ray("util.placement_group").placement_group_table(group)
+
         nodes = table["bundles_to_node_id"] if table.get("state") != "REMOVED" else {}
         return [nodes.get(bundle) or "" for bundle in range(len(group.bundle_specs))]
 
     def release(self, group: Any) -> None:
-        _ray("util.placement_group").remove_placement_group(group)
+        """Give a group back. Raises NoAnswer."""
+        with _asking():
+            _ray("util.placement_group").remove_placement_group(group)
 
     # ---- agents ----
 
     def make_agent(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> RemoteAgent:
-        """Make an actor in a bundle, with the arguments of `NodeAgent`."""
+        """Make an actor in a bundle, with the arguments of `NodeAgent`. Raises NoAnswer."""
         strategy = _ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         others = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
         options = {
@@ -223,7 +251,8 @@ class RayCluster:
             "max_restarts": 0,  # the driver makes a new one, where the bundle is by then
             "scheduling_strategy": strategy(group, placement_group_bundle_index=bundle),
         }
-        return RemoteAgent(_ray().remote(NodeAgent).options(**options).remote(*arguments))
+        with _asking():
+            return RemoteAgent(_ray().remote(NodeAgent).options(**options).remote(*arguments))
 
     def close(self) -> None:
         _ray().shutdown()

@@ -14,12 +14,14 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.clusters.ray.agent import Report
-from lockstep.clusters.ray.cluster import AgentLost, Need, RayNode, describe, state_of, too_small
+from lockstep.clusters.ray.cluster import AgentLost, Need, NoAnswer, RayNode, describe, state_of, too_small
 from lockstep.clusters.ray.merged_output import MergedOutput
+from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import Request
 from lockstep.errors import ExitCode, Preempted, UserError, plural
 from lockstep.launch.job import RESUME_COMMAND
@@ -29,6 +31,12 @@ from lockstep.launch.wire.door import SECRET, SECRET_FILE
 # The pause between two looks at the agents, and between two looks at the cluster.
 TURN_S = 0.2
 LOOK_S = 1.0
+
+# If Ray's control service does not answer for so long, the job saves: Ray itself ends all its processes after a minute.
+SAVE_S = 30.0
+
+# How long a node may take to take over from a lost one. Then a Ctrl-C goes to all launchers.
+TAKEOVER_S = 20.0
 
 # How long a job waits for nodes that others use, unless --wait says otherwise; and before it says what it waits for.
 WAIT_S = 300.0
@@ -106,18 +114,6 @@ class Slot:
     not_before: float = 0.0
 
 
-@dataclass
-class Round:
-    """The launchers from their start until all have ended."""
-
-    join: str
-    codes: list[int] = field(default_factory=list)
-    ended_at: float | None = None  # when the first launcher ended
-    asked_others: bool = False  # the job is over, and the launchers that do not end were told so
-    lost_at: float | None = None  # when an agent was last lost
-    leaving: bool = False  # the job saves, to go on without a node that is drained
-
-
 class Driver:
     """Runs one job on a cluster until it ends.
 
@@ -146,12 +142,16 @@ class Driver:
         self._nodes: dict[str, RayNode] = {}
         self._looked = float("-inf")
 
+        # Since when Ray's control service has not answered.
+        self._silent_since: float | None = None
+
         # Places for agents, and when rounds began because nodes were lost.
         self._slots: list[Slot] = []
         self._lost_rounds: list[float] = []
 
         # The first signal that this process received.
         self._stop: str | None = None
+        self._interrupted = False  # one of them was a Ctrl-C
         self._arguments: Sequence[Any] = ()
 
     def run(self) -> int:
@@ -186,13 +186,21 @@ class Driver:
                 f"the run folder {run_dir} cannot be written to", error.strerror or str(error), "set another run_dir"
             ) from None
 
-        folder = None if self._cluster.uploaded_folder else os.getcwd()
-        variables = environment(os.environ) | {RESUME_COMMAND: self._resume_command}
+        uploaded = self._cluster.uploaded_folder
+        folder = None if uploaded else os.getcwd()
+        variables = environment(os.environ, uploaded) | {RESUME_COMMAND: self._resume_command}
         self._arguments = (secrets.token_hex(32), variables, folder, str(marker))
 
     def _check_size(self) -> None:
         """Raise a UserError if the cluster has too few nodes for this job, even when nothing else runs there."""
         self._look()
+        if self._silent_since is not None:
+            raise UserError(
+                f"the Ray cluster at {self._cluster.address} does not say which nodes it has",
+                "its control service, on the head node, does not answer",
+                "run the same command again when it does; `ray status` says whether it does",
+            )
+
         least = self._request.nnodes.least
         nodes = list(self._nodes.values())
         large_enough = [node for node in nodes if node.drained_at is None and not node.lacks(self._need)]
@@ -205,13 +213,33 @@ class Driver:
             say("lockstep: the cluster has GPUs, and this job asks for none: it trains on CPUs (see --gpus-per-node)")
 
     def _reserve(self) -> None:
-        """Ask Ray for as many nodes as are free now, within --nnodes."""
+        """Ask Ray for as many nodes as are free now, within --nnodes, instead of what the job has. No agent runs."""
         bounds = self._request.nnodes
-        free = [node for node in self._nodes.values() if node.drained_at is None and node.has_free(self._need)]
-        count = max(bounds.least, min(bounds.most, len(free)))
-        group = self._cluster.reserve(count, self._need)
+        count = max(bounds.least, min(bounds.most, len(self._available())))
+        try:
+            for slot in list(self._slots):
+                self._release(slot)
+
+            group = self._cluster.reserve(count, self._need)
+        except NoAnswer as error:
+            self._note_silence(error)
+            return
+
         now = self._cluster.now()
         self._slots = [Slot(group, bundle, now) for bundle in range(count)]
+        self._looked = float("-inf")
+
+    def _available(self) -> list[RayNode]:
+        """Return the nodes that stay, and that are free or reserved for this job."""
+        held = {slot.placed for slot in self._slots}
+        staying = [node for node in self._nodes.values() if node.drained_at is None]
+        return [node for node in staying if node.id in held or node.has_free(self._need)]
+
+    def _release(self, slot: Slot) -> None:
+        """Give the group of a slot back, and with it all its slots. Raises NoAnswer."""
+        if slot in self._slots:
+            self._cluster.release(slot.group)
+            self._slots = [other for other in self._slots if other.group is not slot.group]
 
     def _gather(self) -> bool:
         """Wait until enough nodes can be used. Returns False if that takes too long, or on a signal."""
@@ -224,7 +252,8 @@ class Driver:
                 say(f"lockstep: {self._stop}: stopped while no agent runs; to resume: {self._resume_command}")
                 return False
 
-            if len(self._usable()) >= self._request.nnodes.least:
+            self._leave_drained_bundles()
+            if len(self._usable()) >= self._request.nnodes.least and self._silent_since is None:
                 return True
 
             waited = self._cluster.now() - began
@@ -249,7 +278,16 @@ class Driver:
             return
 
         if now - self._slots[0].since >= UNPLACED_S:
-            self._cluster.release(self._slots[0].group)
+            self._reserve()
+
+    def _leave_drained_bundles(self) -> None:
+        """Ask anew if a bundle of the first group is on a node that is drained, and the job can go on without it.
+
+        Ray would put that bundle on another node once the drained one is gone, for which the job may have no use. One
+        bundle of a group cannot be given back.
+        """
+        drained = [slot for slot in self._slots if not slot.own_group and self._drained_node(slot.placed)]
+        if not self._slots or (drained and len(self._available()) >= self._request.nnodes.least):
             self._reserve()
 
     def _what_is_missing(self) -> str:
@@ -269,19 +307,32 @@ class Driver:
             return
 
         self._looked = now
-        self._nodes = {node.id: node for node in self._cluster.nodes()}
+        try:
+            self._see(now)
+            self._silent_since = None
+        except NoAnswer as error:
+            self._note_silence(error)
+
+    def _note_silence(self, error: NoAnswer) -> None:
+        """Go on with what is known of the cluster: agents and launchers do not need Ray's control service."""
+        if self._silent_since is None:
+            self._silent_since = self._cluster.now()
+            say(f"lockstep: Ray's control service does not answer ({error}): going on as before")
+
+    def _see(self, now: float) -> None:
+        """Note what Ray says of the nodes and of this job's groups. Raises NoAnswer."""
+        nodes = {node.id: node for node in self._cluster.nodes()}
         placed = {id(slot.group): self._cluster.placed(slot.group) for slot in self._slots}
+        self._nodes = nodes
         for slot in self._slots:
             slot.placed = placed[id(slot.group)][slot.bundle]
 
         # A group for one node goes with the node.
         for slot in [slot for slot in self._slots if slot.own_group and slot.agent is None]:
             where = slot.placed or (slot.node.id if slot.node else "")
-            node = self._nodes.get(where)
             unplaced = not where and now - slot.since >= UNPLACED_S
-            if unplaced or (where and (node is None or node.drained_at is not None)):
-                self._cluster.release(slot.group)
-                self._slots.remove(slot)
+            if unplaced or (where and (where not in nodes or self._drained_node(where))):
+                self._release(slot)
 
     @property
     def _active(self) -> list[Slot]:
@@ -301,18 +352,21 @@ class Driver:
 
     def _grow(self) -> None:
         """Ask for a node that has room and no agent, if the job may have more nodes."""
-        # Ray puts lost bundles of the group there first. One on a node that is drained stays where it is.
-        waiting = [slot for slot in self._slots if slot.placed not in self._nodes]
-        staying = [slot for slot in self._slots if slot not in waiting and self._nodes[slot.placed].drained_at is None]
-        if waiting or len(staying) >= self._request.nnodes.most:
+        # Ray puts lost bundles of the group there first, and later also those on nodes that are drained.
+        waiting = any(slot.placed not in self._nodes for slot in self._slots)
+        if waiting or self._silent_since is not None or len(self._slots) >= self._request.nnodes.most:
             return
 
         taken = {slot.placed for slot in self._slots}
         for node in self._nodes.values():
             if node.id not in taken and node.drained_at is None and node.has_free(self._need):
-                group = self._cluster.reserve(1, self._need, node.id)
-                self._slots.append(Slot(group, 0, self._cluster.now(), own_group=True))
-                self._looked = float("-inf")
+                try:
+                    group = self._cluster.reserve(1, self._need, node.id)
+                except NoAnswer as error:
+                    self._note_silence(error)
+                else:
+                    self._slots.append(Slot(group, 0, self._cluster.now(), own_group=True))
+                    self._looked = float("-inf")
                 return
 
     # ---- a round ----
@@ -327,16 +381,21 @@ class Driver:
         while True:
             self._look()
             for name in self._take_signals():
-                self._signal_all(name)
+                self._pass_on(name, current)
 
             for slot in self._active:
                 self._poll(slot, current)
 
+            if current.port_taken:
+                return self._elsewhere(current)
+
             if not self._active:
                 return self._verdict(current)
 
+            self._interrupt(current)
             self._end_what_is_left(current)
             self._leave_drained(current)
+            self._save_in_time(current)
             if current.ended_at is None and not current.leaving and self._stop is None:
                 self._start_agents(join)
                 self._grow()
@@ -349,7 +408,9 @@ class Driver:
         while self._cluster.now() < slot.not_before and not self._signals:
             self._cluster.sleep(TURN_S)
 
-        self._make(slot)
+        if not self._make(slot):
+            return None
+
         assert slot.agent is not None
         assert slot.node is not None
         deadline = self._cluster.now() + ACTOR_S
@@ -369,13 +430,21 @@ class Driver:
         room = self._request.nnodes.most - len(self._active)
         now = self._cluster.now()
         for slot in [slot for slot in self._usable() if now >= slot.not_before][: max(0, room)]:
-            self._make(slot)
-            self._start(slot, join)
+            if self._make(slot):
+                self._start(slot, join)
 
-    def _make(self, slot: Slot) -> None:
-        slot.node = self._nodes[slot.placed]
+    def _make(self, slot: Slot) -> bool:
+        """Make the agent of a slot. Returns False if Ray does not answer."""
         slot.began = slot.heard = self._cluster.now()
-        slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
+        try:
+            slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
+        except NoAnswer as error:
+            self._note_silence(error)
+            self._pause(slot)
+            return False
+
+        slot.node = self._nodes[slot.placed]
+        return True
 
     def _start(self, slot: Slot, join: str) -> None:
         assert slot.agent is not None
@@ -400,13 +469,14 @@ class Driver:
         self._output.add(slot, report.lines, self._cluster.now())
         if report.code is not None and report.code < 0:
             self._lose(slot, current, f"its launcher was ended by {signal.Signals(-report.code).name}")
-        elif report.code is not None:
-            current.codes.append(report.code)
-            current.ended_at = current.ended_at or self._cluster.now()
-            self._drop(slot, "", retry=report.code in (ExitCode.FAILED, ExitCode.REFUSED))
+            return
+
+        current.note(slot, report, self._cluster.now())
+        if report.code is not None:
+            self._drop(slot, "", retry=report.code in FAILURES)
 
     def _lose(self, slot: Slot, current: Round, why: str) -> None:
-        current.lost_at = self._cluster.now()
+        current.lose(slot, self._cluster.now())
         self._drop(slot, f"is lost: {why}", retry=True)
 
     def _drop(self, slot: Slot, why: str, retry: bool) -> None:
@@ -417,13 +487,20 @@ class Driver:
 
         slot.agent.kill()
         slot.agent = None
-        now = self._cluster.now()
-        soon = now - slot.began < LONGEST_RETRY_S
-        slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S) if retry else now
-        slot.tries = slot.tries + 1 if retry and soon else 0
+        if retry:
+            self._pause(slot)
+        else:
+            slot.not_before, slot.tries = self._cluster.now(), 0
 
         # Where its bundle is now is not known.
         self._looked = float("-inf")
+
+    def _pause(self, slot: Slot) -> None:
+        """Let some time pass before the next agent of a slot, and more if this one has failed soon."""
+        now = self._cluster.now()
+        soon = now - slot.began < LONGEST_RETRY_S
+        slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
+        slot.tries = slot.tries + 1 if soon else 0
 
     def _end_what_is_left(self, current: Round) -> None:
         """Act on launchers that go on although one has ended."""
@@ -442,15 +519,9 @@ class Driver:
                     self._lose(slot, current, f"no answer for {SILENT_S:.0f} s")
             return
 
-        # A launcher that has lost the others asks to be restarted, as all do once the job was asked to save and end.
-        over = {ExitCode.FINISHED, ExitCode.INTERRUPTED}
-        if self._stop is not None or current.leaving:
-            over.add(ExitCode.RESTART)
-
         # One that failed has done so for itself, as a node does whose disk is full. It is started again.
-        if over.isdisjoint(current.codes):
-            current.codes.clear()
-            current.ended_at = None
+        if not current.over(asked_to_end=self._stop is not None or current.leaving):
+            current.restart()
         elif not current.asked_others:
             current.asked_others = True
             self._signal_all("SIGTERM")
@@ -463,7 +534,7 @@ class Driver:
         if current.leaving or self._stop or current.ended_at is not None:
             return
 
-        leaving = [node for slot in self._active if (node := self._drained(slot))]
+        leaving = [node for slot in self._active if slot.node and (node := self._drained_node(slot.node.id))]
         if leaving:
             current.leaving = True
             for node in leaving:
@@ -472,25 +543,41 @@ class Driver:
                 say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
             self._signal_all("SIGTERM")
 
-    def _drained(self, slot: Slot) -> RayNode | None:
-        node = self._nodes.get(slot.node.id) if slot.node else None
+    def _drained_node(self, node_id: str) -> RayNode | None:
+        node = self._nodes.get(node_id)
         return node if node and node.drained_at is not None else None
+
+    def _save_in_time(self, current: Round) -> None:
+        """If Ray's control service stays away, have the job save: the next round begins when it answers again."""
+        if current.leaving or self._stop or current.ended_at is not None or self._silent_since is None:
+            return
+
+        silent = self._cluster.now() - self._silent_since
+        if silent >= SAVE_S:
+            current.leaving = True
+            say(f"lockstep: Ray's control service has not answered for {silent:.0f} s: saving, to go on when it does")
+            self._signal_all("SIGTERM")
+
+    def _elsewhere(self, current: Round) -> int | None:
+        """End a round in which the nodes could not meet. Nothing was trained."""
+        for slot in self._active:
+            self._drop(slot, "", retry=False)
+
+        return self._again(f"another program has taken the port of {current.join}: trying another one")
 
     def _verdict(self, current: Round) -> int | None:
         """Return the job's exit code, or None if another round must follow."""
-        codes = current.codes
-        if ExitCode.FINISHED in codes:
-            return ExitCode.FINISHED
+        code = current.code
+        restart = code is None or code == ExitCode.RESTART
         if self._stop is not None:
-            return max(codes, default=Preempted.code_of(self._stop))
+            return Preempted.code_of(self._stop) if restart or code == ExitCode.INTERRUPTED else code
+        if restart and current.leaving:
+            return None
 
         # The launchers say whether a restart makes sense. Without a loss they were stopped by somebody else.
         recently = current.lost_at is not None and self._cluster.now() - current.lost_at <= LOSS_S
-        restart = not codes or ExitCode.RESTART in codes
-        if restart and current.leaving:
-            return None
-        if codes and not (restart and recently):
-            return max(codes)
+        if code is not None and not (restart and recently):
+            return code
 
         return self._again("too few nodes were left: starting again as soon as Ray has enough of them")
 
@@ -515,6 +602,31 @@ class Driver:
 
         return taken
 
+    def _pass_on(self, name: str, current: Round) -> None:
+        """Pass a signal of this process on to the job. The first Ctrl-C asks it to save, another ends it at once."""
+        # Every launcher tells the coordinating one, for which a Ctrl-C from each of them is more than one.
+        if name == "SIGINT" and current.begun and not self._interrupted:
+            current.interrupt_since = self._cluster.now()
+        else:
+            current.interrupt_since = None
+            self._signal_all(name)
+
+        self._interrupted |= name == "SIGINT"
+
+    def _interrupt(self, current: Round) -> None:
+        """Send a Ctrl-C that nobody has got yet to the launcher that coordinates; to all, if none does for a while."""
+        if current.interrupt_since is None:
+            return
+
+        coordinator = current.coordinator
+        if coordinator in self._active:
+            coordinator.agent.signal("SIGINT")
+            current.interrupted = coordinator
+            current.interrupt_since = None
+        elif self._cluster.now() - current.interrupt_since >= TAKEOVER_S:
+            current.interrupt_since = None
+            self._signal_all("SIGINT")
+
     def _signal_all(self, name: str) -> None:
         """Send a signal to all launchers. Each passes it on to the whole job, which takes the first."""
         for slot in self._active:
@@ -525,14 +637,20 @@ class Driver:
         for slot in self._active:
             assert slot.agent is not None
             slot.agent.kill()
-        for group in {id(slot.group): slot.group for slot in self._slots}.values():
-            self._cluster.release(group)
+        # What Ray does not hear of now it gives back itself, when this process ends.
+        with suppress(NoAnswer):
+            for slot in list(self._slots):
+                self._release(slot)
 
 
-def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's variables that agents get. The secret is not one of them: each job has its own."""
+def environment(env: Mapping[str, str], uploaded: bool) -> dict[str, str]:
+    """Return the driver's variables that agents get. The secret is not one of them: each job has its own.
+
+    If Ray has `uploaded` the working folder, it has also set the PYTHONPATH of each node, to the copy there.
+    """
+    kept_back = {SECRET, SECRET_FILE, *(["PYTHONPATH"] if uploaded else [])}
     return {
         name: value
         for name, value in env.items()
-        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and name not in (SECRET, SECRET_FILE)
+        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and name not in kept_back
     }

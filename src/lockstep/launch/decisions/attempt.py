@@ -35,9 +35,12 @@ class Attempt:
         self.started_here = started_here
         self.hosts = hosts
 
-        # Rank -> its node and its local rank there.
+        # Rank -> its node and its local rank there, and the ranks of each node.
         ranks = [(node, local_rank) for node, count in counts.items() for local_rank in range(count)]
         self.ranks: dict[int, tuple[int, int]] = dict(enumerate(ranks))
+        self._ranks_on: dict[int, list[int]] = {}
+        for rank, (node, _) in self.ranks.items():
+            self._ranks_on.setdefault(node, []).append(rank)
 
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
@@ -54,12 +57,16 @@ class Attempt:
     def running(self) -> set[int]:
         return self.ranks.keys() - self.exits.keys()
 
+    @property
+    def all_exited(self) -> bool:
+        return len(self.exits) == len(self.ranks)
+
     def ranks_on(self, node: int) -> list[int]:
-        return [rank for rank, (where, _) in self.ranks.items() if where == node]
+        return self._ranks_on.get(node, [])
 
     @property
     def nodes(self) -> set[int]:
-        return {node for node, _ in self.ranks.values()}
+        return set(self._ranks_on)
 
     @property
     def all_clean(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from lockstep.errors import plural
@@ -75,10 +76,18 @@ class Cluster:
 
 
 def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
-    """Divide this many ranks over the nodes, as evenly as their bounds allow."""
+    """Divide this many ranks over the nodes, as evenly as their bounds allow; of equal nodes the first gets more."""
     shares = {number: allowed.least for number, allowed in bounds.items()}
+
+    # The nodes that have room, the one with the fewest ranks first.
+    room = [
+        (shares[number], place, number) for place, number in enumerate(bounds) if bounds[number].most > shares[number]
+    ]
+    heapq.heapify(room)
     for _ in range(ranks - sum(shares.values())):
-        room = [number for number, allowed in bounds.items() if shares[number] < allowed.most]
-        shares[min(room, key=lambda number: shares[number])] += 1
+        share, place, number = heapq.heappop(room)
+        shares[number] = share + 1
+        if share + 1 < bounds[number].most:
+            heapq.heappush(room, (share + 1, place, number))
 
     return shares

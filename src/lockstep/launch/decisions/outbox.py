@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import plural
+from lockstep.errors import plural, some_names
 from lockstep.launch.decisions.commands import Command, LogEvent, Send
 from lockstep.launch.failure import Failure
 from lockstep.launch.wire.messages import Announce, Message
+
+# How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
+LINES_PER_S = 8
 
 
 class Outbox:
@@ -18,6 +22,11 @@ class Outbox:
     def __init__(self, logs: Path):
         self._logs = logs  # the folder of the ranks' logs
         self._commands: list[Command] = []
+
+        # When a line about a node was last the first one of its second, how many came since, and what was not said.
+        self._second_began = -math.inf
+        self._lines = 0
+        self._unsaid: dict[str, list[str]] = {}
 
     def take(self) -> list[Command]:
         commands, self._commands = self._commands, []
@@ -31,6 +40,27 @@ class Outbox:
 
     def say(self, text: str) -> None:
         self.put(Announce(f"lockstep: {text}"))
+
+    def say_of_node(self, what: str, host: str, text: str, now: float) -> None:
+        """Say that a node has joined or was lost; if many do within a second, the rest is summed up in one line."""
+        if now - self._second_began >= 1.0 and not self._unsaid:
+            self._second_began, self._lines = now, 0
+
+        self._lines += 1
+        if self._lines <= LINES_PER_S:
+            self.say(text)
+        else:
+            self._unsaid.setdefault(what, []).append(host)
+
+    def sum_up(self, now: float, nodes: int) -> None:
+        """Say once a second what was left out; `nodes` are there now."""
+        if self._unsaid and now - self._second_began >= 1.0:
+            for what, hosts in self._unsaid.items():
+                verb = what if len(hosts) > 1 else what.replace("were", "was")
+                named = some_names(hosts)
+                self.say(f"{plural(len(hosts), 'more node')} {verb} ({named}); {plural(nodes, 'node')} now")
+            self._unsaid = {}
+            self._second_began, self._lines = now, 0
 
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))

@@ -52,6 +52,7 @@ from lockstep.launch.wire.messages import (
     RankExited,
     Stacks,
     ZygoteLost,
+    ranges,
 )
 
 # How long the job waits for its nodes.
@@ -165,7 +166,7 @@ class JobStateMachine:
     def coordinator_state(self, now: float) -> CoordinatorState:
         """Return the state that a successor would start from."""
         return CoordinatorState(
-            sorted(self.cluster.nodes),
+            ranges(sorted(self.cluster.nodes)),
             self.attempt.number,
             settings=self.settings.model_dump(),
             preempt_signal=self._preempt_signal,
@@ -182,7 +183,8 @@ class JobStateMachine:
         """A node has joined. Running ranks are asked to save, so that the next attempt can include it."""
         self.cluster.add(node, now)
         if node.number != COORDINATOR:
-            self._outbox.say(f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}")
+            text = f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}"
+            self._outbox.say_of_node("joined", node.host, text, now)
 
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
             self._outbox.say("asking the ranks to save, to continue with the new node")
@@ -201,14 +203,14 @@ class JobStateMachine:
         self._outbox.put(DropNode(node))
 
         # The failure names the first lost rank, so that repeated failures of one slot are counted.
-        lost = [rank for rank in self.attempt.ranks_on(node) if rank in self.attempt.running]
+        lost = [rank for rank in self.attempt.ranks_on(node) if rank not in self.attempt.exits]
         failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
         if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
-        self._outbox.say(failure.message)
+        self._outbox.say_of_node("were lost", host, failure.message, now)
         if self.cluster.too_few and self.attempt.started_here:
             self._planned_end = self._planned_end or JobEnd(self.settings.code_if_nodes_are_missing, failure)
             if self.job_phase is JobPhase.JOIN:
@@ -304,7 +306,7 @@ class JobStateMachine:
             # never will.
             self._deadline = min(self._deadline, now + STRAGGLER_GRACE_S)
 
-        if not self.attempt.running:
+        if self.attempt.all_exited:
             self._all_exited(now)
 
     def _all_exited(self, now: float) -> None:
@@ -472,6 +474,7 @@ class JobStateMachine:
         Start the next attempt if its nodes are there, or end the job if that is planned; drop nodes that did not start
         their ranks in time; act on the deadline of the current phase.
         """
+        self._outbox.sum_up(now, len(self.cluster.nodes))
         if self.job_phase is JobPhase.JOIN and now >= self._not_before:
             self._end_or_start(now)
 

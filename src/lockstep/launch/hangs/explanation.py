@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from lockstep.errors import listed_ranks, plural
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.hangs import flight_recorder
+from lockstep.launch.hangs.flight_recorder import MAX_RANKS_NAMED
 from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, main_thread, workers
 from lockstep.launch.hangs.suspicion import RankView, Suspicion
-
-# How many ranks are described in a message.
-MAX_RANKS_NAMED = 8
 
 # The letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "suspended", "Z": "dead", "": "gone"}
@@ -65,7 +63,7 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
         *_stacks_of(awaited, suspicion, evidence.stacks),
         *(
             f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective"
-            for rank in evidence.holders
+            for rank in evidence.holders[:MAX_RANKS_NAMED]
         ),
         *_groups_of(groups, awaited, suspicion),
         *evidence.findings.lines,
@@ -87,7 +85,8 @@ def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[
     """Return the ranks that the others wait for, by the best evidence available."""
     # Of several ranks that do not wait, a rank that holds the GIL certainly does not.
     if awaited := suspicion.awaited:
-        return [rank for rank in awaited if rank in evidence.holders] or awaited
+        holders = set(evidence.holders)
+        return [rank for rank in awaited if rank in holders] or awaited
 
     # If the phases do not show it, the collectives may. If they do not either, the ranks with the rarest stack are
     # named, if one stack is rarer than all others.
@@ -100,7 +99,8 @@ def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) ->
         return ""
 
     entered = evidence.findings.entered
-    others = max((view for view in suspicion.views.values() if view.rank not in ahead), key=lambda view: view.step)
+    behind = suspicion.views.keys() - ahead
+    others = max((suspicion.views[rank] for rank in sorted(behind)), key=lambda view: view.step)
     first = suspicion.views[ahead[0]]
     verb = "is" if len(ahead) == 1 else "are"
     counts = (
@@ -160,8 +160,9 @@ def _groups_of(
     groups: list[tuple[tuple[Frame, ...], list[int]]], awaited: list[int], suspicion: Suspicion
 ) -> list[str]:
     lines = []
+    named = set(awaited)
     for frames, members in groups:
-        if ranks := [rank for rank in members if rank not in awaited]:
+        if ranks := [rank for rank in members if rank not in named]:
             phases = sorted({suspicion.views[rank].phase for rank in ranks})
             where = f"{line_of(frames)} ({listed_ranks(ranks)}), phase {', '.join(phases)}"
             lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")

@@ -22,6 +22,9 @@ from lockstep.launch import records
 
 REQUEST = "dump-request"
 
+# How many ranks are described in a message about a hang.
+MAX_RANKS_NAMED = 8
+
 # How often a rank checks for a request, in seconds.
 REQUEST_POLL_S = 0.5
 
@@ -157,9 +160,9 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             name = description if description not in ("", "undefined") else short
             if not entry.get("is_p2p"):
                 # Every rank belongs to the default group, including a rank that entered none of its collectives.
-                members = sorted(dumps) if description == DEFAULT_GROUP else []
-                group = groups.setdefault(name, {member: {} for member in members})
-                group.setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
+                if name not in groups:
+                    groups[name] = {member: {} for member in sorted(dumps)} if description == DEFAULT_GROUP else {}
+                groups[name].setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
 
     return groups
 
@@ -201,7 +204,12 @@ class _Wait:
             return f"all ranks have entered {collective}, and it does not end: suspect network or device"
 
         verb = "waits" if len(self.inside) == 1 else "wait"
-        lasts = [f"{listed_ranks([rank])} never entered it ({_last(self.history[rank])})" for rank in self.late]
+        lasts = [
+            f"{listed_ranks([rank])} never entered it ({_last(self.history[rank])})"
+            for rank in self.late[:MAX_RANKS_NAMED]
+        ]
+        if len(self.late) > MAX_RANKS_NAMED:
+            lasts.append(f"nor did {len(self.late) - MAX_RANKS_NAMED} more")
 
         return f"{listed_ranks(self.inside)} {verb} in {collective}; {'; '.join(lasts)}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -125,7 +125,8 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
         return Suspicion(reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
-    rank_limits = {view.rank: raised_limit(view, working, limits, places) for view in working}
+    peers = Peers(working)
+    rank_limits = {view.rank: raised_limit(view, peers, limits, places) for view in working}
     if not working or any(view.age <= rank_limits[view.rank].seconds for view in working):
         return None
 
@@ -144,16 +145,28 @@ class Limit(NamedTuple):
     setting: str
 
 
-def raised_limit(view: RankView, views: list[RankView], limits: HangConfig, places: Places) -> Limit:
+class Peers:
+    """What the limit of each rank depends on in the other ranks; made once for all of them."""
+
+    def __init__(self, views: Iterable[RankView]):
+        self.none_waits = True
+        self.longest: dict[str, float] = {}  # phase -> the longest stay of any rank
+        for view in views:
+            self.none_waits = self.none_waits and not view.traits.waits
+            for phase, seconds in view.longest.items():
+                if seconds > self.longest.get(phase, 0.0):
+                    self.longest[phase] = seconds
+
+
+def raised_limit(view: RankView, peers: Peers, limits: HangConfig, places: Places) -> Limit:
     """Return `limit_of` this rank, or more.
 
     It is raised if the rank is visibly at work, because one long batch is not a hang, and if an earlier attempt was
     ended as a hang at this step and phase.
     """
-    seconds, setting = limit_of(view, views, limits)
+    seconds, setting = limit_of(view, peers, limits)
     busy = BUSY_FACTOR * limits.least
-    none_waits = not any(other.traits.waits for other in views)
-    if (_is_busy(view) or none_waits) and busy > seconds:
+    if (_is_busy(view) or peers.none_waits) and busy > seconds:
         seconds, setting = busy, "hang.least"
 
     times = places.get((view.step, view.phase), 0)
@@ -164,7 +177,7 @@ def _is_busy(view: RankView) -> bool:
     return not view.traits.waits and view.state in ("R", "D")
 
 
-def preempt_limit(view: RankView, views: list[RankView], limits: HangConfig) -> float:
+def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
     """Return how many seconds this rank may stand still after it was asked to save and exit; then it is killed."""
     if view.traits.saves:
         return math.inf
@@ -176,7 +189,7 @@ def preempt_limit(view: RankView, views: list[RankView], limits: HangConfig) -> 
 
     # `hang.first` would be too long here: a rank that computes is worth waiting for, a rank that sleeps is not.
     if _has_history(view):
-        limit = limit_of(view, views, limits).seconds
+        limit = limit_of(view, peers, limits).seconds
     else:
         limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
 
@@ -188,7 +201,7 @@ def _has_history(view: RankView) -> bool:
     return view.traits.duration != "unpredictable" and view.steps_done > 0 and bool(view.longest.get(view.phase))
 
 
-def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> Limit:
+def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
     """Return how many seconds this rank may stay in its phase, and the setting that says so."""
     if not _has_history(view):
         return Limit(limits.first, "hang.first")
@@ -196,7 +209,7 @@ def limit_of(view: RankView, views: list[RankView], limits: HangConfig) -> Limit
     # In a collective this rank also waits for everything that the other ranks do before they enter it.
     steady = view.traits.duration == "steady"
     phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
-    longest = max(other.longest.get(phase, 0.0) for other in views for phase in phases)
+    longest = max(peers.longest.get(phase, 0.0) for phase in phases)
 
     least = limits.least * (1.0 if steady else IO_FACTOR)
     learnt = limits.factor * longest

@@ -20,6 +20,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
 from lockstep.launch.hangs.suspicion import (
+    Peers,
     Places,
     RankView,
     Suspicion,
@@ -123,7 +124,8 @@ class Watchdog:
 
         # The rank to name is one that does not wait for others, if there is one.
         named = min(working, key=lambda view: (view.traits.waits, view.rank))
-        limit, setting = max(raised_limit(view, working, self.limits, self._places) for view in working)
+        peers = Peers(working)
+        limit, setting = max(raised_limit(view, peers, self.limits, self._places) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
 
@@ -143,8 +145,11 @@ class Watchdog:
         """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
         views = [view for view in self._all_views if view.rank in running]
         patient = now - preempted_at <= self.limits.least or len(views) < len(running)
-        moving = any(view.age <= preempt_limit(view, views, self.limits) for view in views)
-        return [] if patient or moving else views
+        if patient:
+            return []
+
+        peers = Peers(views)
+        return [] if any(view.age <= preempt_limit(view, peers, self.limits) for view in views) else views
 
     def _moved(self, suspicion: Suspicion) -> bool:
         beats = {view.rank: view.beats for view in self._all_views}

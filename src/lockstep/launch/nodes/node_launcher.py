@@ -84,7 +84,7 @@ class NodeLauncher:
 
         self._agent.term_file = role.held_term.path
         address = local_address(role.listener)
-        hub = Hub(Door(role.listener, self._secret))
+        hub = Hub(Door.for_nodes(role.listener, self._secret, self._job.nnodes.most))
         with role.resources:
             job = replace(self._job, join=term.address)
             coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.held_term, role.inherited)

@@ -149,7 +149,7 @@ class Search:
             elif free and now - last_not_taken > TAKEN_S:
                 raise UserError(
                     f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
-                    f"what listens there is not a launcher of this job: {self._last_problem}",
+                    f"what listens there is not a launcher of this job: no answer of one within {TAKEN_S:.0f} s",
                     "use a free port, the same on all nodes",
                 )
 
@@ -223,7 +223,7 @@ class Search:
         where = f"{last.term.host} ({last.term.address})"
         say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
 
-        watch = TakeoverWatch(last.number, last.state.members, LOST_AFTER_S, STAGGER_S)
+        watch = TakeoverWatch(last.number, last.state.numbers, LOST_AFTER_S, STAGGER_S)
         began = last_seen = now = time.monotonic()
         while now - began < CONNECT_S:
             term, readable = self._newest_term()

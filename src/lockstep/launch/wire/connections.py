@@ -9,16 +9,18 @@ has proven that it knows the job's secret (`door.py`).
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
-from lockstep.launch.wire.lines import LineReader, wait_readable
+from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.runtime.machine import as_others_reach_it
 from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
@@ -29,8 +31,14 @@ LOST_AFTER_S = 5.0
 # Seconds between two heartbeats of a node.
 BEAT_S = 1.0
 
+# How often the coordinator looks at all connections, and not only at those on which something has arrived.
+LOOK_S = 0.5
+
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
+
+# How many nodes may connect before the coordinator accepts the first of them.
+BACKLOG = 1024
 
 # The limit for the bytes of one message, and for the bytes that wait to be sent.
 LARGEST = 8 * 2**20
@@ -72,8 +80,17 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
-        self._unsent += self._seal.sign(encode(message))
+        self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message that is encoded already."""
+        self._unsent += self._seal.sign(line)
         self._flush()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the socket has not taken everything yet."""
+        return bool(self._unsent)
 
     def _flush(self) -> None:
         try:
@@ -124,17 +141,26 @@ class Hub:
         self._door = door
         self._connections: dict[int, Connection] = {}
 
+        # The numbers by file descriptor, the connections that have not taken all that was sent, and when all
+        # connections are looked at next.
+        self._ready = ReadySockets()
+        self._numbers: dict[int, int] = {}
+        self._blocked: set[int] = set()
+        self._next_look = -math.inf
+
         # The number that the newest connection got; the coordinating node has none.
         self._last = COORDINATOR
 
     def sockets(self, now: float) -> list[Any]:
-        return [*(self._door.sockets(now) if self._door else []), *self._connections.values()]
+        return [*(self._door.sockets(now) if self._door else []), self._ready]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept nodes that know the secret and return what has arrived from all of them."""
         for connection, seal in self._door.poll(now) if self._door else []:
             self._last += 1
             self._connections[self._last] = Connection(connection, now, seal)
+            self._numbers[connection.fileno()] = self._last
+            self._ready.add(connection)
 
         return self._read_all(now)
 
@@ -148,24 +174,47 @@ class Hub:
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         received: list[tuple[int, Message | ConnectionLost]] = []
-        for number, connection in list(self._connections.items()):
+        for number in self._to_read(now):
+            connection = self._connections[number]
             try:
                 received += [(number, message) for message in connection.receive(now)]
+                if not connection.blocked:
+                    self._blocked.discard(number)
             except ConnectionLost as lost:
                 self.drop(number)
                 received.append((number, lost))
 
         return received
 
+    def _to_read(self, now: float) -> list[int]:
+        """Return the nodes that have sent something, or have more to get; now and then all, some of which are lost."""
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            return list(self._connections)
+
+        ready = [self._numbers[descriptor] for descriptor in self._ready.descriptors()]
+        return sorted({*ready, *self._blocked})
+
     def send(self, number: int, message: Message) -> None:
+        self.send_to_all([number], message)
+
+    def send_to_all(self, numbers: Iterable[int], message: Message) -> None:
         """Send a message. A node that cannot be reached is reported by the next poll, which tries to send again."""
-        if number in self._connections:
-            with suppress(ConnectionLost):
-                self._connections[number].send(message)
+        line = encode(message)
+        for number in numbers:
+            if number in self._connections:
+                with suppress(ConnectionLost):
+                    self._connections[number].send_line(line)
+                if self._connections[number].blocked:
+                    self._blocked.add(number)
 
     def drop(self, number: int) -> None:
         if number in self._connections:
-            self._connections.pop(number).close()
+            connection = self._connections.pop(number)
+            self._ready.remove(connection)
+            del self._numbers[connection.fileno()]
+            self._blocked.discard(number)
+            connection.close()
 
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
@@ -174,11 +223,12 @@ class Hub:
 
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
-            wait_readable(self._connections.values(), left)
+            wait_readable([self._ready], left)
             self._read_all(time.monotonic())
 
         for number in list(self._connections):
             self.drop(number)
+        self._ready.close()
 
 
 def claim(address: str) -> socket.socket | None:
@@ -233,7 +283,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def _listener(where: Any, family: int, dualstack_ipv6: bool = False) -> socket.socket:
-    listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=dualstack_ipv6)
+    listener = socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack_ipv6)
     listener.setblocking(False)
 
     return listener
@@ -262,7 +312,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     except TurnedAway:
-        raise NoAnswer("it accepts connections, and does not answer as a launcher does") from None
+        raise NoAnswer("what listens there has not answered: it is busy, or not a launcher of this job") from None
     except NotProven as error:
         raise UserError(
             f"--join {address}: the two nodes do not share a secret",

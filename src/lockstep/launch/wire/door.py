@@ -46,6 +46,12 @@ SHORTEST = 16
 MOST_STRANGERS = 64
 MOST_PER_TURN = 256
 
+# For how many nodes the door is made at most.
+MOST_NODES = 16384
+
+# File descriptors that a launcher needs for other things than connections.
+OTHER_FILES = 256
+
 # File descriptors that strangers cannot have: the launcher needs some for each rank that it starts.
 RESERVE = 64
 
@@ -231,6 +237,14 @@ class Door:
         self.turned_away: Counter[str] = Counter()
         self._sightings: list[Sighting] = []
 
+    @classmethod
+    def for_nodes(cls, listener: socket.socket, secret: Secret, nodes: int) -> Door:
+        """Return the door of a job of this many nodes, all of which may come at once, and some again."""
+        # Someone may allow for far more nodes than there are.
+        nodes = min(nodes, MOST_NODES)
+        allow_files(OTHER_FILES + 3 * nodes)
+        return cls(listener, secret, max(MOST_STRANGERS, 2 * nodes))
+
     def sockets(self, now: float) -> list[socket.socket | Stranger]:
         """Return the sockets to wait for. While the door is closed, new connections must not end the wait."""
         return [*([] if now < self._closed_until else [self._listener]), *self._strangers]
@@ -307,3 +321,11 @@ class Door:
         for stranger in self._strangers:
             stranger.connection.close()
         self._strangers.clear()
+
+
+def allow_files(needed: int) -> None:
+    """Let this process open that many files, as far as the system allows it to raise its own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

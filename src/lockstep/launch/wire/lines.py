@@ -24,6 +24,36 @@ def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
+class ReadySockets:
+    """Says which of many sockets can be read. What a turn costs depends on how many can, not on how many there are.
+
+    It can be waited for like a socket: it is readable if one of its sockets is.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._count = 0
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def add(self, connection: Any) -> None:
+        self._epoll.register(connection, select.EPOLLIN)
+        self._count += 1
+
+    def remove(self, connection: Any) -> None:
+        """Forget a socket, before it is closed."""
+        self._epoll.unregister(connection)
+        self._count -= 1
+
+    def descriptors(self) -> list[int]:
+        """Return the file descriptors of the sockets that can be read, or were closed by the other side."""
+        return [descriptor for descriptor, _ in self._epoll.poll(0, max(self._count, 1))]
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
 class LineReader:
     """Collects the bytes that arrive on a socket into whole lines, and never waits."""
 

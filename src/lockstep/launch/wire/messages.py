@@ -6,6 +6,7 @@ A message is a frozen dataclass, sent as one line of JSON; every field is checke
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,7 +118,7 @@ class CoordinatorState(Message):
     Times are ages in seconds, because the clocks of two machines differ.
     """
 
-    members: list[int]  # the numbers of all nodes
+    members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
     restarts: int = 0
     recent: list[float] = field(default_factory=list)
@@ -125,6 +126,23 @@ class CoordinatorState(Message):
     hang_places: list = field(default_factory=list)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all nodes."""
+        return [number for first, last in self.members for number in range(first, last + 1)]
+
+
+def ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Return sorted numbers as ranges, so that the state of a thousand nodes is no longer than that of two."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ Torch's TCPStore has no such check: any process that reaches its port can list, 
 from __future__ import annotations
 
 import json
-import resource
 import socket
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launch.wire.door import MOST_STRANGERS, Door, Sighting
-from lockstep.launch.wire.lines import LineReader
+from lockstep.launch.wire.door import MOST_STRANGERS, OTHER_FILES, Door, Sighting, allow_files
+from lockstep.launch.wire.lines import LineReader, ReadySockets
 from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
@@ -23,10 +22,12 @@ SEND_S = 2.0
 # The kind of stranger that is noted when a request on a rank's connection is not valid.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
-# File descriptors that a launcher needs for other things, and the number of connections for each rank. All ranks come
-# at once and some come again, so twice as many connections may wait for their proof.
-OTHER_FILES = 256
+# The number of connections for each rank. All ranks come at once and some come again, so twice as many connections may
+# wait for their proof.
 PER_RANK = 4
+
+# How often the deadlines of all requests are looked at.
+LOOK_S = 0.1
 
 
 def store_secret(secret: Secret, nonce: str) -> Secret:
@@ -77,14 +78,21 @@ class StoreServer:
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
         listener.setblocking(False)
         self._door = Door(listener, secret, most=max(MOST_STRANGERS, 2 * PER_RANK * ranks))
-        self._clients: list[Client] = []
+        self._clients: dict[int, Client] = {}  # by file descriptor
+        self._ready = ReadySockets()
         self._values: dict[str, bytes] = {}
+
+        # The clients that wait, by the first key that is missing, and those whose wait may be over in this turn.
+        self._waiting: dict[str, set[Client]] = {}
+        self._to_check: dict[Client, None] = {}
+        self._next_look = 0.0
+
         self._forged: list[Sighting] = []
         self._forged_noted = False
-        _allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
+        allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
     def sockets(self, now: float) -> list[Any]:
-        return [*self._door.sockets(now), *self._clients]
+        return [*self._door.sockets(now), self._ready]
 
     def take_sightings(self) -> list[Sighting]:
         sightings, self._forged = [*self._door.take_sightings(), *self._forged], []
@@ -94,11 +102,13 @@ class StoreServer:
         """Accept ranks, and answer the requests that can be answered."""
         for connection, seal in self._door.poll(now):
             try:
-                self._clients.append(Client(connection, seal))
+                self._clients[connection.fileno()] = Client(connection, seal)
+                self._ready.add(connection)
             except OSError:
                 connection.close()  # the rank was killed just after its proof
 
-        for client in list(self._clients):
+        for descriptor in self._ready.descriptors():
+            client = self._clients[descriptor]
             try:
                 for request in client.requests():
                     self._serve(client, request, now)
@@ -108,7 +118,13 @@ class StoreServer:
                 self._drop(client)
                 self._note_forged(client)
 
-        for client in list(self._clients):
+        if now >= self._next_look:
+            self._next_look = now + LOOK_S
+            late = [client for client in self._clients.values() if client.waiting and now >= client.waiting.deadline]
+            self._to_check.update(dict.fromkeys(late))
+
+        to_check, self._to_check = self._to_check, {}
+        for client in to_check:
             try:
                 self._end_wait(client, now)
             except OSError:
@@ -119,9 +135,11 @@ class StoreServer:
         if what in ("wait", "get"):
             # Answered at the end of this poll, at the earliest.
             client.waiting = Waiting(request["keys"], now + request["seconds"], with_values=what == "get")
+            self._to_check[client] = None
         else:
             try:
                 answer = {"answer": self._carry_out(what, request)}
+                self._to_check.update(dict.fromkeys(self._waiting.pop(request.get("key", ""), ())))
             except (ValueError, KeyError, TypeError) as error:
                 # The signature is right, so this is a mistake of the rank, which gets to know it.
                 answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
@@ -162,17 +180,24 @@ class StoreServer:
         if waiting is None:
             return
 
-        if all(key in self._values for key in waiting.keys):
+        missing = next((key for key in waiting.keys if key not in self._values), None)
+        if missing is None:
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
             client.waiting = None
             client.answer({"answer": values})
         elif now >= waiting.deadline:
             client.waiting = None
+            self._waiting.get(missing, set()).discard(client)
             client.answer({"timeout": True})
+        else:
+            self._waiting.setdefault(missing, set()).add(client)
 
     def _drop(self, client: Client) -> None:
-        self._clients.remove(client)
-        client.connection.close()
+        # A client may be dropped twice in a turn: it was checked although its request was not valid.
+        if self._clients.pop(client.fileno(), None) is not None:
+            self._ready.remove(client)
+            client.waiting = None
+            client.connection.close()
 
     def _note_forged(self, client: Client) -> None:
         if not self._forged_noted:
@@ -181,18 +206,11 @@ class StoreServer:
 
     def close(self) -> None:
         self._door.close()
-        for client in self._clients:
+        for client in self._clients.values():
             client.connection.close()
         self._clients.clear()
+        self._ready.close()
 
 
 def _text(value: bytes) -> str:
     return b64encode(value).decode()
-
-
-def _allow_files(needed: int) -> None:
-    """Let this process open that many files, as far as the system allows it to raise its own limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

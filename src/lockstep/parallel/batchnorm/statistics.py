@@ -90,9 +90,9 @@ class RunningStatistics:
         if self.replicas.world.alone or not self._versions:
             return
 
-        # A source without a known total gives every rank the same number of micro-batches.
-        total = batches.total or batches.count * self.replicas.world.size
-        later = (total - 1 - self._position).clamp(min=0)
+        # A source that does not know their number gives every rank the same number of micro-batches.
+        count = batches.count_all_ranks or batches.count * self.replicas.world.size
+        later = (count - 1 - self._position).clamp(min=0)
 
         # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
         self._fade(torch.where(self._ran, later, 0))

@@ -19,7 +19,7 @@ from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.parallel.driver import Driver, Progress, backward, broadcast_model, no_gradient, sum_with_word
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
+from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.
@@ -101,7 +101,7 @@ class DDPDriver(Driver):
     """Replicas of the model. torch's DDP reduces their gradients in buckets while the backward runs."""
 
     leaves_sums = False  # whether gradients are sums over ranks; DDP and its hooks leave the mean
-    word_dtype: torch.dtype | None = None  # of the control word; None: the last parameter's dtype, at least float32
+    word_dtype: torch.dtype | None = None  # of the control word; None: see `codec`
 
     def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0):
         super().__init__(model, runtime)
@@ -145,10 +145,11 @@ class DDPDriver(Driver):
 
     @cached_property
     def codec(self) -> ControlWordCodec:
-        # The word shares a bucket with the last parameter, but bfloat16 has too few bits for its integers.
-        last_dtype = self.parameters[-1].dtype
-        dtype = self.word_dtype or (torch.float32 if last_dtype == torch.bfloat16 else last_dtype)
-        return ControlWordCodec(self.runtime.device, dtype)
+        # The word shares a bucket with the last parameter, but half precision has too few bits for its integers, and on
+        # many ranks the mean of float32 has too few as well. A word of another dtype gets a bucket of its own.
+        in_bucket = torch.promote_types(self.parameters[-1].dtype, torch.float32)
+        dtype = in_bucket if mean_is_exact(self.runtime.world.size) else torch.float64
+        return ControlWordCodec(self.runtime.device, self.word_dtype or dtype)
 
     def begin(self) -> None:
         super().begin()

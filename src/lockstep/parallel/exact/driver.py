@@ -401,6 +401,6 @@ def _split(values: Sequence[bool], lengths: Sequence[int]) -> list[Sequence[bool
 
 
 def _micro_batches(progress: Progress) -> int:
-    total = progress.batches.total
-    assert total is not None, "exact mode needs a source with a known number of micro-batches"
-    return total
+    count = progress.batches.count_all_ranks
+    assert count is not None, "exact mode needs a source with a known number of micro-batches"
+    return count

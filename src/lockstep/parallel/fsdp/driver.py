@@ -192,7 +192,10 @@ class FSDPDriver(ShardedDriver):
         self._graph_is_retained = False
 
     def _check_reduced(self) -> None:
-        """Raise if FSDP did not reduce every gradient: its hooks sit on outputs, and it may not have found them all."""
+        """Raise if FSDP did not reduce every gradient.
+
+        It sets its hooks on the tensors in a block's output, and may have missed some.
+        """
         names = self.leaf_names()
         unreduced = [names[id(sharded)] for sharded, full in self._gathered() if full.grad is not None]
         if unreduced:

@@ -157,7 +157,7 @@ class PipelineDriver(ShardedDriver):
 
         progress.backwards_done = batches.count
         self._word_and_norms = self._reduce(progress.control_word())
-        return self.reduced()
+        return self.collect_reduced()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         # Gradients that do not depend on the model are allowed.
@@ -170,8 +170,8 @@ class PipelineDriver(ShardedDriver):
             "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
-    def reduced(self) -> Reduced:
-        return replace(super().reduced(), names=self.names)  # `norms` covers the parameters of all stages
+    def collect_reduced(self) -> Reduced:
+        return replace(super().collect_reduced(), names=self.names)  # `norms` covers the parameters of all stages
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         # Not inside `autocast()`: the pipeline enters it itself, for the stages and the loss.

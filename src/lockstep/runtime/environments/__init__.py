@@ -147,8 +147,9 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
         _refuse_ranks_of_mpi(typed, env)
         return typed
 
-    # `--nproc auto` is the number that the platform was asked for, where it says one.
-    if nproc == "auto" or (nproc is None and nodes.several):
+    # `--nproc auto` is the number that the platform was asked for, where it says one. Without --nproc that number is
+    # used too; one process on one machine needs no launcher.
+    if nproc == "auto" or (nproc is None and (nodes.several or nodes.nproc != "1")):
         nproc = nodes.nproc or nproc
     if not nodes.several:
         source = f"processes from {nodes.platform}: {nproc}" if nproc != typed.nproc else ""

@@ -1,17 +1,26 @@
-"""Kubernetes: Kubeflow Trainer sets torchrun's own variables (PET_*), and our own manifests set LOCKSTEP_*.
+"""Kubernetes: Kubeflow Trainer sets torchrun's own variables (PET_*), and a Job of your own may set LOCKSTEP_*.
 
-In both cases a Pod is a machine, and its container runs the launcher of that machine.
+In both cases a Pod is a machine, and its container runs the launcher of that machine. (The manifests of `lockstep
+launch kubernetes` need neither: their command has --nnodes and --join.)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from lockstep.errors import UserError
-from lockstep.runtime.environments.nodes import Nodes, check_number, count_or_auto, make_nodes, require
+from lockstep.runtime.environments.nodes import (
+    Nodes,
+    check_number,
+    count_or_auto,
+    count_or_range,
+    make_nodes,
+    meeting_point,
+    require,
+)
 from lockstep.runtime.world import whole_number
 
-# Set by the jobs that `lockstep launch` renders. LOCKSTEP_JOIN may list several addresses.
+# For the user to set, in an indexed Job or elsewhere. LOCKSTEP_JOIN may list several addresses.
 NNODES = "LOCKSTEP_NNODES"
 JOIN = "LOCKSTEP_JOIN"
 NPROC = "LOCKSTEP_NPROC"
@@ -23,28 +32,23 @@ COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
 # nothing about a number of machines.
 KUBEFLOW = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")
 
+# Where the machines of torchrun's elastic form meet: HOST[:PORT].
+ENDPOINT = "PET_RDZV_ENDPOINT"
+
 
 def read_own_job(env: Mapping[str, str]) -> Nodes | None:
-    """Read the variables that `lockstep launch` sets. The number of a Pod is its completion index."""
+    """Read variables that the user has set for a job. The number of a Pod is its completion index."""
     if NNODES not in env and JOIN not in env:
         return None
 
-    count = env.get(NNODES, "")
-    least, _, most = count.partition(":")
     number = whole_number(env, COMPLETION_INDEX) if COMPLETION_INDEX in env else None
-    platform = "lockstep launch" if number is None else "an indexed Job"
+    platform = NNODES if number is None else "an indexed Job"
     require(platform, env, (NNODES,))
-    if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least)):
-        raise UserError(
-            f"{NNODES}={count} is not a number of machines", "neither a count nor a range", f"set {NNODES}=2"
-        )
-
-    if most == least:
-        count = least
+    count, most = count_or_range(env, NNODES)
     if count != "1":
         require(platform, env, (NNODES, JOIN))
     if number is not None:
-        check_number(f"{COMPLETION_INDEX}={number}", number, f"{NNODES}={count}", int(most or least))
+        check_number(f"{COMPLETION_INDEX}={number}", number, f"{NNODES}={count}", most)
 
     return Nodes(platform, count, number, env[JOIN] if count != "1" else None, count_or_auto(env, NPROC))
 
@@ -56,8 +60,14 @@ def read_kubeflow(env: Mapping[str, str]) -> Nodes | None:
     platform = "Kubeflow Trainer"
     require(platform, env, ("PET_NNODES",))
 
-    # A range is torchrun's elastic form; Kubeflow itself sets a number.
-    if env["PET_NNODES"] != "1":
+    # A range is torchrun's elastic form, in which machines may have no numbers, and meet elsewhere.
+    count, _ = count_or_range(env, "PET_NNODES")
+    endpoint = env.get(ENDPOINT)
+    if ":" in count and endpoint:
+        join = endpoint if re.search(r":\d+$", endpoint) else meeting_point(endpoint, 29400)
+        return Nodes(platform, count, None, join, count_or_auto(env, "PET_NPROC_PER_NODE"))
+
+    if count != "1":
         require(platform, env, KUBEFLOW)
 
     host, port = env.get("PET_MASTER_ADDR", ""), whole_number(env, "PET_MASTER_PORT", 29500)

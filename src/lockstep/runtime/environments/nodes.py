@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,14 +50,14 @@ def make_nodes(
     restarts_name: str = "",
 ) -> Nodes:
     """Return the nodes of a platform that counts its machines in one variable and numbers them in another."""
-    count = whole_number(env, count_name)
-    number = whole_number(env, number_name, 0 if count == 1 else None)
-    check_number(f"{number_name}={number}", number, f"{count_name}={count}", count)
+    count, most = count_or_range(env, count_name)
+    number = whole_number(env, number_name, 0 if most == 1 else None)
+    check_number(f"{number_name}={number}", number, f"{count_name}={count}", most)
     return Nodes(
         platform,
-        str(count),
+        count,
         number,
-        meeting_point(host, port) if count > 1 else None,
+        meeting_point(host, port) if most > 1 else None,
         count_or_auto(env, nproc_name) if nproc_name else None,
         whole_number(env, restarts_name, 0) if restarts_name else 0,
     )
@@ -84,13 +86,32 @@ def require(platform: str, env: Mapping[str, str], names: Sequence[str]) -> None
         )
 
 
+def count_or_range(env: Mapping[str, str], name: str) -> tuple[str, int]:
+    """Return a number of machines as --nnodes takes it, "2" or "1:4", and the most that it allows."""
+    text = env.get(name, "")
+    least, colon, most = text.partition(":")
+    if not colon:
+        most = least = str(whole_number(env, name))
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise UserError(f"{name}={text} is not a number of machines", "neither a count nor a range", f"set {name}=2")
+
+    return (least if least == most else f"{least}:{most}"), int(most)
+
+
 def count_or_auto(env: Mapping[str, str], name: str) -> str | None:
     """Return a number of processes, or "auto"; None if the variable is not set, or is 0, on a machine without GPUs."""
     text = env.get(name, "")
-    if text in ("", "0", "auto"):
-        return "auto" if text == "auto" else None
+    if text in ("", "0"):
+        return None
 
-    return str(whole_number(env, name))
+    # As torchrun takes them.
+    if text in ("auto", "gpu"):
+        return "auto"
+    if text == "cpu":
+        return str(os.cpu_count() or 1)
+
+    # A share of a GPU is enough for one process.
+    return "1" if re.fullmatch(r"0?\.\d*[1-9]\d*", text, re.ASCII) else str(whole_number(env, name))
 
 
 def meeting_point(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain
 from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, line_of, main_thread, worker_pids, workers
-from lockstep.launch.hangs.suspicion import RankView, limit_of, suspect, view_of
+from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
@@ -60,7 +60,7 @@ def test_limits_grow_with_what_was_seen_on_any_rank():
     assert suspect([stuck[0], view(1, "compute", 40.0, compute=9.0)], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, data=9.0), stuck[1]], HangConfig()) is None
-    assert limit_of(stuck[0], [*stuck, view(2, "data", 0.0, compute=9.0)], HangConfig()) == (45.0, "hang.factor")
+    assert limit_of(stuck[0], Peers([*stuck, view(2, "data", 0.0, compute=9.0)]), HangConfig()) == (45.0, "hang.factor")
 
 
 def test_limits_come_from_the_configuration():
@@ -575,7 +575,7 @@ def test_a_heartbeat_of_our_own_is_judged(tmp_path):
             heartbeat.beat(phase, step)
     heartbeat.beat("compute")
     seen = view_of(0, "here", os.getpid(), tmp_path)
-    assert limit_of(seen, [seen], HangConfig()).seconds == max(5.0, 5.0 * max(seen.longest.values()))
+    assert limit_of(seen, Peers([seen]), HangConfig()).seconds == max(5.0, 5.0 * max(seen.longest.values()))
     while not (suspicion := suspect([view_of(0, "here", os.getpid(), tmp_path)], HangConfig(least=0.005))):
         time.sleep(0.01)  # at the latest after five times the longest beat, whatever that was
     assert suspicion.awaited == [0]

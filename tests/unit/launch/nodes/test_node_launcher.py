@@ -22,7 +22,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
     job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
     made = NodeLauncher(job, "host-c", [])
-    made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([0, 1, 2], 0), "127.0.0.1")
+    made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
     return made
 
 
@@ -31,7 +31,7 @@ def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, t
     election.write_cut_off_file(tmp_path, 1, 2)
     node._adopt(
         Welcome(str(tmp_path), [], "again", number=3, term=Term(1, "host-a", ADDRESS)),
-        CoordinatorState([0, 1, 3]),
+        CoordinatorState([[0, 1], [3, 3]]),
         "127.0.0.1",
     )
     assert election.cut_off_nodes(tmp_path, 1) == set()
@@ -48,7 +48,7 @@ def test_the_node_that_coordinates_ends_the_job(node, tmp_path, monkeypatch):
 def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch):
     """Its own coordinator had taken the signal, and could no longer do anything about it."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-    superseded = SimpleNamespace(run=lambda: None, received_signals=["SIGTERM"], state=CoordinatorState([0, 1]))
+    superseded = SimpleNamespace(run=lambda: None, received_signals=["SIGTERM"], state=CoordinatorState([[0, 1]]))
     monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: superseded)
     election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
     connection, reached = object(), []

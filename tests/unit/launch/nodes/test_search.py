@@ -49,7 +49,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def last():
     """Node 2 of three, which followed the coordinator of term 1."""
-    return Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([0, 1, 2], 0), "127.0.0.1")
+    return Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
 
 
 @pytest.fixture

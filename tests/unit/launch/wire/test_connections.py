@@ -206,7 +206,7 @@ WELCOME = Welcome(
 def test_orders_may_come_together_with_the_welcome(line, node):
     made, there = line
     order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, 5001, "a1")
-    there.say(Announce("early"), WELCOME, order, CoordinatorState([0, 2]))
+    there.say(Announce("early"), WELCOME, order, CoordinatorState([[0, 0], [2, 2]]))
     assert node._join(made) == [Announce("early"), order]
     assert not (node._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own
 

@@ -32,7 +32,7 @@ VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "de
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
-    CoordinatorState([0, 2], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
+    CoordinatorState([[0, 0], [2, 2]], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),

@@ -1,0 +1,258 @@
+"""What a job of many nodes costs its coordinator, and what a checkpoint of many ranks costs rank 0. No torch, no GPU.
+
+    python benchmarks/scale.py                            # 10, 100 and 1,000 nodes of 8 ranks; then 8,192 files
+    python benchmarks/scale.py --nodes 1000 --ranks 8     # only this size
+    python benchmarks/scale.py --parts 8192 --only checkpoint
+
+The coordinator, with its hub, door and store, is a process of its own, and real; the nodes and the connections of the
+ranks are simulated (`simulated_nodes.py`), over loopback. The table has the coordinator's CPU seconds in each phase,
+and its memory after that phase, above what it had before the first node came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator
+
+from lockstep.checkpoint import inspect
+from lockstep.checkpoint.format import FileLayout, arrange, file_name
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.launch.coordinator import WAIT_S
+from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.wire.messages import Start
+from lockstep.launch.wire.store_server import StoreServer, store_secret
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+RUNNING_S = 5.0  # for how long the heartbeats of a running job are measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--parts", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--only", choices=["job", "checkpoint"])
+    options = parser.parse_args()
+    if options.only != "checkpoint":
+        columns = {nodes: job_of(nodes, options.ranks) for nodes in options.nodes}
+        print_table(f"nodes of {options.ranks} ranks", "CPU s (MB)", columns)
+    if options.only != "job":
+        print_table("files of a checkpoint", "s (CPU s)", {parts: checkpoint_of(parts) for parts in options.parts})
+
+
+# ---- a job ----------------------------------------------------------------------------------------------
+
+
+def job_of(nodes: int, ranks: int) -> dict[str, str]:
+    """Return the coordinator's cost of each phase."""
+    with tempfile.TemporaryDirectory() as folder, coordinating(Path(folder), nodes, ranks) as (address, control):
+        costs: dict[str, str] = {}
+        before = usage(control)
+
+        def note(phase: str, seconds: float = 1.0) -> None:
+            now = usage(control)
+            costs[phase] = f"{(now['cpu'] - last['cpu']) / seconds:.2f} ({now['mb'] - before['mb']:.0f})"
+            last.update(now)
+            print(f"{nodes:,} nodes, {phase}: {costs[phase]}", file=sys.stderr, flush=True)
+
+        last = dict(before)
+        others = Nodes(address, Path(folder), nodes - 1, ranks)
+        others.join(range(1, nodes))
+        others.until(lambda: others.all_started(0))
+        note("form: all nodes join, and start")
+
+        ends = time.monotonic() + RUNNING_S
+        others.until(lambda: time.monotonic() > ends)
+        note("run: heartbeats and hang check, per second", RUNNING_S)
+
+        others.lose()
+        others.until(lambda: all(node.ranks.start is None for node in others.nodes.values()))
+        note("lose a node: all ranks are killed")
+        others.until(lambda: others.all_started(1))
+        note("re-form: the others start again")
+
+        others.join([nodes])
+        others.until(lambda: others.all_started(2))
+        note("a node joins: all save, and start again")
+
+        (Path(folder) / "resize").write_text(str(nodes * (ranks - 1)))
+        others.until(lambda: others.all_started(3))
+        note("resize: all save, and start again")
+
+        control.send("finish")
+        others.finish()
+        others.until(lambda: not others.nodes)
+        note("end: all ranks finish")
+        costs["all ranks meet in a store"] = store_of(nodes * ranks)
+        costs["largest memory in all, MB"] = f"{usage(control)['peak']:.0f}"
+        costs["bytes sent to a node"] = f"{sum(others.bytes.values()) / nodes:,.0f}"
+        return costs
+
+
+@contextlib.contextmanager
+def coordinating(folder: Path, nodes: int, ranks: int) -> Iterator[tuple[str, Pipe]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=coordinate, args=(folder, nodes, ranks, theirs))
+    process.start()
+    try:
+        yield ours.recv(), ours
+        ours.send("exit")
+        process.join(30)
+        assert process.exitcode == 0, process.exitcode
+    finally:
+        process.kill()
+
+
+def coordinate(folder: Path, nodes: int, ranks: int, control: Pipe) -> None:
+    """Coordinate a job until it ends, and answer what it has cost so far."""
+    coordinator, agent, address = make_coordinator(folder, nodes, ranks)
+    control.send(address)
+    over = threading.Event()
+
+    def answer() -> None:
+        while (request := control.recv()) != "exit":
+            if request == "finish":
+                agent.finish()
+            else:
+                control.send(own_usage())
+        over.set()
+
+    threading.Thread(target=answer, daemon=True).start()
+    with open(folder / "screen", "w") as screen, contextlib.redirect_stderr(screen):
+        coordinator.run()
+    over.wait(60)
+
+
+def store_of(ranks: int) -> str:
+    """Return what the server of the ranks' store costs until all ranks have met there, without any node."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    address, port = listener.getsockname()
+    start = Start(0, 0, ranks, ranks, 0, address, port, port, "a store")
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(listener, start, theirs))
+    process.start()
+    listener.close()
+    try:
+        store = StoreRanks(start)
+        store.meet()
+        cost = usage(ours)
+        store.close()
+        return f"{cost['cpu']:.2f} ({cost['mb'] - cost['mb before']:.0f})"
+    finally:
+        process.kill()
+
+
+def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
+    """Serve a store until this process is killed, and answer once what it has cost."""
+    before = own_usage()
+    server = StoreServer(listener, store_secret(SECRET, start.store_nonce), start.world_size)
+    while True:
+        now = time.monotonic()
+        wait_readable([control, *server.sockets(now)], WAIT_S)
+        server.poll(now)
+        if control.poll():
+            control.recv()
+            now_used = own_usage()
+            control.send({**now_used, "cpu": now_used["cpu"] - before["cpu"], "mb before": before["mb"]})
+
+
+def usage(control: Pipe) -> dict[str, float]:
+    control.send("usage")
+    return control.recv()
+
+
+def own_usage() -> dict[str, float]:
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"cpu": time.process_time(), "mb": pages * PAGE_BYTES / 2**20, "peak": peak}
+
+
+# ---- a checkpoint ---------------------------------------------------------------------------------------
+
+
+def checkpoint_of(parts: int) -> dict[str, str]:
+    """Return how long rank 0 takes for a checkpoint of this many ranks, whose files are there already."""
+    seconds: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "checkpoints"
+        save, layout, data = staged(root, parts)
+
+        began = clocks()
+        save.run(layout, data, lambda: None, {}, {"step": 1})
+        assert save.checkpoint is not None, save.error
+        seconds["written: all confirmations read, the manifest committed"] = since(began)
+
+        began = clocks()
+        manifest = read_manifest(save.checkpoint)
+        assert len(manifest.files) == parts
+        seconds["the manifest alone, read and checked"] = since(began)
+
+        began = clocks()
+        text, code = inspect.verify(root)
+        assert code == 0, text
+        seconds["checked: lockstep ckpt verify"] = since(began)
+
+        began = clocks()
+        text, _ = inspect.ls(root)
+        assert "not verified" in text, text
+        seconds["listed: lockstep ckpt ls"] = since(began)
+        seconds["the manifest, MB"] = f"{(root / save.checkpoint.name / 'manifest.json').stat().st_size / 1e6:.1f}"
+    return seconds
+
+
+def clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: tuple[float, float]) -> str:
+    wall, cpu = (now - then for now, then in zip(clocks(), began, strict=True))
+    return f"{wall:.2f} ({cpu:.2f})"
+
+
+def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
+    """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
+    names = [f"layer{number}.weight" for number in range(4)]
+    save = Save(SaveContext(FileSystemStorage(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
+    (root / save.folder).mkdir(parents=True)
+    for rank in reversed(range(parts)):
+        pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}
+        layout = arrange({name: TensorEntry("F32", (parts, 16), piece) for name, piece in pieces.items()})
+        data = bytes(layout.size)
+        if rank > 0:
+            file = File(file_name(rank), layout.file_size, xxhash.xxh3_128(layout.header + data).hexdigest())
+            confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
+            (root / save.folder / file.name).write_bytes(layout.header + data)
+            (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
+    save.bytes = layout.file_size
+    return save, layout, memoryview(data)
+
+
+def print_table(rows: str, unit: str, columns: dict[int, dict[str, Any]]) -> None:
+    print(f"| {rows}: {unit} | {' | '.join(f'{size:,}' for size in columns)} |")
+    print(f"|---|{'---|' * len(columns)}")
+    for phase in next(iter(columns.values())):
+        print(f"| {phase} | {' | '.join(str(costs[phase]) for costs in columns.values())} |")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    allow_files()
+    main()

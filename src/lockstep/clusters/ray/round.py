@@ -1,0 +1,95 @@
+"""A round of the driver: the launchers of a job, from their start until all have ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.clusters.ray.agent import Report
+from lockstep.errors import ExitCode
+
+FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
+
+
+@dataclass
+class Round:
+    """What the launchers have reported. They are told apart by the slots of their agents."""
+
+    join: str
+    codes: list[int] = field(default_factory=list)
+    ended_at: float | None = None  # when the first launcher ended
+    asked_others: bool = False  # the job is over, and the launchers that do not end were told so
+    lost_at: float | None = None  # when an agent was last lost
+    leaving: bool = False  # the job saves, to go on without a node that is drained
+    port_taken: bool = False  # the nodes cannot meet at `join`
+
+    # The launcher that coordinates, the exit code of the one that has ended the job, and whether there ever was one.
+    coordinator: Any = None
+    job_code: int | None = None
+    begun: bool = False
+
+    # Who got the user's Ctrl-C, and since when somebody must get it.
+    interrupted: Any = None
+    interrupt_since: float | None = None
+
+    def note(self, slot: Any, report: Report, now: float) -> None:
+        """Note what the launcher of a slot has reported."""
+        if report.coordinates:
+            self.begun = True
+            self.coordinator = slot
+        elif self.coordinator is slot:
+            self.coordinator = None
+
+        if report.code is None:
+            return
+
+        self.codes.append(report.code)
+        self.ended_at = self.ended_at or now
+        if report.ended_job and self.job_code is None:
+            self.job_code = report.code
+
+        self.port_taken |= report.port_taken and not self.begun
+        self._forget(slot)
+
+    def lose(self, slot: Any, now: float) -> None:
+        """Note that an agent is lost. If it was to stop the job, another one must."""
+        self.lost_at = now
+        if self.interrupted is slot and self.job_code is None:
+            self.interrupted = None
+            self.interrupt_since = now
+
+        self._forget(slot)
+
+    def _forget(self, slot: Any) -> None:
+        if self.coordinator is slot:
+            self.coordinator = None
+
+    def restart(self) -> None:
+        """Forget the codes of launchers that have ended for themselves alone."""
+        self.codes.clear()
+        self.ended_at = None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the job. None if no launcher has lived to report one."""
+        if ExitCode.FINISHED in self.codes:
+            return ExitCode.FINISHED
+        if self.job_code is not None:
+            return self.job_code
+
+        # What the coordinator has said to several is the job's as well: it was lost in the meantime.
+        return self._shared_failure or max(self.codes, default=None)
+
+    @property
+    def _shared_failure(self) -> int | None:
+        return next((code for code in FAILURES if self.codes.count(code) > 1), None)
+
+    def over(self, asked_to_end: bool) -> bool:
+        """Return whether the job has ended, and not only launchers of it. `asked_to_end`: it was told to save."""
+        # A launcher that has lost the others asks to be restarted, as all do once the job was asked to save and end.
+        ends = {ExitCode.FINISHED, ExitCode.INTERRUPTED} | ({ExitCode.RESTART} if asked_to_end else set())
+        if self.job_code is not None or not ends.isdisjoint(self.codes):
+            return True
+
+        # Two nodes may fail for themselves, if both have a full disk for example: the coordinator goes on then.
+        return self.coordinator is None and self._shared_failure is not None

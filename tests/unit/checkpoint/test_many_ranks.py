@@ -1,0 +1,77 @@
+"""A checkpoint of many ranks: what rank 0 does grows with the number of files, counted in operations of the storage."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from lockstep.checkpoint import inspect, manifest
+from lockstep.checkpoint.format import FileLayout, arrange, file_name
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.writer import Save, SaveContext
+
+
+class CountingStorage(FileSystemStorage):
+    """Counts its operations."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.calls: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("open", "write", "replace", "delete", "folders", "rename"):
+            self.calls[name] += 1
+        return super().__getattribute__(name)
+
+
+def layout_of(rank: int, ranks: int) -> FileLayout:
+    piece = Piece(file_name(rank), "weight", (rank, 0), (1, 4))
+    return arrange({"weight": TensorEntry("F32", (ranks, 4), (piece,))})
+
+
+def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
+    """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
+    storage = CountingStorage(root)
+    own = layout_of(0, ranks)
+    save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
+    (root / save.folder).mkdir(parents=True)
+    for rank in range(1, ranks):
+        layout = layout_of(rank, ranks)
+        data = layout.header + bytes(layout.size)
+        file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
+        (root / save.folder / file.name).write_bytes(data)
+        confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
+        (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
+    save.run(own, memoryview(bytes(own.size)), lambda: None, {}, {})
+    return storage, save
+
+
+def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_path: Path) -> None:
+    calls = {}
+    for ranks in (8, 64):
+        storage, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
+        assert save.error is None
+        assert save.checkpoint is not None
+        calls[ranks] = dict(storage.calls)
+        found = read_manifest(save.checkpoint)
+        assert len(found.files) == len(found.tensors["weight"].pieces) == ranks
+        assert inspect.verify(tmp_path / str(ranks))[1] == 0
+        assert "not verified" in inspect.ls(tmp_path / str(ranks))[0]
+
+    assert calls[64] == calls[8] | {"open": calls[8]["open"] + 2 * 56, "delete": calls[8]["delete"] + 56}
+
+
+def test_a_manifest_that_would_be_too_large_to_read_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_MAX_MANIFEST_BYTES", 1000)
+    _, save = saved(tmp_path / "checkpoints", 16)
+    assert save.checkpoint is None
+    assert save.error is not None
+    assert save.error.endswith("manifest.json: more than 1,000 bytes")
