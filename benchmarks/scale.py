@@ -33,7 +33,7 @@ from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import Save, SaveContext
+from lockstep.checkpoint.writer import PendingSave, SaveContext
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import Start
@@ -227,10 +227,10 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
+def staged(root: Path, parts: int) -> tuple[PendingSave, FileLayout, memoryview]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
-    save = Save(SaveContext(FileSystemStorage(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
+    save = PendingSave(SaveContext(FileSystemStorage(root), 0, parts, "be7c4", Retention()), 1, 1, 0)
     (root / save.folder).mkdir(parents=True)
     for rank in reversed(range(parts)):
         pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}

@@ -1,7 +1,7 @@
 """`lockstep launch ray`, and `lockstep.fit` in Ray Train, on a real Ray cluster of several nodes on this machine.
 
-Starting the cluster takes longer than most tests, so `make test-ray` runs them; tests/unit/clusters/test_ray.py has
-the decisions of the driver, without Ray.
+Starting the cluster takes longer than most tests, so `make test-ray` runs them. The decisions of the driver, without
+Ray, are in tests/unit/clusters/test_ray_driver.py.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Recording(HRM):
         try:
             loss = super().eval_loss(model, batch)
         finally:
-            hook.delete_checkpoint()
+            hook.remove()
 
         answer = {"inputs": batch["inputs"], "labels": batch["labels"], **last}
         self.answers = [*getattr(self, "answers", []), {name: rows.cpu() for name, rows in answer.items()}]
