@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import preloaded
 from lockstep import Task, UserError, _version, api, fit
-from lockstep.errors import RanksFailed
+from lockstep.errors import Preempted, RanksFailed
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Bounds
 from lockstep.launch.supervisor import JobEnd
@@ -231,6 +231,23 @@ class WithPreset(Task):
 def test_options_that_come_too_late_are_refused(settings):
     with pytest.raises(UserError, match=r"(?s)task\.width = 8 .* pass the class, lockstep\.fit\(WithPreset, \.\.\.\)"):
         fit(WithPreset(), settings, steps=1, global_batch=1)
+
+
+@pytest.mark.parametrize("by_lockstep", [False, True])
+def test_a_script_is_told_once_how_to_resume(monkeypatch, tmp_path, capsys, by_lockstep):
+    """Under torchrun or alone the script says it; `lockstep train SCRIPT.py` says it itself."""
+    (tmp_path / "checkpoints").mkdir()
+
+    def preempted(*arguments):
+        raise Preempted(3, "SIGINT", str(tmp_path))
+
+    monkeypatch.setattr(api, "_fit_here", preempted)
+    if by_lockstep:
+        monkeypatch.setenv(api.LAYERS, "[]")
+    with pytest.raises(Preempted):
+        fit(WithPreset(), steps=4, global_batch=1)
+    said = "" if by_lockstep else f'lockstep: to resume: run_dir="{tmp_path}", resume="auto"\n'
+    assert capsys.readouterr().err == said
 
 
 def test_options_of_a_default_preset_are_not_recorded(monkeypatch):

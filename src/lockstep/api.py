@@ -39,6 +39,7 @@ from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
 from lockstep.runtime import environments
+from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 from lockstep.runtime.threads import wait_asleep
 from lockstep.runtime.world import World, current_world
 
@@ -265,12 +266,12 @@ def fit(
     name = type(task).__name__.lower()
 
     if is_rank:
-        with _resume_hint(resume_command):
+        with _resume_hint(resume_command or _in_code()):
             return _fit_here(task, resolved, name)
 
     run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
     refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
-    command = resume_command(run_dir) if resume_command else f'run_dir="{run_dir}", resume="auto"'
+    command = (resume_command or _type_in_code)(run_dir)
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
@@ -359,7 +360,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 f"leave {key} out; your script's own arguments are its options",
             )
 
-    with _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
+    with _resume_hint(_in_code()), _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -520,6 +521,16 @@ def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume
         return shlex.join([*command, *words, *resume, *arguments[end:]])
 
     return command_for
+
+
+def _type_in_code(run_dir: Path) -> str:
+    return f'run_dir="{run_dir}", resume="auto"'
+
+
+def _in_code() -> ResumeCommand | None:
+    """Return what a script is told, unless `lockstep train` or our launcher says what to type."""
+    said_above = LAYERS in os.environ or from_launcher(FOLDER) is not None
+    return None if said_above else _type_in_code
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lockstep
 from lockstep import targets
@@ -57,7 +58,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     options.script_arguments = words[end + 1 :]
     trains = options.verb in ("train", "launch")
     if options.script_arguments and not (trains and targets.is_script(options.target)):
-        parser.error(f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}")
+        options.parser.error(
+            f"only a script (lockstep train SCRIPT.py) takes arguments after --: {' '.join(words[end:])}"
+        )
 
     # Kept for the command that resumes a run.
     options.arguments = words
@@ -65,9 +68,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     # argparse takes no positional arguments after an option, so we judge what it left over.
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)} (settings are written key=value)")
+        options.parser.refuse(unknown)
     if rest and not hasattr(options, "overrides"):
-        parser.error(f"{options.verb} takes no settings such as {rest[0]}")
+        options.parser.error(f"{options.verb} takes no settings such as {rest[0]}")
 
     # Settings that follow an option, as in `train char_lm --nproc 2 steps=10`, are in `rest`.
     overrides = [*getattr(options, "overrides", []), *rest]
@@ -88,8 +91,26 @@ def _run(arguments: Sequence[str] | None) -> int:
         return Preempted.INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that the options it has parsed name, so that an error shows the usage of its verb."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.set_defaults(parser=self)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End the command because of options that it does not have."""
+        hints = []
+        for word in unknown:
+            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
+            hints += [f"did you mean {near[0]}?"] if near else []
+
+        hint = " ".join(hints) or "settings are written key=value"
+        self.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lockstep", description="Train any PyTorch model on one process or many, and get the same model."
     )
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
@@ -122,7 +143,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3")
+    # Without a default, argparse would call the settings required.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
+    )
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
 
 
@@ -131,13 +155,14 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         metavar="N|auto|1..8",
-        help="processes to start on this machine, and to restart after failures (default: train in this process)",
+        help="processes to start on this machine, and to restart after failures (default: train in this process; "
+        "with --nnodes: one process on each machine)",
     )
     parser.add_argument("--nnodes", metavar="M|1:4", help="number of machines; run the same command on each of them")
     parser.add_argument(
         "--join",
         metavar="HOST:PORT,...",
-        help="where the machines meet: an address of one of them, or addresses of several",
+        help="with --nnodes: where the machines meet, an address of one of them, or addresses of several",
     )
     parser.add_argument(
         "--nodes",

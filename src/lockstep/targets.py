@@ -83,6 +83,7 @@ def check(target: str) -> None:
             raise UserError(
                 f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"use {path}:MyTask"
             )
+        _check_class(path, class_name)
     elif target not in recipes():
         near = difflib.get_close_matches(target, recipes(), n=1)
         raise UserError(
@@ -111,6 +112,36 @@ def _check_script(target: str) -> None:
             f"the script {target} would train nothing: it never calls lockstep.start or lockstep.fit",
             "",
             f"use {' or '.join(tasks)}" if tasks else "wrap its loop with lockstep.start: see docs/own_loop.md",
+        )
+
+
+def _check_class(path: str, class_name: str) -> None:
+    """Refuse a class that the file cannot have. What the name stands for is known only when the file is imported."""
+    try:
+        tree = ast.parse(Path(path).read_text())
+    except (SyntaxError, ValueError):
+        return  # the import shows the line
+
+    # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name)
+            case ast.Call(func=ast.Name(id="globals" | "vars" | "setattr" | "exec")):
+                bound.add("*")
+
+    if bound.isdisjoint({class_name, "*", "__getattr__"}):
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        tasks = _task_names(Path(path).read_text())
+        near = difflib.get_close_matches(class_name, tasks or classes, n=1)
+        found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
+        raise UserError(
+            f"the file {path} has no class {class_name}",
+            found if classes else "it has no class",
+            f"use {path}:{near[0] if near else 'MyTask'}",
         )
 
 

@@ -109,6 +109,7 @@ def test_a_port_that_another_program_has_is_named(nodes):
         (node,) = nodes(1, join=f"127.0.0.1:{port}", taken_s=1.0)
         assert node.wait() == 75  # it may be a node of an earlier job, which ends
     assert f"another program on this machine listens at 127.0.0.1:{port}" in node.said
+    assert "found: what listens there is not a launcher of this job: no answer of one within 1 s" in node.said
 
 
 def hang_up(listener: socket.socket) -> None:

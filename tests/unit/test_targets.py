@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from lockstep import fit
+from lockstep import fit, targets
 from lockstep.config import read_layers, resolve
 from lockstep.errors import ConfigError, UserError
 from lockstep.targets import make_task
@@ -75,3 +75,29 @@ assert hasattr({name}, "__path__") and "{tmp_path}" not in {name}.__file__
 assert sys.modules[kind.__module__].Mine is kind  # as pickle looks for it
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from elsewhere import Mine",
+        "from elsewhere import Other as Mine",
+        "from elsewhere import *",
+        "if True:\n    class Mine: ...",
+        "Mine = make()",
+        "for Mine in classes: ...",
+        "def __getattr__(name): ...",
+        "globals()['Mine'] = int",
+    ],
+)
+def test_a_class_that_a_file_may_have_is_not_refused_before_its_import(tmp_path: Path, source: str) -> None:
+    (tmp_path / "task.py").write_text(source)
+    targets.check(f"{tmp_path}/task.py:Mine")
+
+
+def test_a_class_that_a_file_does_not_have_is_named_before_its_import(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("import nothing.at.all\nclass Mine(lockstep.Task): ...\nclass Net: ...\n")
+    with pytest.raises(UserError, match="has no class Mien") as refusal:
+        targets.check(f"{tmp_path}/task.py:Mien")
+    assert refusal.value.found == "its tasks are Mine"
+    assert refusal.value.fix == f"use {tmp_path}/task.py:Mine"

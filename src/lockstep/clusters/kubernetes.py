@@ -120,6 +120,7 @@ class Pods:
 
 
 def _describe(request: Request, options: argparse.Namespace) -> Pods:
+    _check_values(options)
     if options.runtime and options.kind != "trainjob":
         raise UserError(
             f"--runtime {options.runtime} is for --kind trainjob", f"--kind {options.kind}", "leave --runtime out"
@@ -516,3 +517,25 @@ def _call(words: list[str], text: str | None = None) -> int:
     if done.returncode:
         print(f"lockstep: {words[0]} failed with exit code {done.returncode}: not submitted", file=sys.stderr)
     return 1 if done.returncode else 0
+
+
+# What Kubernetes takes for options that are passed on as they were typed: a pattern, and an example.
+PATTERNS = {
+    "image": (r"[^\s]+", "registry.example/team/train:1"),
+    "namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "my-team"),
+    "cpus": (r"(?=.*[1-9])\d+(\.\d+)?(m|[eE]\d+)?", "16"),
+    "memory": (r"(?=.*[1-9])\d+(\.\d+)?([KMGTPE]i|[kMGTPE]|[eE]\d+)?", "128Gi"),
+}
+
+
+def _check_values(options: argparse.Namespace) -> None:
+    """Refuse what the cluster would refuse, or would never be able to place."""
+    for name, (pattern, example) in PATTERNS.items():
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
+            raise UserError(f"--{name} {value!r} is not a value that Kubernetes takes", "", f"use --{name} {example}")
+
+    if not 0 < options.port < 65536:
+        raise UserError(f"--port {options.port} is not a port", "ports are 1 to 65535", "use --port 29400")
+    if options.max_restarts < 0:
+        raise UserError(f"--max-restarts {options.max_restarts} is negative", "", "use --max-restarts 0 for no restart")

@@ -41,7 +41,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: host1 slots=4")
     parser.add_argument("--ssh", metavar="COMMAND", help='how to log in, as in "ssh -p 2222 -i key"')
     parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
-    parser.add_argument("--port", type=int, metavar="N", help="where the hosts meet (default: a free port)")
+    parser.add_argument("--port", type=_port, metavar="N", help="where the hosts meet (default: a free port)")
     parser.add_argument(
         "--env",
         action="append",
@@ -49,6 +49,13 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="an environment variable for all hosts, such as NCCL_DEBUG=INFO; may be repeated",
     )
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text} is not a port: use 1 to 65535, or leave it out")
+
+    return int(text)
 
 
 # ---- lockstep launch nodes, and lockstep train --nodes ----

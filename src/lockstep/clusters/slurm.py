@@ -40,6 +40,9 @@ VARIABLES = (
 
 add_options = slurm_job.add_options
 
+# What sbatch says if it has nobody to ask: nothing is wrong with the job.
+UNREACHABLE = r"unable to contact slurm controller|configuration source|DNS SRV lookup failed|socket timed out"
+
 
 def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     job = read_job(request, options)
@@ -49,7 +52,8 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     else:
         check_fits(job, cluster)
 
-    return {NAME: batch_script(job)}
+    folder = options.out or (request.run_dir / "launch" if options.submit else Path())
+    return {NAME: batch_script(job, folder / NAME)}
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
@@ -88,8 +92,15 @@ def _without_overrides(script: str) -> dict[str, str]:
 
 
 def _refused(said: str, path: str) -> UserError:
-    lines = [line.removeprefix("sbatch: error: ").strip() for line in said.splitlines()]
+    lines = [re.sub(r"^sbatch: (error|fatal): ", "", line).strip() for line in said.splitlines()]
     reasons = [printable(line) for line in lines if line]
+    if re.search(UNREACHABLE, said, re.IGNORECASE):
+        return UserError(
+            "no controller of a Slurm cluster can be reached from this machine",
+            "; ".join(reasons),
+            f"submit it on a login node of the cluster, in this folder: sbatch {path}",
+        )
+
     return UserError(
         "Slurm does not accept the job",
         "; ".join(reasons) or "sbatch gave no reason",

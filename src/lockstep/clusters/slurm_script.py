@@ -20,12 +20,13 @@ SETTINGS = "${settings[@]}"
 EXPANDED = {f"run_dir={RUN}": f'run_dir="{RUN}"', JOIN: f'"{JOIN}"', SETTINGS: f'"{SETTINGS}"'}
 
 
-def batch_script(job: SlurmJob) -> str:
+def batch_script(job: SlurmJob, path: Path = Path(NAME)) -> str:
+    """Return the script; `path` is where it will be."""
     parts = [
         "#!/bin/bash",
         *_directives(job),
         "#",
-        *_comment(job),
+        *_comment(job, path),
         "",
         *_preparation(job),
         "",
@@ -103,12 +104,12 @@ def cpus_per_task(job: SlurmJob, component: Component) -> int:
 # ---- what the script says and does ----
 
 
-def _comment(job: SlurmJob) -> list[str]:
+def _comment(job: SlurmJob, path: Path) -> list[str]:
     return [
         "# Written by `lockstep launch slurm`. To submit it by hand, from the folder in which that was typed:",
         "#",
         f"#   mkdir -p {shlex.quote(str(job.request.run_dir))}",
-        f"#   sbatch {NAME}",
+        f"#   sbatch {shlex.quote(str(path))}",
         "#",
         "# (Slurm does not make the folder of the log.)",
         "#",

@@ -172,7 +172,7 @@ def parse_address(asked: str) -> tuple[str, int]:
     if not (colon and host and numeric and 0 < int(port) < 65536):
         raise UserError(
             f"--join {asked} is not an address",
-            "the form is HOST:PORT",
+            f"the port {port}; ports are 1 to 65535" if host and numeric else "the form is HOST:PORT",
             "use --join and one node's address, as in 10.0.0.1:29400, or several with commas between them",
         )
 

@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,10 +139,13 @@ def run_of(path: Path) -> Path:
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
         return path
 
+    near = [] if path.exists() else get_close_matches(str(path), ["auto", "never"], n=1)
+    meant = f"use --resume {near[0]}; or " if near else ""
     raise UserError(
         f"--resume {path} names neither a run's folder nor one of its checkpoints",
         "a folder with other contents" if path.exists() else "no such folder",
-        "use --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; or leave it out",
+        f"{meant}use --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; "
+        "or leave it out",
     )
 
 

@@ -362,13 +362,13 @@ def test_a_secret_of_the_environment_is_used(kubectl, tmp_path, monkeypatch):
 def test_a_job_whose_name_is_taken_is_refused(kubectl, monkeypatch, capsys, kind, object):
     """`kubectl apply` would leave a finished job as it is, and call that a success."""
     monkeypatch.setenv("OLDER", f"{object}/first")
-    said = refused(capsys, *TWO, "--submit", "--kind", kind, "--namespace", "our team")
+    said = refused(capsys, *TWO, "--submit", "--kind", kind, "--namespace", "our-team")
     assert f"the cluster has a {kind} first already" in said
-    assert f"kubectl --namespace 'our team' delete {object} first" in said
+    assert f"kubectl --namespace our-team delete {object} first" in said
     assert "apply" not in kubectl.read_text()
     assert "secret" not in kubectl.read_text()
     written = Path("runs/first/launch/manifest.yaml").read_text()
-    assert "| kubectl --namespace 'our team' create secret" in written
+    assert "| kubectl --namespace our-team create secret" in written
 
 
 def test_a_refusal_of_the_cluster_is_passed_on(kubectl, monkeypatch, capsys):
@@ -397,3 +397,25 @@ def test_the_image_copies_what_is_there():
     kept = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == set(copied)
     assert all((root / source).exists() for source in copied)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--memory=8GB", "use --memory 128Gi"),
+        ("--memory=0", "use --memory 128Gi"),
+        ("--cpus=four", "use --cpus 16"),
+        ("--port=99999", "--port 99999 is not a port"),
+        ("--namespace=My_NS", "use --namespace my-team"),
+        ("--max-restarts=-1", "--max-restarts -1 is negative"),
+        ("--image=", "--image '' is not a value that Kubernetes takes"),
+    ],
+)
+def test_values_that_no_cluster_takes_are_refused(capsys, typed, said):
+    assert said in refused(capsys, *TWO, typed)
+
+
+@pytest.mark.parametrize("typed", ["--memory=1.5Gi", "--memory=500M", "--cpus=500m", "--cpus=0.5", "--namespace=a-1"])
+def test_values_that_a_cluster_takes_are_passed_on(capsys, typed):
+    assert cli.main([*TWO, typed]) == 0
+    assert typed.partition("=")[2] in capsys.readouterr().out

@@ -41,7 +41,9 @@ def test_a_job_is_placed_trained_and_given_back(ray, monkeypatch, tmp_path, capf
     assert ray.groups == []
     assert not ray.connected
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "end      step 2" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert "end      step 2" in said.out
+    assert "lockstep: joined the Ray cluster at 10.0.0.1:6379\n" in said.err
 
 
 def test_dead_nodes_do_not_count(ray):

@@ -473,6 +473,26 @@ def test_a_job_that_slurm_does_not_accept_is_not_submitted(capsys, monkeypatch):
     assert "Batch job submission failed: Invalid account" in error
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)\n",
+        "sbatch: error: fetch_config: failed\nsbatch: fatal: Could not establish a configuration source\n",
+    ],
+)
+def test_a_cluster_that_cannot_be_reached_is_no_fault_of_the_job(capsys, monkeypatch, said):
+    monkeypatch.setattr(slurm, "run", lambda words, *_: subprocess.CompletedProcess(words, 1, "", said))
+    error = refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")
+    assert "no controller of a Slurm cluster can be reached" in error
+    assert "change the options" not in error
+    assert "sbatch: fatal" not in error
+
+
+def test_the_script_says_where_it_is(tmp_path):
+    assert main(["launch", "slurm", "char_lm", "run_dir=runs/x", "--nproc", "2", "--out", str(tmp_path / "job")]) == 0
+    assert f"#   sbatch {tmp_path}/job/job.slurm\n" in (tmp_path / "job" / "job.slurm").read_text()
+
+
 def test_a_machine_without_slurm_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "sbatch is not on this machine" in refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")

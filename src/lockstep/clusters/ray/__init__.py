@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
             )
 
         request = _absolute(request)
+        print(f"lockstep: joined the Ray cluster at {cluster.address}", file=sys.stderr, flush=True)
 
         # Ray handles SIGTERM as well, from the moment of the connection.
         with collect_signals() as signals:

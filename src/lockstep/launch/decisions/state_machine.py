@@ -58,6 +58,9 @@ from lockstep.launch.wire.messages import (
 # How long the job waits for its nodes.
 JOIN_S = 300.0
 
+# How long it waits before it says so, and between two lines about that.
+SAY_MISSING_S = 3.0
+
 # After an exception, how long to wait for the exit of a peer that may have died first.
 PEER_WAIT_S = 1.0
 
@@ -136,6 +139,10 @@ class JobStateMachine:
         # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.JOIN
         self._deadline = now + JOIN_S
+
+        # How many nodes were missing when that was last said, and when it may be said next.
+        self._said_missing = 0
+        self._say_missing_at = now + SAY_MISSING_S
 
         # Nodes that have not confirmed yet that they start the current attempt, and the deadline for that.
         self._not_started: set[int] = set()
@@ -221,14 +228,14 @@ class JobStateMachine:
         # Whether the ranks had trained is not known here.
         self._decide(failure, now, end_as_preempted=True)
         if self._log_restart:
-            self._say_who_is_missing()
+            self._say_who_is_missing(now)
 
     def _wait_for_nodes(self, now: float) -> None:
         """End the job if that is planned; else start the next attempt as soon as enough nodes have joined."""
         self._enter(JobPhase.JOIN, now + JOIN_S)
         self._end_or_start(now)
         if self.job_phase is JobPhase.JOIN:
-            self._say_who_is_missing()
+            self._say_who_is_missing(now)
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
@@ -239,10 +246,17 @@ class JobStateMachine:
         elif self.cluster.ready(now):
             self._start_attempt(now)
 
-    def _say_who_is_missing(self) -> None:
-        missing = self.cluster.bounds.least - len(self.cluster.nodes)
-        if missing > 0:
-            self._outbox.say(f"waiting for {plural(missing, 'more node')} at {self.job.join}")
+    @property
+    def _missing(self) -> int:
+        return max(self.cluster.bounds.least - len(self.cluster.nodes), 0)
+
+    def _say_who_is_missing(self, now: float) -> None:
+        self._said_missing, self._say_missing_at = self._missing, now + SAY_MISSING_S
+        if self._missing:
+            left = self._deadline - now
+            time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
+            limit = f"of {self.cluster.bounds.least}; giving up after {time_left}"
+            self._outbox.say(f"waiting for {plural(self._missing, 'more node')} at {self.job.join} ({limit})")
 
     # ---- an attempt ----
 
@@ -463,6 +477,10 @@ class JobStateMachine:
         self._outbox.sum_up(now, len(self.cluster.nodes))
         if self.job_phase is JobPhase.JOIN and now >= self._not_before:
             self._end_or_start(now)
+
+        # Said once, and again when nodes have joined or left.
+        if self.job_phase is JobPhase.JOIN and now >= self._say_missing_at and self._missing != self._said_missing:
+            self._say_who_is_missing(now)
 
         if now > self._start_by and self.job_phase in ACTIVE:
             for node in sorted(self._not_started & self.cluster.nodes.keys()):

@@ -44,7 +44,7 @@ CONNECT_S = 300.0
 RETRY_S = 0.2
 
 # How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
-TAKEN_S = 30.0
+TAKEN_S = 10.0
 
 # How long a starting node waits for a sign of life from the coordinator recorded in the run folder before it treats
 # that record as stale.
@@ -146,11 +146,11 @@ class Search:
             # A coordinator on this machine would have answered long ago.
             if listener or not is_taken(self._addresses[0]):
                 last_not_taken = now
-            elif now - last_not_taken > TAKEN_S:
+            elif free and now - last_not_taken > TAKEN_S:
                 # It may be a node of an earlier job that ends slowly: another try makes sense.
                 raise PeersMissing(
                     f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
-                    self._last_problem,
+                    f"what listens there is not a launcher of this job: no answer of one within {TAKEN_S:.0f} s",
                     "use a free port, the same on all nodes",
                 )
 

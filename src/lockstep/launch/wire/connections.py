@@ -312,7 +312,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     except TurnedAway:
-        raise NoAnswer("it is busy: too many others want to join") from None
+        raise NoAnswer("what listens there has not answered: it is busy, or not a launcher of this job") from None
     except NotProven as error:
         raise UserError(
             f"--join {address}: the two nodes do not share a secret",

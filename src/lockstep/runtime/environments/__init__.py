@@ -121,7 +121,21 @@ def place(
 
     Nothing that was typed is replaced. Without --nproc and --nnodes a process that is a rank trains.
     """
-    typed = Placement(nproc, nnodes, join)
+    placed = _place(Placement(nproc, nnodes, join), env)
+
+    # Each machine would train alone, into the same folder.
+    if placed.join is not None and placed.nnodes is None:
+        raise UserError(
+            f"--join {join} needs --nnodes",
+            "no number of machines",
+            "add --nnodes M, the number of machines that meet there; or leave --join out",
+        )
+
+    return placed
+
+
+def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
+    nproc, nnodes, join = typed.nproc, typed.nnodes, typed.join
     if switched_off(env) or (nnodes is not None and (join is not None or nnodes == "1")):
         return typed
 

@@ -441,7 +441,7 @@ def test_enough_nodes_wait_a_moment_for_more():
 
 def test_too_few_nodes_do_not_wait_for_ever():
     stage = nodes(2, 2, 1)
-    assert stage.tick(299) == []
+    assert not [stage.tick(299), stage.of(JobEnd)][1]
     assert stage.tick(2)[-1].code == ExitCode.RESTART
     assert "only 1 node came within 300 s" in stage.said
 
@@ -676,6 +676,19 @@ def test_a_coordinator_lost_before_the_first_attempt():
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
     assert new.state_machine.recovery.restarts.total == 0
+
+
+def test_nodes_that_are_waited_for_are_counted_on_the_screen():
+    stage = Stage(ONE, Bounds(3, 3))
+    assert not [stage.tick(1), stage.said][1]  # they start together, and nobody waits yet
+    said = "waiting for 2 more nodes at None (of 3; giving up after 5 minutes)"
+    assert said in [stage.tick(2), stage.said][1]
+    assert not [stage.tick(100), stage.said][1]
+    stage.join(1)
+    assert "waiting for 1 more node at None (of 3; giving up after 3 minutes)" in [stage.tick(3), stage.said][1]
+    stage.join(2)
+    assert "waiting" not in [stage.tick(3), stage.said][1]
+    assert stage.of(StartAttempt)
 
 
 def test_too_few_that_are_left_wait():
