@@ -539,6 +539,8 @@ def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
     try:
         yield
     except Preempted as error:
-        if error.checkpoint and resume_command and _speaks_for_all():
-            print(f"lockstep: to resume: {resume_command(run_of(Path(error.checkpoint)))}", file=sys.stderr)
+        # A checkpoint in a storage elsewhere has no folder that could be named here.
+        with suppress(UserError):
+            if error.checkpoint and resume_command and _speaks_for_all():
+                print(f"lockstep: to resume: {resume_command(run_of(Path(error.checkpoint)))}", file=sys.stderr)
         raise

@@ -160,7 +160,7 @@ def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command,
 @pytest.mark.parametrize(
     ("number", "code", "nnodes"),
     [
-        (signal.SIGINT, 130, "2"),
+        pytest.param(signal.SIGINT, 130, "2", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, 75, "2", marks=pytest.mark.long),
         (signal.SIGKILL, -9, "2"),
         # Each host could take the other one for what is left of the job.

@@ -16,7 +16,7 @@ def ray(monkeypatch) -> fake_ray.FakeRay:
     return fake_ray.install(monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_is_placed_trained_and_given_back(ray, monkeypatch, tmp_path, capfd):
     """Everything but Ray is real: the driver, the agent, its launcher and the rank."""
     asked = []
