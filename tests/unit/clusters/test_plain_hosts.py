@@ -213,7 +213,7 @@ def change_torch(folder: Path) -> None:
 
 WRONG = {
     "a host that nobody knows": (None, ["--nodes", "alpha,gamma"], ["gamma cannot be logged in to", "not resolve"]),
-    "no such Python": (None, ["--python", "/nowhere/python"], ["alpha cannot be logged in to", "/nowhere/python"]),
+    "no such Python": (None, ["--python", "/nowhere/python"], [" cannot be logged in to", "/nowhere/python"]),
     "another target": (change_task, [], ["beta would run another program than alpha", "task.py: sources "]),
     "no config": (remove_config, ["--config", "job.yaml"], ["beta does not have job.yaml"]),
     "another Lockstep": (change_package, [], ["beta would run another program", "lockstep: 0.1.0", "0.0.7 (sources"]),
