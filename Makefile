@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_LAB := $(VENV)/.ready-lab
+READY_DOCS := $(VENV)/.ready-docs
 LONG := tests/ranks/test_strategies.py tests/ranks/test_exact.py tests/ranks/test_exact_borrowed.py tests/ranks/test_remat.py tests/ranks/test_meta.py tests/ranks/test_hooks.py tests/ranks/test_tensor.py tests/faults tests/golden tests/recipes tests/systems tests/test_api.py tests/test_classic_manager.py tests/test_docs.py tests/test_verify.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo pictures quick test test-long test-ray test-slurm zoo lint format clean
+.PHONY: setup demo lab docs pictures quick test test-long test-ray test-slurm zoo lint format clean
 
 # What a user needs.
 setup: $(READY)
@@ -27,6 +29,31 @@ $(READY_DEV): $(READY)
 
 demo: $(READY)
 	$(BIN)/lockstep train char_lm --nproc auto
+
+# The course: what it needs (matplotlib on top), and then the first steps.
+lab: $(READY_LAB)
+	@echo
+	@$(BIN)/lockstep lab
+	@echo
+	@echo "Your first steps:"
+	@echo "  source $(BIN)/activate                                  so that 'lockstep' and 'python' are those of the course"
+	@echo "  open lab/exercises/01_ddp_basic.py                      in your editor; docs/lab/01_ddp_basic.md explains it"
+	@echo "  lockstep lab check 1 lab/exercises/01_ddp_basic.py      says what is still wrong, and why"
+	@echo "  lockstep lab predict 1                                  the questions: guess before you see the numbers"
+	@echo "  python lab/solution/01_ddp_basic.py                     what the finished exercise shows"
+
+$(READY_LAB): $(READY)
+	$(PIP) --editable '.[lab]'
+	@touch $@
+
+# The docs site, in site/. Any warning is an error. To read it: python3 -m http.server --directory site
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
+$(READY_DOCS): $(READY)
+	$(PIP) --editable '.[docs]'
+	@touch $@
 
 # The pictures of the README, from real runs.
 pictures: $(READY)
@@ -78,4 +105,4 @@ format: $(READY_DEV)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis

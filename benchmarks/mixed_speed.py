@@ -61,7 +61,7 @@ def worker(seconds: float, slower: float, repeats: int, out: Path) -> None:
     with context.start(World.from_env(), resolve([]).config) as runtime:
         task = Mixed(seconds * (slower if runtime.world.rank else 1.0))
         asked = {word: resolved(word, out.parent / "runs") for word in ("none", "auto")}
-        loops = {word: by_lockstep(task, values, runtime, BLOCK, maintaining=True) for word, values in asked.items()}
+        loops = {word: by_lockstep(task, values, runtime, BLOCK) for word, values in asked.items()}
         taken = take_turns(loops, repeats, warm_up=1)  # and the speeds are measured
         times = [[turn.seconds / BLOCK for turn in turns] for turns in taken.values()]
         if runtime.is_main:

@@ -17,17 +17,32 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
-from lockstep.launch.wire.connections import Connection, ConnectionLost, Hub, NoAnswer, address_of, claim, reach
+from lockstep.launch.nodes.election import TakeoverWatch
+from lockstep.launch.nodes.search import RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.wire.connections import (
+    LOST_AFTER_S,
+    Connection,
+    ConnectionLost,
+    Hub,
+    NoAnswer,
+    address_of,
+    bind_join_address,
+    reach,
+)
 from lockstep.launch.wire.door import Door
 from lockstep.launch.wire.messages import (
+    CollectStacks,
+    CoordinatorState,
     Hello,
     JobEnd,
     Kill,
@@ -36,6 +51,7 @@ from lockstep.launch.wire.messages import (
     Preempt,
     RankExited,
     RanksGone,
+    Stacks,
     Start,
     Welcome,
     encode,
@@ -45,7 +61,10 @@ from lockstep.runtime.rendezvous.proof import Secret, TurnedAway, prove
 
 SECRET = Secret(b"0" * 64, "the simulation")
 PATIENCE_S = 300.0  # longer than this is a hang, and ends the simulation with an error
+BEAT_S = 1.0  # between two heartbeats of a node
 THREADS = 32  # that connect at the same time
+CULPRIT = 5  # the rank for which the others wait in a hang
+LAST = 10_000  # the collective in which they wait
 LONGEST = {"data": 0.02, "compute": 0.31, "exchange": 0.42, "update": 0.03, "collective": 0.1, "snapshot": 0.8}
 
 
@@ -61,6 +80,7 @@ class Ranks:
     def __init__(self, host: str):
         self.host = host
         self.start: Start | None = None
+        self.hangs_since: float | None = None
         self._beats = 0
 
     def carry_out(self, order: Message) -> list[Message]:
@@ -68,13 +88,21 @@ class Ranks:
         start = self.start
         match order:
             case Start():
-                self.start = order
+                self.start, self.hangs_since = order, None
             case Kill():
                 self.start = None
                 return [RanksGone(order.attempt)]
             case Preempt() if start and start.attempt == order.attempt:
                 return self.exits(PREEMPTED)
+            case CollectStacks() if start and start.attempt == order.attempt:
+                return [self.stacks(start)]
         return []
+
+    def stacks(self, start: Start) -> Stacks:
+        """Answer as a node does whose ranks wait in an all-reduce, but for the culprit, which reads a file."""
+        ranks = range(start.first_rank, start.first_rank + start.count)
+        texts = {rank: _stack(rank == CULPRIT) for rank in ranks}
+        return Stacks.of(start.attempt, texts, {rank: _collectives(rank == CULPRIT) for rank in ranks})
 
     def exits(self, code: int) -> list[Message]:
         """All ranks end with this code."""
@@ -85,7 +113,9 @@ class Ranks:
         return [last, *(RankExited(start.attempt, number, RankExit(code)) for number in numbers)]
 
     def beat(self) -> NodeBeat:
-        self._beats += 1
+        age = 0.05 if self.hangs_since is None else time.monotonic() - self.hangs_since
+        self._beats += self.hangs_since is None
+        step = self._beats if self.hangs_since is None else LAST
         start = self.start
         if start is None:
             return NodeBeat()
@@ -96,16 +126,41 @@ class Ranks:
                 pid=1000 + number,
                 state="S",
                 beats=4 * self._beats,
-                age=0.05,
-                step=self._beats,
-                steps_done=self._beats,
-                phase="exchange",
+                age=age,
+                step=step,
+                steps_done=step,
+                phase="compute" if number == CULPRIT else "exchange",
                 detail="",
                 longest=LONGEST,
             )
             for number in range(start.first_rank, start.first_rank + start.count)
         ]
         return NodeBeat(views, {}, start.attempt)
+
+
+def _stack(culprit: bool) -> str:
+    """Return what faulthandler writes for a process with six threads."""
+    frames = "".join(f'  File "/usr/lib/python3/dist-packages/torch/part{n}.py", line {n} in run\n' for n in range(12))
+    where = f'  File "/home/user/train.py", line 100 in {"read" if culprit else "all_reduce"}\n'
+    threads = [f"Thread 0x{number:016x} (most recent call first):\n{frames}\n" for number in range(5)]
+    return stacks.comparable("".join([*threads, "Current thread 0x7 (most recent call first):\n", where, frames]))
+
+
+def _collectives(culprit: bool) -> list[dict[str, Any]]:
+    """Return the last 100 entries of a rank's flight recorder, as torch writes them. The culprit lacks the last one."""
+    last = LAST - culprit
+    entries = [
+        {
+            **{"collective_seq_id": number, "input_dtypes": ["Float"], "input_sizes": [[4096, 1024]], "is_p2p": False},
+            **{"op_id": number, "output_dtypes": ["Float"], "output_sizes": [[4096, 1024]], "p2p_seq_id": 0},
+            **{"pg_id": 0, "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"},
+            **{"record_id": number, "retired": number < LAST, "state": "scheduled", "thread_id": "139861031852928"},
+            **{"thread_name": "python", "time_created_ns": 1_794_949_550_831_761_655, "timeout_ms": 1_800_000},
+            **{"time_discovered_completed_ns": 0, "time_discovered_started_ns": 0},
+        }
+        for number in range(last - 99, last + 1)
+    ]
+    return flight_recorder.comparable(entries)
 
 
 class SimulatedAgent:
@@ -126,13 +181,16 @@ class SimulatedAgent:
     def finish(self) -> None:
         self._messages += self.ranks.exits(0)
 
+    def hang(self) -> None:
+        self.ranks.hangs_since = time.monotonic()
+
     def node_beat(self) -> NodeBeat:
         return self.ranks.beat()
 
     def sockets(self) -> list[Any]:
         return []
 
-    def stop(self) -> None:
+    def kill_ranks(self) -> None:
         pass
 
 
@@ -144,7 +202,7 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     """Return a coordinator that listens, its agent, and its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    listener = claim(f"127.0.0.1:{port}")
+    listener = bind_join_address(f"127.0.0.1:{port}")
     assert listener is not None
     address = address_of(listener)
     job = make_job(run_dir, nodes, ranks, address)
@@ -155,11 +213,35 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     return coordinator, agent, address
 
 
+def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> tuple[Coordinator, SimulatedAgent]:
+    """Wait until the lost coordinator may be succeeded, as a real node does, and return the new one."""
+    job = make_job(run_dir, nodes, ranks, last.term.address)
+    agent = SimulatedAgent(job.nproc)
+    role = Search(job, agent.name, [], SECRET, []).after_loss(last, "the connection was closed")
+    assert isinstance(role, CoordinatorRole)
+    assert role.failure is not None
+    hub = Hub(Door.for_nodes(role.listener, SECRET, nodes))
+    job = replace(job, join=role.held_term.term.address)
+    coordinator = Coordinator(
+        job,
+        agent,  # pyrefly: ignore[bad-argument-type]
+        [],
+        hub,
+        "127.0.0.1",
+        role.held_term,
+        role.inherited,
+    )
+    coordinator.took_over(role.failure)
+    return coordinator, agent
+
+
 class Node:
     def __init__(self, host: str, connection: Connection):
         self.connection = connection
         self.ranks = Ranks(host)
         self.number: int | None = None
+        self.term: election.Term | None = None
+        self.state = CoordinatorState([])  # the last one that was received
         self.next_beat = 0.0
 
 
@@ -172,6 +254,8 @@ class Nodes:
         self._epoll = select.epoll()
         self.nodes: dict[int, Node] = {}  # by file descriptor
         self.ended: JobEnd | None = None
+        self._lost: list[Node] = []  # without a coordinator
+        self._stacks: dict[tuple[int, int], bytes] = {}
 
         # What the coordinator has sent: messages by kind, and their bytes.
         self.messages: Counter[str] = Counter()
@@ -201,6 +285,65 @@ class Nodes:
         node.connection.close()
         return node
 
+    def lose_coordinator(self) -> Node:
+        """Cut all connections. Return the node with the lowest number, which is no longer simulated."""
+        lost = sorted(self.nodes.values(), key=lambda node: node.number or 0)
+        for descriptor, node in self.nodes.items():
+            self._epoll.unregister(descriptor)
+            node.connection.close()
+        self.nodes.clear()
+        self._lost = lost[1:]
+        return lost[0]
+
+    def find_successor(self) -> float:
+        """All nodes watch the run folder as a real one does, and join the successor. Return the CPU seconds of a look.
+
+        Each node looks five times a second, at the newest term file, its counter and the files of nodes that are cut
+        off. None may take over before the node with the lowest number.
+        """
+        run_dir, began, looks = self._hello.run_dir, time.process_time(), 0
+        watches = [
+            (node, TakeoverWatch(node.number or 0, node.state.numbers, LOST_AFTER_S, STAGGER_S)) for node in self._lost
+        ]
+        while (term := self._look_all(run_dir, watches)) is None:
+            looks += len(watches)
+            time.sleep(RETRY_S)
+
+        cost = (time.process_time() - began) / max(looks, 1)
+        self._address = term.address
+        with ThreadPoolExecutor(THREADS) as pool:
+            futures = {pool.submit(_reach, self._address): node for node, _ in watches}
+            while futures:
+                for future in [future for future in futures if future.done()]:
+                    self._return(futures.pop(future), future.result())
+                self.turn(0.01)
+        return cost
+
+    def _look_all(self, run_dir: Path, watches: list[tuple[Node, TakeoverWatch]]) -> election.Term | None:
+        """Have every node look once. Return the successor's term, if there is one."""
+        for node, watch in watches:
+            term = election.newest(run_dir)
+            assert term is not None
+            assert node.term is not None
+            if term.number > node.term.number:
+                return term
+
+            now = time.monotonic()
+            watch.look(term.number, election.read_counter(run_dir, term.number), now)
+            reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
+            assert reason is None, f"node {node.number} would take over as well: {reason}"
+        return None
+
+    def _return(self, node: Node, connection: Connection) -> None:
+        """Join again, as a node does that belonged to an earlier term."""
+        assert node.term is not None
+        again = Node(node.ranks.host, connection)
+        self.nodes[connection.fileno()] = again
+        self._epoll.register(connection.fileno(), select.EPOLLIN)
+        again.next_beat = time.monotonic() + (node.number or 0) % 100 / 100
+        hello = Hello(node.ranks.host, self._hello.nproc, self._hello.identity)
+        connection.send(replace(hello, term=node.term.number, number=node.number or 0))
+
     def turn(self, seconds: float) -> None:
         for descriptor, _ in self._epoll.poll(seconds):
             self._receive(descriptor)
@@ -208,7 +351,7 @@ class Nodes:
         now = time.monotonic()
         for node in self.nodes.values():
             if now >= node.next_beat and node.number is not None:
-                node.next_beat = max(node.next_beat + 1.0, now)
+                node.next_beat = max(node.next_beat + BEAT_S, now)
                 node.connection.send(node.ranks.beat())
 
     def _receive(self, descriptor: int) -> None:
@@ -228,9 +371,14 @@ class Nodes:
             self.messages[kind] += 1
             self.bytes[kind] += len(encode(message))
             if isinstance(message, Welcome):
-                node.number = message.number
+                node.number, node.term = message.number, message.term
+            elif isinstance(message, CoordinatorState):
+                node.state = message
             elif isinstance(message, JobEnd):
                 self.ended = message
+            if isinstance(message, CollectStacks) and node.ranks.start:
+                node.connection.send_line(self._stacks_line(node.ranks.start))
+                continue
             for answer in node.ranks.carry_out(message):
                 node.connection.send(answer)
 
@@ -240,6 +388,18 @@ class Nodes:
             del self.nodes[descriptor]
             node.connection.close()
 
+    def _stacks_line(self, start: Start) -> bytes:
+        """Return the stacks of a node. They are made once, because all nodes of the simulation share a process."""
+        ranks = range(start.count)
+        if start.first_rank <= CULPRIT < start.first_rank + start.count:
+            return encode(Ranks("").stacks(start))
+
+        key = (start.attempt, start.count)
+        if key not in self._stacks:
+            self._stacks[key] = encode(Ranks("").stacks(replace(start, first_rank=CULPRIT + 1)))
+        made = json.dumps([CULPRIT + 1 + rank for rank in ranks]).encode()
+        return self._stacks[key].replace(made, json.dumps([start.first_rank + rank for rank in ranks]).encode())
+
     def until(self, condition: Callable[[], bool]) -> float:
         """Take turns until the condition holds, and return how many seconds that took."""
         began = time.monotonic()
@@ -248,8 +408,17 @@ class Nodes:
             self.turn(0.02)
         return time.monotonic() - began
 
+    def all_killed(self, attempt: int) -> bool:
+        """Return whether no node has ranks of this attempt any more. Some may have those of the next one."""
+        return not any(node.ranks.start and node.ranks.start.attempt == attempt for node in self.nodes.values())
+
     def all_started(self, attempt: int) -> bool:
         return all(node.ranks.start and node.ranks.start.attempt == attempt for node in self.nodes.values())
+
+    def hang(self) -> None:
+        """No rank advances any more: all wait for one."""
+        for node in self.nodes.values():
+            node.ranks.hangs_since = time.monotonic()
 
     def finish(self) -> None:
         """All ranks end with code 0."""

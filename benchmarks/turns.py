@@ -1,6 +1,7 @@
-"""For benchmarks in which several loops take turns in one process, so that noise hits them alike.
+"""For scripts in which several loops take turns in one process, so that noise hits them alike.
 
-A loop is a generator that yields after every block of steps. Turns are compared one by one, and the median counts.
+A loop is a generator that yields after every block of steps, as in `lockstep.bench.ranks.turns`. Turns are compared one
+by one, and the median counts.
 """
 
 from __future__ import annotations
@@ -9,44 +10,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import Resolved
-from lockstep.engine.own_loop import OwnRun
+from lockstep.bench.ranks.turns import Turn, by_lockstep, take
+from lockstep.bench.ranks.workload import MANY
 from lockstep.engine.run import Run
-from lockstep.engine.setup import open_run
-from lockstep.runtime.context import Runtime
 from lockstep.task import Loss, Task
 
-MANY = 10**6  # steps: no loop ends by itself
+__all__ = ["MANY", "by_hand", "by_lockstep", "losses", "median_ratio", "settings", "take", "take_turns"]
+
 WARM_UP = 2  # turns, for imports, compiling and allocations
 LR_WARM_UP = 100  # steps
-
-
-@dataclass(frozen=True)
-class Turn:
-    seconds: float
-    cpu_seconds: float  # of all threads of the process
-    peak_bytes: int  # of the GPU; 0 without one
-    value: Any  # what the loop has yielded
-
-
-def take(loop: Iterator[Any]) -> Turn:
-    """One turn, from an idle GPU to an idle GPU."""
-    gpu = torch.cuda.is_initialized()
-    if gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    wall, cpu = time.perf_counter(), time.process_time()
-    value = next(loop)
-    if gpu:
-        torch.cuda.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
-    return Turn(seconds, cpu_seconds, torch.cuda.max_memory_allocated() if gpu else 0, value)
 
 
 def take_turns(
@@ -78,35 +55,6 @@ def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
 def settings(run_dir: object, log_every: int, **more: Any) -> dict[str, Any]:
     """Of a run that goes on for as long as it is asked to, and writes to its files only."""
     return {"steps": MANY, "log": {"every": log_every, "progress": "off"}, "run_dir": str(run_dir), **more}
-
-
-def by_lockstep(
-    task: Task, resolved: Resolved, runtime: Runtime, block: int, maintaining: bool = False
-) -> Iterator[Run]:
-    """The middle of `engine/loop.fit`, stopped after every block. `maintaining`: with the look at what is due."""
-    builder = open_run(resolved, runtime, "bench", task.unit)  # only now: it seeds what the model draws
-    builder.setup_model(task.model(), task.optimizer, task)
-    run = builder.setup_run(task.data(), task.collate)
-    for batches in run.step_batches():
-        run.end_step(batches, run.stepper.step(batches, task.loss))
-        if maintaining:
-            run.maintain()
-        if run.stepper.counters.step % block == 0:
-            yield run
-
-
-def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) -> Iterator[None]:
-    """A custom loop (`lockstep.start`) with the task's model, loss and optimizer, stopped after every block."""
-    run = OwnRun(open_run(resolved, runtime, "bench", task.unit))
-    plain = task.model()
-    model, _ = run.setup(plain, task.optimizer(plain))
-    for step in run.steps(task.data()):
-        for batch in step:
-            loss = task.loss(model, batch)
-            step.backward(loss.total, loss.weight)
-        step.apply()
-        if (step.index + 1) % block == 0:
-            yield
 
 
 def losses(loop: Iterator[Run]) -> Iterator[float]:

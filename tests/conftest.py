@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,34 +25,35 @@ UNIT = HERE / "unit"
 # The files that take longest, the longest first.
 LONGEST = (
     "test_docs.py",
-    "cluster/test_two_hosts.py",
     "ranks/test_strategies.py",
+    "cluster/test_two_hosts.py",
+    "recipes/test_clstm_ppo.py",
     "test_verify.py",
+    "test_api.py",
     "ranks/test_exact.py",
     "ranks/test_tensor.py",
+    "test_start_check.py",
+    "ranks/test_inner_gradients.py",
+    "ranks/test_own_updates.py",
+    "faults/test_nodes.py",
+    "faults/test_preemption.py",
     "ranks/test_hooks.py",
-    "test_api.py",
-    "recipes/test_clstm_ppo.py",
-    "recipes/test_pixel_llm.py",
     "ranks/test_data.py",
+    "ranks/test_own_schedulers.py",
     "ranks/test_resume.py",
     "ranks/test_gradient_exact.py",
-    "ranks/test_guards.py",
-    "ranks/test_zoo.py",
-    "ranks/test_parameter_hooks.py",
-    "ranks/test_storage.py",
-    "ranks/test_own_updates.py",
-    "ranks/test_own_schedulers.py",
-    "test_start_check.py",
-    "faults/test_preemption.py",
     "faults/test_torture.py",
     "faults/test_launcher.py",
-    "faults/test_takeover.py",
+    "recipes/test_pixel_llm.py",
+    "ranks/test_guards.py",
     "unit/checkpoint/test_kill.py",
-    "faults/test_first_screen.py",
+    "ranks/test_optimizers_by_name.py",
+    "systems/test_documents.py",
     "faults/test_door.py",
     "faults/test_disks.py",
-    "systems/test_documents.py",
+    "ranks/test_zoo.py",
+    "faults/test_takeover.py",
+    "faults/test_first_screen.py",
 )
 
 # Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
@@ -60,6 +62,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # Hundreds of processes import the package: without its bytecode each of them would compile it again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # pytest rewrites the assertions of all tests otherwise, in each of its workers
 
 # Timings never decide: a busy machine is not a broken program.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,9 +7,9 @@ console   Each line `$ command` runs and must succeed. The lines below it are pa
 yaml      Must be a valid configuration; one that begins with `# file: NAME` is written to that file too.
 text      Is not run. Any other kind of block fails.
 
-A page has a process and a temporary folder of its own, with a copy of examples/ in it. This process and the commands
-`lockstep`, `python` and `torchrun` are forked from one that has imported torch (preloaded.py); in `make test-long` each
-is a fresh process.
+A page has a process and a temporary folder of its own, with a copy of examples/ and lab/ in it. This process and the
+commands `lockstep`, `python` and `torchrun` are forked from one that has imported torch (preloaded.py); in
+`make test-long` each is a fresh process.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _settle_in(folder: Path, server: str | None) -> None:
 
     torch.set_num_threads(1)
     bin_dir, output = folder.parent / "bin", folder.parent / "output"
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    for name in ("examples", "lab"):
+        shutil.copytree(ROOT / name, folder / name)
     bin_dir.mkdir()
     if server:
         preloaded.shims(server, bin_dir)

@@ -26,7 +26,8 @@ ROWS = [
     {"api"},
     {"recipes"},
     {"classic"},
-    {"verify", "clusters"},
+    {"verify", "clusters", "bench"},
+    {"lab"},
     {"cli"},
     {"__main__"},
 ]

@@ -162,5 +162,5 @@ def test_announced_machines_do_not_train_alone(folder: Path) -> None:
         process = start(("train.py", "announced"), env, folder, output)
         assert process.wait(60) == 1
         output.seek(0)
-        assert b"Kubeflow Trainer runs this command on 2 machines, and this process is no rank" in output.read()
+        assert b"Kubeflow Trainer runs this command on 2 machines, and this process is not a rank" in output.read()
     assert not (folder / "announced").exists()

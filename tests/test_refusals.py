@@ -283,6 +283,13 @@ CONFIGURATION = {
     "spikes that are not detected": Row(
         {"spike.window": 32}, "spike.window", "detection is off", "set spike.policy=skip"
     ),
+    "an improvement that stops nothing": Row(
+        {"stop.min_delta": 0.1, "evaluate.every": 1},
+        "stop.min_delta",
+        "no evaluation stops the run",
+        "set stop.patience=5",
+        Asked(held_out=ROWS),
+    ),
     "the best of nothing": Row(
         {"checkpoint.best_mode": "max", "evaluate.every": 1},
         "best_mode",
@@ -520,12 +527,12 @@ MODEL = {
 BATCH = {
     "fewer samples than ranks": Row(
         {"global_batch": 3, "micro_batch": None},
-        "global_batch=3 cannot be split on 4",
-        "1 rank that would have nothing",
+        "global_batch=3 cannot be split over 4",
+        "1 rank would have nothing",
         "--nproc 3",
     ),
     "fewer micro-batches than ranks": Row(
-        {"micro_batch": 8}, "micro-batches of 8 cannot be split on 4", "cannot be split", "set micro_batch=4 or less"
+        {"micro_batch": 8}, "micro-batches of 8 cannot be split over 4", "cannot be split", "set micro_batch=4 or less"
     ),
     "a static graph of several micro-batches": Row(
         {"ddp.static_graph": True, "micro_batch": 1}, "static_graph=true", "4 micro-batches per rank", "micro_batch=4"
@@ -578,12 +585,19 @@ DATA = {
         Asked(samples=Stream()),
     ),
     "rewinding a stream": Row(
-        {"nonfinite.policy": "rewind"}, "rewind", "a stream", "set nonfinite.policy=skip", Asked(samples=Stream())
+        {"nonfinite.policy": "rewind"}, "rewind", "StreamSource", "set nonfinite.policy=skip", Asked(samples=Stream())
     ),
     "an evaluation of a stream": Row(
         {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())
     ),
     "an evaluation of nothing": Row({}, "to evaluate on has no samples", "", "return None", Asked(held_out=[])),
+    "patience without evaluations": Row(
+        {"stop.patience": 3},
+        "there is no evaluation during the run",
+        "",
+        "set evaluate.every",
+        Asked(held_out=ROWS),
+    ),
     "the best without evaluations": Row(
         {"checkpoint.best": "eval_loss"},
         "there is no evaluation during the run",

@@ -635,6 +635,19 @@ def test_the_mean_of_nothing_weighs_nothing(n: Any) -> None:
     assert not logits.grad.isnan().any()
 
 
+def test_the_mean_of_nothing_has_no_gradient_even_if_its_backward_divides_by_zero() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    mask = torch.zeros(2)
+    made = Loss.mean((model(torch.ones(2, 3)).flatten() * mask).sum() / mask.sum(), 0)
+    made.total.backward()
+    assert made.total.item() == 0.0
+    assert [p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None] == [0.0] * 4
+
+    # The next loss has its usual gradient.
+    Loss.mean(model(torch.ones(2, 3)).mean(), 2).total.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
 def test_a_hugging_face_loss_is_right_in_any_split(tmp_path: Any) -> None:
     """`.loss` is a mean over tokens: with their number it trains what plain PyTorch does on the whole batch."""
     from transformers import BertConfig, BertForMaskedLM

@@ -25,7 +25,6 @@ from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printab
 from lockstep.launch import failure
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.nodes.node_launcher import ONE_LOG
 from lockstep.launch.run_dir import (
     ask_for_size,
     choose_run_dir,
@@ -36,6 +35,7 @@ from lockstep.launch.run_dir import (
     stored,
 )
 from lockstep.launch.supervisor import JobEnd, supervise
+from lockstep.launch.terminal import shares_log
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
 from lockstep.runtime import environments
@@ -102,7 +102,7 @@ def train(
     `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are passed on to a script.
     """
     # Settings that were typed for the run that is resumed still hold, unless they are typed again.
-    layers[:0] = _stored_layer(last(layers, "resume"), layers)
+    layers = [*_stored_layer(strongest_value(layers, "resume"), layers), *layers]
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
     # because options such as --resume were added after `read_layers`.
@@ -119,6 +119,7 @@ def train(
         wait_asleep()
         with _resume_hint(resume_command):
             run_target(target, layers, arguments)
+
         return 0
 
     if _is_rank_already(nnodes):
@@ -131,8 +132,9 @@ def train(
 
     # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
     # made yet: the coordinator's choice applies.
-    asked, resume = last(layers, "run_dir"), last(layers, "resume") or "never"
-    run_dir = _agree_on_run_dir(asked, resume, targets.name_of(target), layers, make=placement.join is None)
+    asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
+    make = placement.join is None
+    run_dir, layers = _choose_run_dir_for_ranks(asked, resume, targets.name_of(target), layers, make)
     command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
     spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
     if placement.source:
@@ -142,7 +144,7 @@ def train(
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
     spec = {**spec, **program}
     ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
-    if ending.code and (ended_here or ONE_LOG not in os.environ):
+    if ending.code and (ended_here or not shares_log()):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
     return ending.code
@@ -220,6 +222,8 @@ def resize(run: Path, count: int) -> None:
     """Ask the launcher of `run` for `count` processes, or refuse a number that its mesh or its batch does not allow."""
     settings, plan = stored(run, "config.yaml"), stored(run, "plan.json")
     samples = plan.get("samples")
+
+    # A size that the run's settings do not allow is refused here, before the launcher is asked.
     if settings and plan and isinstance(samples, int | None) and count > 0:
         from lockstep.parallel.mesh import plan_mesh
         from lockstep.plan.plan import make_plan
@@ -266,12 +270,13 @@ def fit(
     name = type(task).__name__.lower()
 
     if is_rank:
-        with _resume_hint(resume_command or _in_code()):
+        with _resume_hint(resume_command or _advice_unless_launched()):
             return _fit_here(task, resolved, name)
 
-    run_dir = _agree_on_run_dir(resolved.config.run_dir, resolved.config.resume, name, layers)
-    refuse_another_run(run_dir, resolved.config.resume)  # before any process is started
-    command = (resume_command or _type_in_code)(run_dir)
+    resume = resolved.config.resume
+    run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
+    refuse_another_run(run_dir, resume)  # before any process is started
+    command = (resume_command or _advice_for_code)(run_dir)
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     with _pickled(task, resolved.config.task) as path:
@@ -360,7 +365,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 f"leave {key} out; your script's own arguments are its options",
             )
 
-    with _resume_hint(_in_code()), _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
+    with _resume_hint(_advice_unless_launched()), _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -369,6 +374,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             if error.code:
                 raise
             regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
+
         own.close(f"sys.exit() at {failure.raising_line(regular_exit)}" if regular_exit else "")
 
     if regular_exit is not None:
@@ -463,12 +469,15 @@ def _launch(
     return ending, ended_here
 
 
-def _agree_on_run_dir(asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True) -> Path:
-    """Return the run folder. If the user has not named one, add a layer that names it for the ranks."""
+def _choose_run_dir_for_ranks(
+    asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True
+) -> tuple[Path, list[Layer]]:
+    """Return the run folder, and the layers for the ranks: one more names the folder if the user has not."""
     run_dir = choose_run_dir(asked, resume, name, make)
-    if not asked:
-        layers.append((FROM_LAUNCHER, {"run_dir": str(run_dir)}))
-    return run_dir
+    if asked:
+        return run_dir, layers
+
+    return run_dir, [*layers, (FROM_LAUNCHER, {"run_dir": str(run_dir)})]
 
 
 def _check_launcher_folder(layers: list[Layer]) -> None:
@@ -496,7 +505,7 @@ def _speaks_for_all() -> bool:
         return True  # the launcher of one of several machines
 
 
-def last(layers: list[Layer], key: str) -> Any:
+def strongest_value(layers: list[Layer], key: str) -> Any:
     """Return the value of the strongest layer that sets `key`, or None."""
     return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 
@@ -518,19 +527,21 @@ def make_resume_command(command: Sequence[str], arguments: Sequence[str], resume
 
         if not any(word.startswith("run_dir=") for word in words):
             words.append(f"run_dir={run_dir}")
+
         return shlex.join([*command, *words, *resume, *arguments[end:]])
 
     return command_for
 
 
-def _type_in_code(run_dir: Path) -> str:
+def _advice_for_code(run_dir: Path) -> str:
+    """Return the arguments with which a script resumes this run."""
     return f'run_dir="{run_dir}", resume="auto"'
 
 
-def _in_code() -> ResumeCommand | None:
-    """Return what a script is told, unless `lockstep train` or our launcher says what to type."""
-    said_above = LAYERS in os.environ or from_launcher(FOLDER) is not None
-    return None if said_above else _type_in_code
+def _advice_unless_launched() -> ResumeCommand | None:
+    """Return the advice for a script, or None if `lockstep train` or our launcher says what to type."""
+    launched = LAYERS in os.environ or from_launcher(FOLDER) is not None
+    return None if launched else _advice_for_code
 
 
 @contextmanager
@@ -543,4 +554,5 @@ def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
         with suppress(UserError):
             if error.checkpoint and resume_command and _speaks_for_all():
                 print(f"lockstep: to resume: {resume_command(run_of(Path(error.checkpoint)))}", file=sys.stderr)
+
         raise

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import lockstep
 from lockstep import targets
+from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
 from lockstep.errors import FINAL_CODES, ExitCode, Preempted, UserError, code_for_srun, printable
+from lockstep.lab import command as lab
 
 if TYPE_CHECKING:
     from lockstep.api import ResumeCommand
@@ -92,7 +94,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that the options it has parsed name, so that an error shows the usage of its verb."""
+    """A parser that is named in the options it returns, so that an error shows the usage of its verb."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -122,22 +124,27 @@ def _parser() -> argparse.ArgumentParser:
         verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
     )
 
-    clusters.add_options(verbs.add_parser("launch", help="run a job on a cluster: render it, and submit it"))
+    clusters.add_options(verbs.add_parser("launch", help="write the files of a job for a cluster, and submit it"))
+
+    bench.add_options(
+        verbs.add_parser("bench", help="measure scaling, communication, memory, steps, data and checkpoints")
+    )
 
     resize = verbs.add_parser("resize", help="change the number of processes of a running job")
-    resize.add_argument("run_dir", type=Path, metavar="RUN")
-    resize.add_argument("count", type=int, metavar="N")
+    resize.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+    resize.add_argument("count", type=int, metavar="N", help="number of processes, within the range of --nproc")
 
     config = verbs.add_parser("config", help="show every setting of a target and where its value comes from")
-    config.add_argument("action", choices=["show"])
+    config.add_argument("action", choices=["show"], help="print the settings")
     _add_target(config)
 
     report = verbs.add_parser("report", help="write the report of a run, report.html, into its folder")
-    report.add_argument("run_dir", type=Path)
+    report.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
 
     _add_ckpt(verbs.add_parser("ckpt", help="list, show, verify, export or prune the checkpoints of a run"))
 
     verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
+    lab.add_options(verbs.add_parser("lab", help="learn distributed training: check your solutions of the exercises"))
     return parser
 
 
@@ -171,6 +178,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     nodes.add_host_options(parser)
     parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="trace 5 steps, or profile.count: where their time goes, and a timeline of all ranks, in RUN/profile",
+    )
+    parser.add_argument(
         "--resume",
         metavar="auto|PATH|never",
         help="continue from a checkpoint; auto: if the run has one; PATH: a run or a checkpoint (default: never)",
@@ -197,7 +209,8 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     # Every action takes one path: a checkpoint, or a run, which stands for its newest checkpoint.
     def add(name: str, metavar: str, text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text)
-        action.add_argument("path", type=Path, metavar=metavar)
+        about = "folder of a run" if metavar == "RUN" else "folder of a checkpoint, or of a run: its newest checkpoint"
+        action.add_argument("path", type=Path, metavar=metavar, help=about)
         return action
 
     add("ls", "RUN", "list the checkpoints of a run")
@@ -226,6 +239,10 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not on_hosts:
         nodes.refuse_host_options(options)
 
+    # As a setting, which reaches every host. What was typed for it wins.
+    if options.profile and not any(word.startswith("profile.count=") for word in overrides):
+        overrides = [*overrides, "profile.count=5"]
+
     layers = read_layers(options.config, overrides)
 
     # The strongest layer, shown under its own name.
@@ -237,6 +254,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     arguments = options.script_arguments
     if on_hosts:
         return _train_on_hosts(options, overrides, layers, resume_command)
+
     return api.train(options.target, layers, resume_command, options.nproc, options.nnodes, options.join, arguments)
 
 
@@ -247,9 +265,10 @@ def _train_on_hosts(
     from lockstep.launch.run_dir import choose_run_dir
 
     # All hosts need the same folder, so it is chosen here.
-    asked, resume = api.last(layers, "run_dir"), api.last(layers, "resume") or "never"
+    asked, resume = api.strongest_value(layers, "run_dir"), api.strongest_value(layers, "resume") or "never"
     run_dir = choose_run_dir(asked, resume, targets.name_of(options.target))
     rest = [word for word in overrides if not word.startswith("run_dir=")]
+
     try:
         return nodes.train(options, [*rest, f"run_dir={run_dir}"], resume_command(run_dir))
     finally:
@@ -337,6 +356,8 @@ VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "report": _report,
     "ckpt": _ckpt,
     "recipes": _recipes,
+    "bench": bench.main,
+    "lab": lambda options, overrides: lab.run(options),
 }
 
 

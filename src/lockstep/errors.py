@@ -165,7 +165,10 @@ def printable(value: object) -> str:
     """
     text = str(value).replace("\r\n", "\n")
     unsafe = {c for c in set(text) - {"\n", "\t"} if category(c) in ("Cc", "Cs") or c in _DIRECTIONS}
-    return "".join(c.encode("unicode_escape").decode() if c in unsafe else c for c in text) if unsafe else text
+    for character in unsafe:
+        text = text.replace(character, character.encode("unicode_escape").decode())
+
+    return text
 
 
 def some_names(names: list[str], most: int = 5) -> str:

@@ -17,9 +17,11 @@ def paused() -> Iterator[None]:
     """Keep the collector from running, in all threads, until the last of several pauses ends."""
     global _pauses, _was_on
     with _lock:
+        # The first pause remembers whether the collector was on, and the last one restores that.
         if not _pauses:
             _was_on = gc.isenabled()
             gc.disable()
+
         _pauses += 1
 
     try:

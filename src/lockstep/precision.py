@@ -95,6 +95,7 @@ def choose_precision(config: RunConfig, device: torch.device) -> Precision:
     precision = PRECISIONS[name]
     if precision.check:
         precision.check(config, device)
+
     return replace(precision, name=name, device_type=device.type)
 
 

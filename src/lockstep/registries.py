@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.config import Layer
 from lockstep.config.schema import flatten
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.observe.sinks import SINKS
+from lockstep.observe.sinks import SINKS, check_sinks
 from lockstep.optim import registry
 from lockstep.optim.schedule import SCHEDULES
 
@@ -37,3 +37,5 @@ def check_names(layers: Sequence[Layer]) -> None:
 
     if problems:
         raise ConfigError(problems)
+
+    check_sinks(settings.get("log.sinks") or [])

@@ -83,6 +83,7 @@ def check(target: str) -> None:
             raise UserError(
                 f"the target {target} cannot be loaded: {class_name!r} is not a class name", "", f"use {path}:MyTask"
             )
+
         _check_class(path, class_name)
     elif target not in recipes():
         near = difflib.get_close_matches(target, recipes(), n=1)
@@ -144,6 +145,60 @@ def _check_class(path: str, class_name: str) -> None:
             f"use {path}:{near[0] if near else 'MyTask'}",
         )
 
+    missing = [] if "*" in bound else _certainly_missing(tree, class_name)
+    if missing:
+        raise _lacks(path, class_name, missing, _task_names(Path(path).read_text()))
+
+
+def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
+    """Return what a class lacks of a task, as far as its source proves it.
+
+    It proves nothing if the class, or a class that it is derived from, comes from another file, is decorated, defined
+    twice or changed from outside. Torch's classes, such as nn.Module, have nothing of a task.
+    """
+    imported = _imports(tree)
+    nodes = list(ast.walk(tree))
+    stored = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    changed = {ast.unparse(node.value) if isinstance(node, ast.Attribute) else node.id for node in stored}
+
+    found: set[str] = set()
+    waiting = [class_name]
+    while waiting:
+        name = waiting.pop()
+        first, _, rest = name.partition(".")
+        if name == "object" or f"{imported.get(first, '')}.{rest}".startswith("torch."):
+            continue
+
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]
+        plain = len(classes) == 1 and classes[0] in tree.body and not (classes[0].decorator_list or classes[0].keywords)
+        if not plain or name in imported or name in changed:
+            return []
+
+        # Whatever is bound anywhere inside counts.
+        for node in ast.walk(classes[0]):
+            match node:
+                case ast.FunctionDef(name=bound) | ast.ClassDef(name=bound) | ast.Name(id=bound, ctx=ast.Store()):
+                    found.add(bound)
+                case ast.alias(name=bound, asname=other):
+                    found.add(other or bound)
+        waiting += [ast.unparse(base) for base in classes[0].bases]
+
+    return [name for name in CONTRACT if name not in found]
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """Return the names that a file imports, with what they stand for: nn -> torch.nn."""
+    names = {}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if isinstance(node, ast.ImportFrom):
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            else:
+                bound = alias.asname or alias.name.partition(".")[0]
+                names[bound] = alias.name if alias.asname else bound
+
+    return names
+
 
 def _task_names(source: str) -> list[str]:
     """Return the names of the classes in `source` that are derived from Task, without importing it."""
@@ -204,14 +259,17 @@ def check_is_task(value: Any) -> None:
         )
 
 
+def _lacks(path: str, class_name: str, missing: Sequence[str], tasks: Sequence[str]) -> UserError:
+    return UserError(
+        f"the class {class_name} in {path} is not a task: it lacks {', '.join(missing)}",
+        "",
+        f"use {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
+    )
+
+
 def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) -> UserError:
     if isinstance(value, type):
-        missing = ", ".join(name for name in CONTRACT if not hasattr(value, name))
-        return UserError(
-            f"the class {class_name} in {path} is not a task: it lacks {missing}",
-            "",
-            f"use {path}:{tasks[0]}" if tasks else f"write class {class_name}(lockstep.Task)",
-        )
+        return _lacks(path, class_name, [name for name in CONTRACT if not hasattr(value, name)], tasks)
 
     near = difflib.get_close_matches(class_name, tasks, n=1)
     return UserError(
@@ -268,6 +326,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
         if key not in parameters:
             problems.append(_unknown_option(kind, key, list(parameters)))
             continue
+
         try:
             values[key] = _converted(value, parameters[key].annotation)
         except ValueError:  # pydantic's ValidationError is one
@@ -281,6 +340,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
     if problems:
         raise ConfigError(problems)
+
     return kind(**values)
 
 

@@ -40,21 +40,45 @@ class Loss:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     @classmethod
-    def sum(cls, total: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `n` terms, given their sum: `Loss(total, n)` under a name that pairs with `mean`."""
-        return cls(total, n, metrics or {})
+    def sum(cls, total: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
+        """Return the loss of `weight` terms, given their sum: `Loss(total, weight)`, named to pair with `mean`."""
+        return cls(total, weight, metrics or {})
 
     @classmethod
-    def mean(cls, mean: Tensor, n: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
-        """Return the loss of `n` terms, given their mean, such as `.loss` of a Hugging Face model for `n` tokens.
+    def mean(cls, mean: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
+        """Return the loss of `weight` terms, given their mean: for `.loss` of a Hugging Face model, their tokens.
 
-        With `n` = 0 the mean is NaN, but the total and its gradient are 0.
+        With a weight of 0 the mean is NaN, but the total is 0, and so is its gradient. If the weight is a tensor, the
+        gradient is 0 only if the mean's own backward is finite, as cross_entropy's is; otherwise pass the sum.
         """
-        if isinstance(n, Tensor):
-            total = torch.where(n == 0, torch.nan_to_num(mean) * 0.0, mean * n)
+        if isinstance(weight, Tensor):
+            total = torch.where(weight == 0, torch.nan_to_num(mean) * 0.0, mean * weight)
         else:
-            total = mean * n if n else torch.nan_to_num(mean) * 0.0
-        return cls(total, n, metrics or {})
+            total = mean * weight if weight else _zero_of(mean)
+
+        return cls(total, weight, metrics or {})
+
+
+def _zero_of(mean: Tensor) -> Tensor:
+    """Return 0 with the graph of `mean`, in which all gradients are 0, even where the mean was divided by 0.
+
+    The graph stays as it is, because collectives in the backward need every rank.
+    """
+    # Not at the leaves: their nodes belong to the parameters, and outlive this graph.
+    waiting = {mean.grad_fn}
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        seen.add(node)
+        if node is not None and not hasattr(node, "variable"):
+            node.register_prehook(_zeros)
+            waiting |= {before for before, _ in node.next_functions} - seen
+
+    return torch.nan_to_num(mean) * 0.0
+
+
+def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 # ---- batches ----
@@ -83,6 +107,7 @@ class StepBatches:
     samples: int  # on all ranks together (for a stream, an estimate)
     count_all_ranks: int | None = None  # micro-batches of all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
+    step: int = 0  # the number of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
 
     def __iter__(self) -> Iterator[MicroBatch]:

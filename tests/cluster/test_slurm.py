@@ -198,7 +198,7 @@ def test_a_job_at_its_time_limit_is_requeued(tmp_path: Path, expected: bytes) ->
     words = ["--nproc", "1", "--nnodes", "2", "--time", "2", "--signal-before", "45"]
     job = Job.launched(tmp_path / "run", *words, LOCKSTEP_FAULTS=SLOW.replace("0.25", "0.75"))
     job.restart_now()
-    assert "SIGUSR1: asking 2 ranks to save and stop" in job.said
+    assert "SIGUSR1: asking 2 ranks to save and exit" in job.said
     assert int(job.finish()["Restarts"]) >= 1  # on a busy machine it may reach its limit again
     assert "resumed        at step" in job.said
     assert_same(tmp_path / "run", expected)
@@ -257,7 +257,7 @@ def test_a_job_that_is_preempted_gives_way_and_finishes_later(tmp_path: Path, ex
     other.finish()
     job.restart_now()
     assert job.finish()["Restarts"] == "1"
-    assert "SIGTERM: asking 2 ranks to save and stop" in job.said
+    assert "SIGTERM: asking 2 ranks to save and exit" in job.said
     assert_same(tmp_path / "run", expected)
 
 

@@ -17,7 +17,7 @@ class Puppet:
     def __init__(self, run_dir: str):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.attempt = int(os.environ["LOCKSTEP_ATTEMPT"])
-        self.folder = Path(os.environ["LOCKSTEP_FOLDER"])
+        self.folder = Path(os.environ["LOCKSTEP_ATTEMPT_FOLDER"])
         self.run_dir = Path(run_dir)
         self.heartbeat = Heartbeat.from_env(self.rank)
         self.asked = False
@@ -33,17 +33,14 @@ class Puppet:
         staged.rename(self.run_dir / f"{self.attempt}-{self.rank}")
 
     def commit(self, step: int) -> None:
-        (self.run_dir / "checkpoints").mkdir(exist_ok=True)
-        staged = self.run_dir / "checkpoints" / f"latest.{self.rank}"
-        staged.write_text(f"step-{step:08}")
-        staged.rename(self.run_dir / "checkpoints" / "latest")
+        (self.run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True, exist_ok=True)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
         time.sleep(600)
 
     def train(self, seconds: float = 600.0) -> None:
-        """Train until a stop request, then save and stop, as the engine does."""
+        """Train until a stop request, then save and exit, as the engine does."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.heartbeat.beat("compute")

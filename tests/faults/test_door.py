@@ -123,7 +123,7 @@ def test_a_signal_ends_a_node_that_nobody_answers(launchers, number, code):
     until(lambda: "no answer from 192.0.2.1" in node.said)
     node.signal(number)
     assert node.wait() == code
-    assert f"{number.name}: stopped while no node coordinates" in node.said
+    assert f"{number.name}: ended while no node coordinates" in node.said
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

@@ -45,7 +45,7 @@ def test_every_rank_gets_its_environment_and_its_log(run, tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     code = f"print(' '.join(os.environ[k] for k in {names}))"
-    assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_FOLDER'])))", 3) == JobEnd(0)
+    assert run(f"{code}; me.note(str(os.path.exists(os.environ['LOCKSTEP_ATTEMPT_FOLDER'])))", 3) == JobEnd(0)
     logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
     assert logs == ["1 3 1 3 0 127.0.0.1 3\n", "2 3 2 3 0 127.0.0.1 3\n"]
     assert (tmp_path / "0-0").read_text().endswith(" True")
@@ -74,7 +74,7 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
     text = capfd.readouterr().err
     assert text.startswith("lockstep: rank 1 on ")
     assert "ValueError: the real cause" in text.splitlines()[0]
-    assert "2 other ranks were stopped. Log of rank " in text
+    assert "2 other ranks were killed. Log of rank " in text
     assert text.rstrip().endswith("the same error would most likely recur")
     assert not any(alive(pid_of(tmp_path, 0, rank)) for rank in range(3))
     assert [event["event"] for event in events(tmp_path)] == ["failure"]

@@ -87,7 +87,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
     (tmp_path / "enough").touch()
     first.signal(signal.SIGCONT)
     assert [first.wait(), second.wait()] == [0, 0]
-    assert "another node has taken over this job" in first.said
+    assert "another node took over this job" in first.said
     assert "127.0.0.2 (127.0.0.2:" in first.said
 
 

@@ -116,6 +116,8 @@ MORE = {
         "scaler.backoff": 2.0**-8,
     },  # overflows at first
     "adaptive clipping": {"clip.norm": None, "clip.adaptive": 0.1},
+    "adamw by name": {"optimizer": "adamw"},
+    "sgd by name": {"optimizer": "sgd", "lr.peak": 0.1},
     "spikes": {"spike.policy": "skip", "spike.factor": 1e-6, "lr.peak": 1e-5},
 }
 
@@ -123,7 +125,7 @@ MORE = {
 @pytest.mark.parametrize("name", MORE)
 def test_decisions_follow(pool: Pool, name: str) -> None:
     """What is decided from numbers (a skipped step, a scale, a clipped gradient) is decided alike."""
-    values = Case("mlp", "adamw", "fp32", 8).values() | {"steps": 18} | MORE[name]
+    values = Case("mlp", "adamw", "fp32", 8).values() | {"steps": 12} | MORE[name]
     single = pool.run(bits, Tokens("mlp"), values, world=1)[0]
     for strategy, world in (("ddp", 3), ("fsdp", 2)):
         found = pool.run(bits, Tokens("mlp"), values | {"strategy": strategy}, world=world)[0]

@@ -113,6 +113,13 @@ class ClipsLarge(Plain):
         return grad * (100.0 / torch.stack(norms).norm()).clamp(max=1.0)
 
 
+class Langevin(Plain):
+    """Adds noise to every update."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad + torch.randn_like(p)
+
+
 # ---- what they are taken for ----
 
 
@@ -140,6 +147,12 @@ def test_a_trial_accepts_muon() -> None:
 def test_a_trial_fails_if_parameters_are_coupled(kind: Any) -> None:
     with pytest.raises(TrialFailed, match="depends on the others"):
         check_independent(kind(small().parameters()))
+
+
+def test_an_optimizer_that_draws_noise_is_refused_for_its_noise() -> None:
+    """On one process the second parameter gets other numbers than on a rank that updates only this one."""
+    with pytest.raises(TrialFailed, match="draws random numbers"):
+        check_independent(Langevin(small().parameters()))
 
 
 def test_what_takes_float32_only_is_tried_in_it() -> None:

@@ -19,8 +19,10 @@ from lockstep import faults
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
+from lockstep.launch.run_dir import latest_step
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
+from lockstep.runtime.environments.launcher import ATTEMPT
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -145,6 +147,76 @@ def test_a_full_disk_in_the_last_save_is_logged_too(pool: Pool, tmp_path: Path) 
     assert "STEP 12 WAS NOT WRITTEN" in events(tmp_path, "warning")[0]["reason"]
 
 
+# ---- going back to a checkpoint that --resume names ----
+
+
+def one_attempt(world: World, store: Any, values: dict[str, Any], attempt: int, plan: list[dict[str, Any]]) -> int:
+    """Train in one attempt of a job. Return the step at which it began."""
+    os.environ[ATTEMPT] = str(attempt)
+    try:
+        return faulty(world, store, Regression(), values, plan).steps[0].result.step
+    finally:
+        del os.environ[ATTEMPT]
+
+
+def test_a_restart_goes_back_to_the_named_checkpoint_if_the_attempt_before_died_too_early(
+    pool: Pool, tmp_path: Path
+) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 9}
+    pool.run(fit, Regression(), values, world=2)
+    back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "steps": 8}
+
+    died = pool.errors(one_attempt, back, 0, [{"how": "raise", "rank": 1, "phase": "load"}], world=2)
+    assert any("injected" in str(error) for error in died)
+    assert steps_kept(tmp_path) == [3, 6, 9, 12]  # nothing is set aside before it is verified
+    assert latest_step(tmp_path / "checkpoints") == 3  # the launcher announces a restart from there
+
+    assert pool.run(one_attempt, back, 1, [], world=2) == [3, 3]
+    assert steps_kept(tmp_path) == [3, 6]
+
+    # Later attempts start from what this one has saved, and another job from the newest checkpoint.
+    assert pool.run(one_attempt, back, 2, [], world=2) == [6, 6]
+
+
+def test_a_job_that_died_before_it_went_back_does_not_bind_the_next_job(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 9, "steps": 10}
+    pool.run(fit, Regression(), values, world=1)
+    back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003")}
+    pool.errors(one_attempt, back, 0, [{"how": "raise", "phase": "load"}], world=1)
+
+    newest = values | {"resume": str(tmp_path), "steps": 11}
+    pool.errors(one_attempt, newest, 0, [{"how": "raise", "phase": "load"}], world=1)
+    assert latest_step(tmp_path / "checkpoints") == 9
+    assert pool.run(one_attempt, newest, 1, [], world=1) == [9]
+
+
+def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 9}
+    pool.run(fit, Regression(), values, world=1)
+    back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "steps": 4}
+    assert pool.run(one_attempt, back, 0, [], world=1) == [3]
+
+    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000009.undone")}
+    pool.errors(one_attempt, again, 0, [{"how": "raise", "step": 10, "phase": "compute"}], world=1)
+    assert steps_kept(tmp_path) == [3]
+    assert pool.run(one_attempt, again, 1, [], world=1) == [9]
+    assert steps_kept(tmp_path) == [3, 12]
+    assert pool.run(one_attempt, again | {"steps": 13}, 2, [], world=1) == [12]
+
+
+def test_a_restart_keeps_what_was_committed_just_before_the_attempt_died(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 9}
+    values |= {"checkpoint.asynchronous": False, "steps": 10}
+    pool.run(fit, Regression(), values, world=1)
+    back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "steps": 4}
+    pool.run(one_attempt, back, 0, [], world=1)
+
+    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000006.undone"), "steps": 13}
+    pool.errors(one_attempt, again, 0, [{"how": "raise", "step": 9, "phase": "data"}], world=1)
+    assert steps_kept(tmp_path) == [3, 9]
+    assert pool.run(one_attempt, again, 1, [], world=1) == [9]
+
+
 # ---- steps that are taken back ----
 
 
@@ -199,6 +271,14 @@ def test_rewinding_again_and_again_ends(pool: Pool, tmp_path: Path) -> None:
     plan = [{"how": "nan", "rank": 0, "step": 2, "times": None}]
     errors = pool.errors(faulty, Regression(), values, plan, world=2)
     assert_user_errors(errors, "has rewound 3 times", "step 2")
+
+
+def test_saves_that_fail_do_not_reset_the_limit_of_rewinds(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "nonfinite.policy": "rewind", "nonfinite.max_in_a_row": 2}
+    plan = [{"how": "nan", "step": 5, "times": None}, {"how": "disk full", "step": 4, "times": None}]
+    errors = pool.errors(faulty, Regression(), values | {"checkpoint.every": 2}, plan, world=1)
+    assert_user_errors(errors, "has rewound 2 times", "step 5")
+    assert [event["to"] for event in events(tmp_path, "rewind")] == [2, 2]
 
 
 SPIKES = {"spike.factor": 20.0, "spike.window": 8, "steps": 15}

@@ -458,8 +458,8 @@ def by_all_others() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (past_torch, ["other weights", "shape [3]", "numpy", "torch.from_numpy"]),
-        (written_late, ["other weights", "numpy", "after a module has registered it", "or with torch"]),
+        (past_torch, ["different weights", "shape [3]", "numpy", "torch.from_numpy"]),
+        (written_late, ["different weights", "numpy", "after a module has registered it", "or with torch"]),
         (unset, ["'bias'", "uninitialised", "set all of them"]),
         (from_outside, ["64 MiB", "numpy, or from a file"]),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ["'0.weight' of Sequential has no shape"]),
@@ -476,7 +476,7 @@ def test_what_cannot_be_made_again_is_refused(
 def test_a_model_that_was_made_unseen_is_refused() -> None:
     with torch.device("meta"):
         model = Small()
-    words = ["other weights", "'embed.weight' of Small", "run.init_module()"]
+    words = ["different weights", "'embed.weight' of Small", "run.init_module()"]
     check_named(words, lambda: check_init(model, META))
     check_named(["already has weights", "run.init_module()"], lambda: check_init(Small(), META))
     with pytest.raises(UserError, match="set init=meta"):
@@ -491,7 +491,7 @@ def start_apart(world: World, store: Any) -> None:
         with run.init_module():
             model = Small()
             nn.init.constant_(model.blocks[2].up.weight, world.rank)
-        with pytest.raises(UserError, match="model\\(\\) gives rank 1 other weights than rank 0"):
+        with pytest.raises(UserError, match="model\\(\\) gives rank 1 different weights than rank 0"):
             run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

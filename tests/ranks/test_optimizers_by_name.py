@@ -43,12 +43,13 @@ def test_the_same_parameters_on_any_number_of_ranks(pool: Pool, name: str, strat
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_its_state_is_resharded(pool: Pool, tmp_path: Path, name: str) -> None:
-    """Replicated -> three shards of unequal size -> two groups with a replica each -> one rank."""
+    """Three shards of unequal size -> replicated -> two groups with a replica each -> one rank."""
     values = {"optimizer": name, "run_dir": str(tmp_path / "run"), "resume": "auto"}
-    chain = [("ddp", 2, 2), ("fsdp", 3, 4), ("hsdp", 4, 6), ("ddp", 1, None)]
+    chain = [("fsdp", 3, 2), ("ddp", 2, 4), ("hsdp", 4, 6), ("ddp", 1, None)]
     for strategy, world, leave_at in chain:
         found = pool.run(small_state, values | STRATEGIES[strategy], leave_at, world=world)
         assert found[0]["summary"].get("left") == leave_at
+        assert found[0]["resumed"] == ((strategy, world, leave_at) != chain[0])
     assert_close(found[0]["weights"], single(pool, name))
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
+from lockstep.errors import UserError
 from lockstep.optim.scheduler_state import _differences
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -339,7 +340,9 @@ def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, value
             rates.append(optimizer.param_groups[0]["lr"] / 0.02)
             # Its loss is infinite in all but the first evaluation, so the rate falls if it is followed.
             odd = TensorDataset(*(torch.full_like(part, torch.inf if number else 0.0) for part in easy.tensors))
-            own.evaluate(odd, task.loss, moves_rate=first_moves)
+            own.evaluate(odd, task.loss, decides=first_moves)
+            with pytest.raises(UserError, match=r"run\.evaluate\(\.\.\., decides=False\)"):
+                own.evaluate(odd, task.loss, moves_rate=False)
             falling = Loss(torch.tensor(8.0 / 1000**number), 1)
             own.evaluate(easy, lambda *_, loss=falling: loss)
         own.close()
@@ -349,13 +352,13 @@ def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, value
 def test_a_plateau_moves_once_in_a_step(pool: Pool, tmp_path: Path) -> None:
     values = VALUES | {"steps": 4, "evaluate.batch": 8, "run_dir": str(tmp_path / "run")}
     assert pool.run(loop_that_evaluates_twice, True, values, world=1)[0] == [1, 1, 0.5, 0.25]
-    warnings = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "moves_rate" in line]
+    warnings = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "decides" in line]
     assert len(warnings) == 1
     assert "a second time at step 1" in warnings[0]
 
     values["run_dir"] = str(tmp_path / "named")
     assert pool.run(loop_that_evaluates_twice, False, values, world=1)[0] == [1, 1, 1, 1]
-    assert "moves_rate" not in (tmp_path / "named" / "events.jsonl").read_text()
+    assert "decides" not in (tmp_path / "named" / "events.jsonl").read_text()
 
 
 def loop_that_evaluates_around_steps(world: World, store: Any, values: dict[str, Any]) -> list[float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.optim.schedule import SCHEDULES
 from pool import Pool
 from ranks.support import JOBS, weighted_regression
 
@@ -29,7 +30,7 @@ def curves(pool: Pool, values: dict[str, Any], world: int, job: str = "fit") -> 
     return [[note.lr for note in trace.steps] for trace in traces]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_curve_is_the_same_at_any_world_size(pool: Pool, schedule: str) -> None:
     one = curves(pool, {"lr.schedule": schedule}, world=1)[0]
     assert one[:WARMUP] == pytest.approx(RISE)

@@ -344,9 +344,9 @@ def rank_that_waits(world: World, store: Any, port: int) -> str:
 def test_a_rank_waits_no_longer_than_its_limit(pool: Pool) -> None:
     assert "imed out" in pool.run(rank_that_waits, free_port(), world=2)[0]
     for wrong in (0, -1, float("nan"), float("inf"), "30", None):
-        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is no time limit"):
+        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is not a time limit"):
             DistributedAMPTrainer(net(), FP32, timeout_mins=wrong)
-        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is no time limit"):
+        with pytest.raises(UserError, match=f"timeout_mins={wrong!r} is not a time limit"):
             DDPManager().initialize(timeout_mins=wrong)
 
 

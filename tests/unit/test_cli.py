@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+
+from lockstep import cli
 
 
 def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep.cli", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def forked(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run it in a fork of this process, which has imported the package: half of the time."""
+    with (folder / "stdout").open("w+") as stdout, (folder / "stderr").open("w+") as stderr:
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(folder)
+            sys.stdout, sys.stderr = stdout, stderr
+            os._exit(_exit_code(arguments))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
+
+
+def _exit_code(arguments: tuple[str, ...]) -> int:
+    try:
+        return cli.main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def problems(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -43,7 +74,7 @@ def toy(defaults: dict) -> str:
 def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
     (tmp_path / "a.yaml").write_text("sede: 3\n")
     files = ["--config", "a.yaml", "--config", "b.yaml"]
-    found = problems(lockstep(*verb, "char_lm", "stepz=10", *files, "foo", "presicion=bf16", folder=tmp_path))
+    found = problems(forked(*verb, "char_lm", "stepz=10", *files, "foo", "presicion=bf16", folder=tmp_path))
     assert found.keys() == {
         "the configuration file b.yaml cannot be read",
         "foo (command line) has no =",
@@ -80,7 +111,7 @@ def test_files_and_words_after_an_option_join_the_list(tmp_path, verb):
 )
 def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
     (tmp_path / "toy.py").write_text(toy({}))
-    result = lockstep(*typed.split(), folder=tmp_path)
+    result = forked(*typed.split(), folder=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
     assert "Traceback" not in result.stderr
@@ -88,7 +119,7 @@ def test_a_command_that_cannot_be_run_says_what_to_type(tmp_path, typed, said):
 
 def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_path):
     (tmp_path / "toy.py").write_text(toy({"lr": {"reference_batch": 64}}))
-    result = lockstep("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
+    result = forked("config", "show", "toy.py:Toy", "lr.scaling=sqrt", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}
     assert [value.strip() for value in rows["lr.scaling"]] == ["sqrt", "command line"]
@@ -129,6 +160,6 @@ def test_a_script_gets_its_own_arguments(tmp_path):
     assert result.stdout.startswith("['loop.py', '--width', '16', '--', 'x=1']")
     assert '"steps": 3' in result.stdout
     for typed in ("train char_lm -- --width 16", "resize runs/x 2 -- 3"):
-        refused = lockstep(*typed.split(), folder=tmp_path)
+        refused = forked(*typed.split(), folder=tmp_path)
         assert refused.returncode == 2
         assert "only a script" in refused.stderr

@@ -60,6 +60,7 @@ class Mine(lockstep.Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["html", "torch"])
 def test_a_file_named_like_a_standard_module_does_not_take_its_place(tmp_path: Path, name: str) -> None:
     """In a process of its own: it must not have been imported before, as in a run without a launcher."""
@@ -101,3 +102,44 @@ def test_a_class_that_a_file_does_not_have_is_named_before_its_import(tmp_path: 
         targets.check(f"{tmp_path}/task.py:Mien")
     assert refusal.value.found == "its tasks are Mine"
     assert refusal.value.fix == f"use {tmp_path}/task.py:Mine"
+
+
+# ---- a class that is no task, without an import ----
+
+HEAD = """
+import lockstep, torch
+from torch import nn
+import torch.nn.functional as F
+from elsewhere import Base, decorate
+"""
+CONTRACT = "model = data = loss = optimizer = defaults = presets = unit = None"
+
+
+@pytest.mark.parametrize(
+    ("body", "lacks"),
+    [
+        ("class Net(nn.Module):\n  def forward(self, x): ...", "model, data, loss"),
+        ("class Net(torch.nn.Linear):\n  def loss(self): ...", "model, data, optimizer"),
+        ("class Own(nn.Module):\n  def loss(self): ...\nclass Net(Own):\n  def data(self): ...", "model, optimizer"),
+        ("class Net:\n  pass", "model, data, loss"),
+        ("class Net(lockstep.Task):\n  pass", None),
+        ("class Net(Base):\n  pass", None),
+        (f"class Net:\n  {CONTRACT}", None),
+        (f"class Own:\n  {CONTRACT}\nclass Net(Own, nn.Module):\n  pass", None),
+        ("@decorate\nclass Net:\n  pass", None),
+        ("class Net(metaclass=Base):\n  pass", None),
+        ("class Net:\n  pass\nNet = decorate(Net)", None),
+        ("class Net:\n  pass\nNet.model = decorate", None),
+        ("class Net:\n  pass\nsetattr(Net, 'model', None)", None),
+        ("if torch:\n  class Net:\n    pass\nelse:\n  class Net(Base):\n    pass", None),
+    ],
+)
+def test_a_class_that_is_certainly_no_task_is_refused_without_its_import(body, lacks, tmp_path):
+    (tmp_path / "net.py").write_text(HEAD + body)
+    target = f"{tmp_path / 'net.py'}:Net"
+    if lacks is None:
+        targets.check(target)
+        return
+
+    with pytest.raises(UserError, match=f"the class Net in .*net.py is not a task: it lacks {lacks}"):
+        targets.check(target)

@@ -98,6 +98,7 @@ def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[Fi
 
     # Report one problem per file: a wrong digest explains a wrong header.
     problems = []
+
     for file in files:
         try:
             verify_file(checkpoint, file)

@@ -5,6 +5,7 @@ Only `export` imports torch, when it is called, so that all other actions start 
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from lockstep.checkpoint.storage import (
     committed,
     delete_checkpoint,
     open_storage,
+    step_in,
     steps_to_delete,
 )
 from lockstep.errors import UserError, plural, printable
@@ -55,7 +57,7 @@ def show(path: Path) -> tuple[str, int]:
         return f"{problem.label}: {problem}", 1
 
     facts = [
-        ("checkpoint", str(checkpoint.path)),
+        ("checkpoint", checkpoint.location),
         ("step", str(manifest.step)),
         ("when", _when(manifest)),
         ("lockstep", manifest.lockstep),
@@ -82,7 +84,8 @@ def verify(path: Path) -> tuple[str, int]:
     # One row for each checkpoint, followed by one row for each of its files with a problem.
     rows = []
     exit_code = 0
-    for checkpoint in [Checkpoint.at(path)] if _is_checkpoint(path) else committed(_storage(path)):
+
+    for checkpoint in [Checkpoint.at(path)] if _names_a_checkpoint(path) else committed(_storage(path)):
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -93,8 +96,8 @@ def verify(path: Path) -> tuple[str, int]:
 
 def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints. Invalid ones do not count and are not deleted."""
-    # Raises an error for a bad count before anything is read.
-    retention = Retention(last=keep)
+    if keep < 1:
+        raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
 
     # Read every byte, since only valid checkpoints count.
     storage = _storage(path)
@@ -105,7 +108,7 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
         f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}" for step in sorted(invalid)
     ]
 
-    for step in steps_to_delete([(step, {}) for step in names if step not in invalid], retention):
+    for step in steps_to_delete([(step, {}) for step in names if step not in invalid], Retention(last=keep)):
         if not dry_run:
             delete_checkpoint(storage, names[step], secrets.token_hex(8))
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
@@ -115,7 +118,7 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 
 def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     checkpoint = choose(path, step)
-    target = export_weights(checkpoint, out or checkpoint.path.parent.parent / "export" / checkpoint.name)
+    target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name)
 
     # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
     # written by a run may hold any values.
@@ -140,7 +143,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     tensors, aliases = _weights(checkpoint)
     if not tensors:
         raise UserError(
-            f"the checkpoint {checkpoint.path} has no weights to export",
+            f"the checkpoint {checkpoint.location} has no weights to export",
             f"no tensor whose name begins with {_PREFIX!r}",
             "list its tensors: lockstep ckpt show CKPT",
         )
@@ -174,7 +177,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
                 tensors[name] = reader.read(full_name)
     except InvalidCheckpoint as problem:
         raise UserError(
-            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            f"the checkpoint {checkpoint.location} {problem.verdict} and cannot be exported",
             str(problem),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None
@@ -184,7 +187,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
 
 def choose(path: Path, step: int | None = None) -> Checkpoint:
     """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, or its newest."""
-    if _is_checkpoint(path) and step is None:
+    if _names_a_checkpoint(path) and step is None:
         return Checkpoint.at(path)
 
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(_storage(path))}
@@ -200,17 +203,32 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def _storage(path: Path) -> CheckpointStorage:
-    # `path` is the run's folder, or the folder of its checkpoints.
+    # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
     for root in (path / "checkpoints", path):
-        if root.name == "checkpoints" and root.is_dir():
+        if _absolute(root).name == "checkpoints" and root.is_dir():
             return open_storage(root)
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
 
-def _is_checkpoint(path: Path) -> bool:
-    # A folder without a manifest is a damaged checkpoint.
-    return (path / MANIFEST).exists() or path.parent.name == "checkpoints"
+def _names_a_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint and not a run. A damaged checkpoint may have no manifest."""
+    # A checkpoint that was set aside is step-N.undone or step-N.damaged.
+    absolute = _absolute(path)
+    has_name = absolute.parent.name == "checkpoints" and step_in(absolute.name.partition(".")[0]) is not None
+    return has_name or (path / MANIFEST).exists()
+
+
+def _run_of(path: Path) -> Path:
+    """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
+    if _names_a_checkpoint(path):
+        return _absolute(path).parent.parent
+    return path if (path / "checkpoints").is_dir() else _absolute(path).parent
+
+
+def _absolute(path: Path) -> Path:
+    # Links are not followed: the folder of the checkpoints may be a link to one with another name.
+    return Path(os.path.abspath(path))
 
 
 def _row(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -45,16 +45,7 @@ def find(
     listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
     names = gather(listed)[0]
 
-    # Ranks with separate disks would resume separately. A rank has a different disk if
-    # - it does not see what rank 0 listed,
-    # - rank 0 lists no checkpoint, but this rank does, or
-    # - it reads a different owner's token.
-    visible = sorted(set(names) & set(storage.folders()))
-    sees_more = bool(listed) and not names
-    views = gather([visible, sees_more, storage.owner()])
-    for other_rank, view in enumerate(views):
-        if view != views[0]:
-            raise _not_shared(f"rank {other_rank} finds different files there than rank 0")
+    _check_shared(storage, listed, names, gather)
 
     # The newest checkpoint comes first.
     skipped: list[InvalidCheckpoint] = []
@@ -72,13 +63,7 @@ def find(
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, skipped)
 
-        # The exception names the first file; its reason lists the rest. The first of these kinds that any rank found
-        # counts.
-        labels = {label for label, _, _ in bad}
-        kind = next(kind for kind in (Damaged, Unreadable, WrongFormat) if kind.label in labels)
-        first = bad[0][1]
-        reasons = "; ".join(f"{file}: {why}" for _, file, why in bad)
-        skipped.append(kind(checkpoint, first, reasons.removeprefix(f"{first}: ")))
+        skipped.append(_invalid(checkpoint, bad))
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
@@ -90,17 +75,50 @@ def find(
 
     if skipped:
         raise _none_valid(storage, skipped, only)
+
     return None
+
+
+def _check_shared(storage: CheckpointStorage, listed: list[str], names: list[str], gather: Gather) -> None:
+    """Raise a UserError if the ranks have separate disks: they would resume separately. Collective.
+
+    `listed` are the checkpoints that this rank has listed, `names` those of rank 0. A rank has a different disk if
+
+    - it does not see what rank 0 listed,
+    - rank 0 lists no checkpoint, but this rank does, or
+    - it reads a different owner's token.
+    """
+    visible = sorted(set(names) & set(storage.folders()))
+    sees_more = bool(listed) and not names
+    views = gather([visible, sees_more, storage.owner()])
+    for rank, view in enumerate(views):
+        if view != views[0]:
+            raise _not_shared(f"rank {rank} finds different files there than rank 0")
+
+
+def _invalid(checkpoint: Checkpoint, problems: Sequence[tuple[str, str, str]]) -> InvalidCheckpoint:
+    """Return the error for a checkpoint with these problems, as (label, file, why)."""
+    # The first of these kinds that any rank found counts.
+    labels = {label for label, _, _ in problems}
+    kind = next(kind for kind in (Damaged, Unreadable, WrongFormat) if kind.label in labels)
+
+    # The error names the first file, and its reason lists the rest.
+    first = problems[0][1]
+    reasons = "; ".join(f"{file}: {why}" for _, file, why in problems)
+    return kind(checkpoint, first, reasons.removeprefix(f"{first}: "))
 
 
 def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
     verdicts = sorted({problem.verdict for problem in invalid})
-    what = f"the checkpoint {invalid[0].checkpoint.path}" if only else f"every checkpoint in {storage.address}"
+    what = f"the checkpoint {invalid[0].checkpoint.location}" if only else f"every checkpoint in {storage.address}"
+
+    # A file that was damaged cannot be repaired here; the other problems can be solved.
     fix = "restore the files"
     if WrongFormat.verdict in verdicts:
         fix = "use the version of Lockstep that wrote it"
     elif Unreadable.verdict in verdicts:
         fix = "let this user read the files"
+
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     return UserError(f"{what} {' or '.join(verdicts)}", "; ".join(map(str, invalid)), f"{fix}, or {way_out}")
 
@@ -188,6 +206,7 @@ class CheckpointReader:
         # The header was valid, so the file was truncated after it was checked.
         if rest:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
+
         return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
 
     def _locate(self, piece: Piece, dtype: str) -> int:

@@ -7,9 +7,9 @@
     due, save                       between two steps
     abandon_if_failed               when the control word says that a rank failed to write its file
     rewind                          when a step was not applied and the policy is rewind
-    settle, newest_path, close      at the end
+    settle, saved_location, close   at the end
 
-`poll`, `save_is_due_by_clock`, `due`, `newest_path` and `close` are local. All other methods are collective.
+`poll`, `save_is_due_by_clock`, `due`, `saved_location` and `close` are local. All other methods are collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +30,17 @@ from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
+    LATEST,
     Checkpoint,
     CheckpointStorage,
     Retention,
     committed,
+    folder_name,
     open_storage,
     set_aside,
     set_aside_after,
+    step_in,
+    update_latest,
 )
 from lockstep.checkpoint.writer import PendingSave, SaveContext
 from lockstep.config import RunConfig, flatten
@@ -64,6 +67,7 @@ class LoopState:
     evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
+    early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> LoopState:
@@ -75,7 +79,7 @@ class Resumed:
     """The result of a resume or a rewind."""
 
     step: int
-    path: Path  # of the checkpoint
+    location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
     changed_settings: list[Change]
     changes: list[str]  # all differences, as text, including `changed_settings`
@@ -102,9 +106,11 @@ class CheckpointManager:
         """
         self.folder = folder
         self.state = state
+
         self.config = config
         self.plan = plan
         self.runtime = runtime
+
         self.log_event = log_event
         self.before_next_update = before_next_update
         self.storage = open_storage(folder.path / "checkpoints")
@@ -112,7 +118,10 @@ class CheckpointManager:
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
         retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
-        context = SaveContext(self.storage, runtime.world.rank, runtime.world.size, folder.token, retention)
+        world = runtime.world
+        context = SaveContext(
+            self.storage, world.rank, world.size, folder.token, retention, on_commit=folder.end_going_back
+        )
         self.saver = Saver(context, settings.asynchronous)
 
         # True from the start of a save until all ranks agree on its outcome (`settle`).
@@ -124,7 +133,7 @@ class CheckpointManager:
         # When the last checkpoint was saved or loaded, or else the run began: for `checkpoint.minutes`.
         self._saved_at = time.monotonic()
 
-        self._rewinds = 0  # since the last checkpoint
+        self._rewinds = 0  # since the last committed checkpoint
         self._parts_compared = False  # whether the ranks have compared the state of their parts
 
     # ---- resuming ----
@@ -135,9 +144,10 @@ class CheckpointManager:
         Return None if neither exists.
         """
         if self.runtime.is_main:
-            self.storage.claim(self.folder.token)
+            self._claim()
 
-        # After a restart, the run's own checkpoints are newer than the one that --resume named.
+        # After a restart, the run's own checkpoints are newer than the one that --resume named; unless the run has not
+        # gone back to that one yet (`RunFolder.goes_back`).
         reader = self._find(self.storage) if self.folder.continues else None
         origin = self.folder.origin
         if reader is None and origin is not None:
@@ -156,6 +166,16 @@ class CheckpointManager:
                 )
 
         return None if reader is None else self._load(reader)
+
+    def _claim(self) -> None:
+        self.storage.claim(self.folder.token)
+
+        # If this attempt fails before it has gone back, the launcher announces this checkpoint.
+        name = self.folder.origin.resolve().name if self.folder.origin else ""
+        if self.folder.goes_back and step_in(name) is not None:
+            self.storage.replace(LATEST, f"{name}\n".encode())
+        elif self.folder.attempt == 0:
+            update_latest(self.storage)
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Go back to the last checkpoint, and from now on skip the samples of the step that was not applied.
@@ -217,6 +237,7 @@ class CheckpointManager:
             text = f"{problem}; resuming from {reader.checkpoint.name}"
             if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
                 text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
+
             self.log_event("warning", reason=text)
 
         return reader
@@ -250,14 +271,18 @@ class CheckpointManager:
         in_own_storage = reader.checkpoint.storage == self.storage
         self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.storage, step) if in_own_storage else None)
 
-        self._saved_step = step if in_own_storage else None
+        # --resume may name a checkpoint that was set aside, which is never the newest one. So a later attempt must go
+        # back to it again, until this run has saved another.
+        self._saved_step = step if in_own_storage and step_in(reader.checkpoint.name) is not None else None
+        if self.runtime.is_main and self._saved_step is not None:
+            self.folder.end_going_back()
         self._saved_at = time.monotonic()
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", step))
         return Resumed(
             step=step,
-            path=reader.checkpoint.path,
+            location=reader.checkpoint.location,
             world_size=values["world"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
@@ -302,8 +327,8 @@ class CheckpointManager:
 
         if not hasattr(self.state.source, "skip"):
             raise UserError(
-                f"{policy}=rewind cannot be used with a stream, which cannot skip samples",
-                "",
+                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
+                f"the data is read by a {type(self.state.source).__name__}, which has no method skip",
                 f"set {policy}=skip, or {policy}=stop",
             )
 
@@ -350,7 +375,6 @@ class CheckpointManager:
         self._unsettled = True
         self._saved_step = step
         self._saved_at = time.monotonic()
-        self._rewinds = 0
         seed_host(derive(self.config.seed, "checkpoint", step))
 
     def _start_save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
@@ -388,9 +412,9 @@ class CheckpointManager:
         return self.saver.failed_save is not None
 
     def settle(self) -> bool:
-        """Wait until the last save is committed, or abandoned on all ranks. Return whether it is committed.
+        """Wait until the last save is committed, or abandoned on all ranks. Return False if this call abandoned it.
 
-        If there is no pending save, this returns True at once.
+        If no save is pending, this returns True at once, even if the last one was abandoned earlier.
         """
         if not self._unsettled:
             return True
@@ -404,6 +428,10 @@ class CheckpointManager:
             if not abandoned:
                 self._log(self.saver.take_ended())
                 abandoned = self.abandon_if_failed()
+
+        # Only a committed checkpoint lets the run rewind as often again.
+        if not abandoned:
+            self._rewinds = 0
 
         self._unsettled = False
         return not abandoned
@@ -427,24 +455,33 @@ class CheckpointManager:
         self.saver.abandon(reason)
 
         # The failure is logged here, once, with the reasons of all ranks.
-        newest = self.newest_path()
-        last = f"the last good one is {newest.name}" if newest else "there is no checkpoint yet"
         self.log_event(
             "warning",
-            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; {last}",
+            reason=f"THE CHECKPOINT OF STEP {self._saved_step} WAS NOT WRITTEN: {reason}. Training continues; "
+            f"{self._last_good()}",
         )
 
         self._unsettled = False
         self._saved_step = None
         return True
 
+    def _last_good(self) -> str:
+        """Say which checkpoint remains after a failed save. The storage may be out of reach."""
+        try:
+            newest = committed(self.storage)[:1]
+        except OSError as error:
+            return f"the checkpoints cannot be listed: {error}"
+
+        return f"the last good one is {newest[0].name}" if newest else "there is no checkpoint yet"
+
     def close(self, timeout: float = 0.0) -> None:
         """Close the saver. A save that is being written gets `timeout` seconds to finish."""
         self.saver.take_ended(timeout)
         self.saver.close()
 
-    def newest_path(self) -> Path | None:
-        return next((checkpoint.path for checkpoint in committed(self.storage)), None)
+    def saved_location(self) -> str | None:
+        """Return where the last checkpoint is, which `settle` has committed; None if there is none."""
+        return None if self._saved_step is None else Checkpoint(self.storage, folder_name(self._saved_step)).location
 
     def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self.runtime.world
@@ -468,11 +505,12 @@ class CheckpointManager:
             if save.checkpoint and save.error:
                 text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {save.error}"
                 self.log_event("warning", reason=text)
+
             if save.checkpoint:
                 self.log_event(
                     "checkpoint",
                     step=save.step,
-                    path=self.folder.as_shown(save.checkpoint.path),
+                    path=self.folder.as_shown(save.checkpoint.location),
                     mb=save.total_bytes / MIB,
                     stall_s=save.stall_s,
                     write_s=save.write_s,
@@ -485,6 +523,7 @@ def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
     now = _settings_as_text(config)
     changes = []
+
     for key in {**saved, **now}:
         # A key that the older version did not have counts as its default.
         before = saved.get(key, typed(KEYS[key].default) if key in KEYS else "not set")

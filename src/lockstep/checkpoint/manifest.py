@@ -246,6 +246,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     named_step = step_in(checkpoint.name)
     if named_step is not None and named_step != manifest.step:
         raise Damaged(checkpoint, MANIFEST, f"belongs to step {manifest.step:,}: the folder was renamed, or is a copy")
+
     return manifest
 
 
@@ -439,8 +440,10 @@ def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
             if start != end:
                 return False
             end = start + size
+
         if end != length:
             return False
+
         cells *= len(intervals)
 
     return cells == len(pieces) == len({piece.offset for piece in pieces})

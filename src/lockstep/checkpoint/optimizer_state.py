@@ -174,6 +174,7 @@ class OptimizerStates:
 
         # Compare the options that the user's code sets now with those that it set when the run began.
         changed = []
+
         for group, (now, before) in enumerate(zip(self._initial_options[number], initial, strict=True)):
             for key in options[group]:
                 if key in before and repr(before[key]) == repr(now[key]):

@@ -56,6 +56,7 @@ def shards_to_write(
             # file.
             first = is_first_copy(tensor) and not any(_belongs_to(name, parameter) for parameter in duplicates)
             return first and tensor.to_local().numel() > 0
+
         return (0 if name.startswith(_PART) else writers[name]) == rank
 
     return {name: shard_of(tensor) for name, tensor in tensors.items() if writes(name, tensor)}

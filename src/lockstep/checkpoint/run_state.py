@@ -224,16 +224,19 @@ class RunState:
             saved = states.pop(name, None)
             current = part.state_dict()
 
+            # What changed between the two is reported, never refused: a part may be added or removed at any time.
             if saved:
                 changes_since = getattr(part, "changes_since", None)
                 if changes_since:
                     changed += changes_since(saved)
+
                 part.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
 
+        # A part that this run does not have any more.
         unused = [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
         return changed + unused
 
@@ -256,6 +259,7 @@ class RunState:
         for name in saved:
             if name in self._held_elsewhere:
                 continue
+
             read_into(state[name], f"model.{name}", reader)
 
             # The parameter is now the rounded copy; its float32 master is read separately.
@@ -272,11 +276,13 @@ class RunState:
         self, state: dict[str, Tensor], saved: list[str], reader: CheckpointReader, digests: dict[str, str]
     ) -> None:
         """Check names, shapes and the digests of frozen parameters before anything is changed."""
-        # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         names = {name for name in state if not is_extra(name)}
+
+        # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
         for name, saved_digest in digests.items():
             if name not in names or name in self._held_elsewhere:
                 continue
+
             if digest(full_tensor(self.model.get_parameter(name))) != saved_digest:
                 advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
                 raise UserError(
@@ -337,6 +343,7 @@ def next_samples(source: BatchSource) -> str | None:
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     tied_now = aliases_of({name: identity(state[name]) for name in saved})
     tied_before = aliases_of({name: reader.original(f"model.{name}") for name in saved})
+
     for name in saved:
         if tied_now.get(name) != tied_before.get(name):
             here, there = "in this model", "in the checkpoint"

@@ -81,12 +81,8 @@ class Saver:
         self._saves += 1
         self._last = pending = PendingSave(self._context, step, self._saves, layout.file_size)
 
-        # Assume that the other ranks write about as much as this one, with 1 % to spare for manifest and rounding.
-        needed = self._context.world_size * (layout.file_size + layout.file_size // 100)
-        free = self._context.storage.free_bytes()
-        if free < needed:
-            pending.refuse(needed - free)
-        else:
+        # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
+        if pending.check_room():
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
             run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:

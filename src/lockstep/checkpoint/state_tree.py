@@ -38,28 +38,34 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             # Record whether it was on the CPU: an optimizer's step count stays there while its model is on a GPU.
             tensors[name] = value.detach()
             return {"$tensor" if value.device.type == "cpu" else "$on_device": name}
+
         case np.ndarray() if value.dtype != object:
             tensors[name] = torch.from_numpy(np.array(value))
             return {"$array": name}
 
         case np.generic() if not isinstance(value.item(), np.generic):
             return pack(value.item(), name, tensors)
+
         case None | bool() | str():
             return value
+
         case int():
             # Subclasses, such as enums, become plain numbers.
             return int(value)
+
         case float():
             # Strict JSON has no NaN and no infinity.
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
 
         case list():
             return [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+
         case tuple():
             return {"$tuple": pack(list(value), name, tensors)}
 
         case dict() if all(isinstance(key, str) for key in value) and not _MARKERS & value.keys():
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+
         case dict():
             # Some keys are not strings, or one of them is a marker.
             pairs = [
@@ -141,24 +147,30 @@ def _feed(sha: Any, data: Any) -> None:
             # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
             if not isinstance(data, DTensor):
                 sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
         case np.ndarray() if data.dtype != object:
             # Not its repr, which omits digits, and the middle of a large array.
             sha.update(f"{data.dtype}{data.shape}".encode())
             sha.update(data.tobytes())
+
         case Mapping():
             # Sorted, since ranks may have filled it in different orders.
             for key in sorted(data, key=str):
                 sha.update(str(key).encode())
                 _feed(sha, data[key])
+
         case list() | tuple() | np.ndarray():
             for value in data:
                 _feed(sha, value)
+
         case set() | frozenset():
             # Sorted, since the order of strings in a set differs between processes.
             _feed(sha, sorted(data, key=repr))
+
         case _ if type(data).__repr__ is object.__repr__:
             # The default repr contains an address, so use the class and the attributes.
             sha.update(type(data).__qualname__.encode())
             _feed(sha, getattr(data, "__dict__", {}))
+
         case _:
             sha.update(repr(data).encode())

@@ -52,7 +52,7 @@ class CheckpointStorage(Protocol):
 
     @property
     def address(self) -> str:
-        """The name of this storage in messages."""
+        """The name of this storage, for messages only."""
 
     def folders(self) -> list[str]:
         """Return the names of all folders, in any order."""
@@ -85,7 +85,7 @@ class CheckpointStorage(Protocol):
         """
 
     def owner(self) -> str | None:
-        """Return the token of the last claim."""
+        """Return the token of the last claim; None before the first. An error must raise: it is no answer."""
 
     def free_bytes(self) -> int:
         """Return how many bytes can still be written."""
@@ -106,9 +106,9 @@ class Checkpoint:
         return cls(open_storage(path.parent), path.name)
 
     @property
-    def path(self) -> Path:
-        """The location, for messages. Only with a `FileSystemStorage` is it a path that can be opened."""
-        return Path(self.storage.address, self.name)
+    def location(self) -> str:
+        """The location, for messages. It is not always a path: a storage may be anywhere."""
+        return f"{self.storage.address}/{self.name}"
 
     # Only a committed checkpoint has a step.
     @property
@@ -212,7 +212,7 @@ class Retention:
     mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
 
     def __post_init__(self) -> None:
-        # `lockstep ckpt prune` takes any number; the configuration checks its own.
+        # The configuration and `lockstep ckpt prune` check what users type.
         for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and count < 1:
                 raise UserError(
@@ -315,8 +315,8 @@ class FileSystemStorage:
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
-        # Before the first claim there is no such file.
-        with suppress(OSError):
+        # Before the first claim there is no such file. Any other error must not look as if there were no owner.
+        with suppress(FileNotFoundError):
             return read_bytes(self.root / OWNER, most=1000).decode(errors="replace").strip()
         return None
 
@@ -335,12 +335,14 @@ def split(data: memoryview) -> list[memoryview]:
     rest = len(data) % PAGE
     if chunks and rest and len(chunks[-1]) > PAGE:
         chunks[-1:] = [chunks[-1][:-rest], chunks[-1][-rest:]]
+
     return chunks
 
 
 def _create(path: Path) -> io.FileIO:
     """Create a file and its folder. Retry if another rank deletes the folder while it is still empty."""
     attempts_left = 10
+
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -376,7 +378,9 @@ def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
                 # After a file system has refused one direct write, do not try again.
                 direct = direct and not suitable
                 _write_all(file.fileno(), chunk, position)
+
             position += len(chunk)
+
         os.fsync(file.fileno())
 
 

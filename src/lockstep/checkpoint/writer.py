@@ -7,6 +7,7 @@
     rank 0       checks that it still owns the storage
     rank 0       step-N -> step-N.undone                         if step N was saved before
     rank 0       step-N.tmp-TOKEN-NUMBER -> step-N               the commit
+    rank 0       calls `SaveContext.on_commit`
     rank 0       updates `latest` and deletes the checkpoints that `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
@@ -57,6 +58,7 @@ from lockstep.checkpoint.storage import (
     steps_to_delete,
     update_latest,
 )
+from lockstep.errors import listed_ranks
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class SaveContext:
     token: str  # identifies this attempt of the run
     retention: Retention
     timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
+    on_commit: Callable[[], None] = lambda: None  # called on rank 0 right after the rename; it must not raise
 
     def __post_init__(self) -> None:
         assert self.token.isalnum(), self.token  # it becomes part of a folder's name
@@ -81,7 +84,7 @@ class SaveFailed(Exception):
 class PendingSave:
     """One save on one rank, and its result once it has ended.
 
-    `run` may run in a thread. Of the other methods, the training thread calls only `refuse`, `abandon` and
+    `run` may run in a thread. Of the other methods, the training thread calls only `check_room`, `abandon` and
     `delete_uncommitted`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its files
     are deleted.
     """
@@ -139,6 +142,7 @@ class PendingSave:
 
             if self.context.rank == 0:
                 self._commit(aliases, values)
+
             self._check_abandoned()
         except BaseException as error:
             # An exception would be lost with the thread.
@@ -146,7 +150,7 @@ class PendingSave:
 
     def fail(self, error: BaseException) -> None:
         """Delete the uncommitted files, report the failure to rank 0, and record the reason."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = self._reason(error)
         try:
             self.delete_uncommitted()
             if isinstance(error, FileNotFoundError | FileExistsError) and self.checkpoint is None:
@@ -154,7 +158,7 @@ class PendingSave:
                 # if a folder is deleted at that moment.) If listing fails, `error` remains the reason.
                 with suppress(OSError):
                     self.caused_elsewhere |= self.folder not in self.context.storage.folders()
-            reason = self._reason(error)
+                reason = self._reason(error)
 
             # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
             if self.context.rank != 0 and not self.abandoned.is_set():
@@ -165,9 +169,18 @@ class PendingSave:
             self.error = reason
             self.file_ended.set()
 
-    def refuse(self, missing: int) -> None:
-        """Fail before anything is written, because the disk has `missing` bytes too few."""
-        self.fail(SaveFailed(f"{self._no_room()}: {size_text(self.bytes)} to write, {size_text(missing)} too little"))
+    def check_room(self) -> bool:
+        """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
+        try:
+            missing = self.bytes - self.context.storage.free_bytes()
+            if missing > 0:
+                sizes = f"{size_text(self.bytes)} to write, {size_text(missing)} too little"
+                raise SaveFailed(f"{self._no_room()}: {sizes}")
+        except (OSError, SaveFailed) as error:
+            self.fail(error)
+            return False
+
+        return True
 
     def abandon(self, why: str) -> None:
         self._why_abandoned = why
@@ -202,6 +215,7 @@ class PendingSave:
 
             if number == (len(chunks) + 1) // 2:
                 faults.fire("write", self.step)
+
             digest.update(chunk)
             yield chunk
 
@@ -234,8 +248,9 @@ class PendingSave:
 
         # If this process was suspended for a while, its run may already continue elsewhere.
         owner = storage.owner()
-        if owner not in (None, self.context.token):
-            raise SaveFailed(f"another attempt has taken over this run (its token is {owner})")
+        if owner != self.context.token:
+            taken_over = f"another attempt has taken over this run (its token is {owner})"
+            raise SaveFailed(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
 
         # There may be an earlier checkpoint of the same step, either damaged, or written before a rewind.
         name = folder_name(self.step)
@@ -245,6 +260,7 @@ class PendingSave:
         # The commit.
         storage.rename(self.folder, name)
         self.checkpoint = Checkpoint(storage, name)
+        self.context.on_commit()
         self.total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
 
         # From here on, the checkpoint is safe whatever fails. `write_s` does not include deleting old checkpoints.
@@ -278,9 +294,9 @@ class PendingSave:
             if not missing:
                 return [confirmations[rank] for rank in sorted(ranks)]
             if time.monotonic() > deadline:
-                raise SaveFailed(
-                    f"rank {', '.join(map(str, missing))} did not write its file within {self.context.timeout_s:.0f} s"
-                )
+                files = "its file" if len(missing) == 1 else "their files"
+                limit = f"{self.context.timeout_s:.0f} s"
+                raise SaveFailed(f"{listed_ranks(missing)} did not write {files} within {limit}")
 
             # Sleep, but wake up as soon as the save is abandoned.
             self.abandoned.wait(pause)
@@ -297,6 +313,7 @@ class PendingSave:
         written = confirmation["file"]["size"]
         with self.context.storage.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
+
         if size != written:
             raise SaveFailed(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
@@ -306,11 +323,13 @@ class PendingSave:
         # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
         tensors: dict[str, TensorEntry] = {}
         pieces: dict[str, list[Piece]] = {}
+
         for confirmation in confirmations:
             for name, item in confirmation["tensors"].items():
                 entry = TensorEntry(item["dtype"], item["shape"], ())
                 if tensors.setdefault(name, entry) != entry:
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
+
                 pieces.setdefault(name, []).extend(Piece(**piece) for piece in item["pieces"])
 
         return Manifest(

@@ -35,7 +35,7 @@ class AMPConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
 
-    # constant, linear, cosine or wsd. All but the first need `total_steps`, counted in optimizer steps.
+    # A name in SCHEDULES. All but "constant" need `total_steps`, counted in optimizer steps.
     lr_schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None

@@ -120,8 +120,10 @@ class AMPTrainer:
         if not hasattr(self, "driver"):
             self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
             return self.wrap_own(self.driver.module)
+
         if model is self._module or model is self.model:
             return self.model
+
         return self.wrap_other(model.to(self.runtime.device))
 
     def training_step(self, batch: Any) -> TrainingStep:
@@ -160,6 +162,7 @@ class AMPTrainer:
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
             if not padding:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
+
             padding = upcoming is None
             batch = batch if padding else upcoming
 

@@ -44,9 +44,9 @@ class CheckpointCalls:
         self._trainer = trainer
         self._steps = 0
 
-        # Since the last step: each load with the folder it read, and for each writer the number of its saves whose
+        # Since the last step: each load with the storage it read, and for each writer the number of its saves whose
         # report this rank has left in the store, or taken from it.
-        self.loads: list[tuple[str, Path]] = []
+        self.loads: list[tuple[str, CheckpointStorage]] = []
         self.saves = Counter[int]()
         self._load_calls = 0
 
@@ -118,7 +118,8 @@ def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
         report = _save_here(state, step, calls, folder, limit)
     else:
         report = _wait_for_save(calls, folder, writer, limit)
-    return Checkpoint(open_storage(folder / "checkpoints"), report["checkpoint"]).path
+
+    return folder / "checkpoints" / report["checkpoint"]
 
 
 def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
@@ -127,6 +128,8 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
     key = calls.next_save(rank)
     calls.saves[rank] += 1
     interrupted = _not_written(folder, "it was interrupted")
+
+    # The other ranks wait for this report. If nothing else is reported, it says that the save was interrupted.
     with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
         _wait_for_readers(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
@@ -161,6 +164,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     saver.close()
     if save.checkpoint is None:
         raise OSError(save.error)
+
     return save.checkpoint.name
 
 
@@ -168,8 +172,9 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
     # A rank that waits for this save does not load, even if it has left out a load.
     saving = calls.of_all_ranks(f"{save}/waits")
-    target = (folder / "checkpoints").resolve()
+    target = open_storage(folder / "checkpoints")
     deadline = time.monotonic() + limit.total_seconds()
+
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
         signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
         while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
@@ -180,6 +185,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
                     f"within {limit}",
                     "call load_checkpoint on every rank, in the same order",
                 )
+
             time.sleep(0.02)
 
 
@@ -233,17 +239,19 @@ def load_state(
     world = calls.world
     key = calls.next_load()
     calls.leave(f"{key}/called/{world.rank}")
+
     with calls.reporting(f"{key}/read/{world.rank}", _interrupted(path, world.rank)):
         reader = _choose_for_all(calls, key, path) if world.rank == 0 else _chosen_by_rank_0(calls, key, path, limit)
 
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
-        calls.loads.append((key, Path(reader.checkpoint.storage.address).resolve()))
+        calls.loads.append((key, reader.checkpoint.storage))
         state.restore(reader, reader.manifest.values["state"])
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
     if not world.alone and wait_for(calls.store, calls.of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
         _wait_for_all(calls, key, path, limit)
+
     return stepper.counters.step
 
 
@@ -277,8 +285,9 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
                 "",
                 "give the folder that save_checkpoint was given",
             )
+
         choice["checkpoint"] = reader.checkpoint.name
-        choice["folder"] = str(Path(storage.address).resolve())
+        choice["folder"] = storage.address
         choice["digest"] = reader.manifest.digest
         choice["saves"] = calls.saves[0]
 
@@ -316,7 +325,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
     found = [str(problem) for problem in problems]
     if manifest is None or manifest.digest != choice["digest"]:
-        found.append(f"{checkpoint.path}: another checkpoint of the same name")
+        found.append(f"{checkpoint.location}: another checkpoint of the same name")
     if only not in (None, checkpoint.name):
         found.append(f"{path}: another checkpoint")
 
@@ -327,6 +336,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
             found[0],
             "give all ranks the same folder, on a file system that all machines share",
         )
+
     return CheckpointReader(checkpoint, manifest)
 
 

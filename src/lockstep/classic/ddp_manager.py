@@ -78,6 +78,7 @@ class DDPManager:
         model.to(self.device)
         if self.world.alone:
             return model
+
         return wrap_in_ddp(model, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
 
     def get_dataloader(
@@ -122,7 +123,11 @@ class DDPManager:
             return tensor
 
         # Not every backend has a mean: it is the sum, divided.
-        reduction = dist.ReduceOp.SUM if mean else OPERATIONS[op] if isinstance(op, str) else op
+        if mean:
+            reduction = dist.ReduceOp.SUM
+        else:
+            reduction = OPERATIONS[op] if isinstance(op, str) else op
+
         dist.all_reduce(tensor, reduction)
         return tensor.div_(self.world.size) if mean else tensor
 

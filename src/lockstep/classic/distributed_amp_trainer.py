@@ -95,6 +95,7 @@ class DistributedAMPTrainer(AMPTrainer):
         self.world_size = world.size
         if not world.alone:
             self.number = next(_TRAINERS)
+
         return make_runtime(world, device, backend)
 
     def settings(self) -> dict[str, Any]:
@@ -144,6 +145,7 @@ class DistributedAMPTrainer(AMPTrainer):
             if self._open_step is None:
                 scale = self.scaler.value if self.scaler else None
                 self.log.end_step(self.stepper.counters.step - 1, result, scale=scale)
+
         return loss, result
 
 

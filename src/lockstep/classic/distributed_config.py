@@ -110,6 +110,7 @@ class DistributedConfig:
                     f"RANK={self.rank} and LOCAL_RANK={local_rank}",
                     "set LOCAL_WORLD_SIZE to the number of processes on this node, or use torchrun",
                 )
+
             self.num_gpus_per_node = self.world_size // max(1, self.num_nodes)
 
         if "num_nodes" not in known and self.num_gpus_per_node > 0:
@@ -123,6 +124,7 @@ class DistributedConfig:
             self.node_rank = first // self.num_gpus_per_node
         if "first_rank" not in known and (first != self._first_rank or not self.knows_nodes):
             self.first_rank = first
+
         return self
 
     @classmethod
@@ -170,6 +172,7 @@ class DistributedConfig:
 
         if problems:
             raise ConfigError(problems)
+
         return True
 
     def check_values(self) -> None:
@@ -182,11 +185,12 @@ class DistributedConfig:
         # The defaults contradict nothing.
         if (self.rank, self.world_size) in ((0, 1), (world.rank, world.size)):
             return None
+
         return UserError(
             f"rank={self.rank}, world_size={self.world_size} were given to a process that was started as rank "
             f"{world.rank} of {world.size}",
             "",
-            "leave rank and world_size out: they are found",
+            "leave rank and world_size out: they are read from the environment",
         )
 
     def _wrong_types(self) -> Iterator[UserError]:
@@ -204,6 +208,7 @@ class DistributedConfig:
             else:
                 right = type(value) is kind
                 what = f"of type {kind.__name__}"
+
             if not right:
                 yield UserError(
                     f"{field.name}={value!r} is not {what}", "", f"give {field.name} a value that is {what}"

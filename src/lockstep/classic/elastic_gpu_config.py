@@ -102,6 +102,7 @@ class ElasticGPUConfig:
             return self._split(processes or self._most(count // 2))
         if replica > NEARLY_FULL * self._memory():
             raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
+
         return self._plan(1, self._room(self._all_models(), NEARLY_FULL), "one GPU, nearly full")
 
     def settings(self, plan: ElasticPlan) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def time_limit(minutes: float) -> timedelta:
     except (TypeError, ValueError, OverflowError):
         limit = timedelta(0)
     if limit <= timedelta(0):
-        raise UserError(f"timeout_mins={minutes!r} is no time limit", "", "set timeout_mins=30")
+        raise UserError(f"timeout_mins={minutes!r} is not a time limit", "", "set timeout_mins=30")
     return limit
 
 

@@ -67,6 +67,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--auto_resume", action="store_true", help="resume from the newest checkpoint in run_dir, if there is one")
     add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)
 
+    # Processes and micro-batches by the memory of the GPUs.
     add("--elastic_gpu", action="store_true", help="processes and micro-batches by the GPUs of this machine")
     add("--elastic_target_util", type=float, default=0.75, help="how much of a GPU's memory to use (0.75)")
     add("--elastic_sample_gb", type=float, help="GiB that a sample takes; without it micro-batches are tried out")
@@ -87,6 +88,7 @@ def check_processes(distributed: bool, takes_any: bool) -> None:
         size = World.from_env().size
         if size > 1 and not distributed and not takes_any:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
+
         return
 
     check_announced()
@@ -113,6 +115,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         settings["checkpoint.every"] = options.save_every
     if options.auto_resume:
         settings["resume"] = "auto"
+
     return settings
 
 

@@ -27,6 +27,9 @@ class Platform(Protocol):
     # True if only this user may read the files. False if it is left out.
     PRIVATE: bool
 
+    # False if the platform starts a job only once. True if it is left out.
+    STARTS_AGAIN: bool
+
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that only this platform has."""
         ...
@@ -71,6 +74,9 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Render a job for a platform; print it, write it, or submit it. Returns an exit code."""
     chosen = platform(options.platform)
     request = make_request(options, overrides)
+    if getattr(chosen, "STARTS_AGAIN", True):
+        _refuse_other_resume(request)
+
     texts = chosen.render(request, options)
 
     if options.out is None and not options.submit:
@@ -78,6 +84,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             if len(texts) > 1:
                 print(f"# ---- {name} ----")
             print(text, end="" if text.endswith("\n") else "\n")
+
         print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)
         return 0
 
@@ -100,8 +107,11 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     parse_nproc(options.nproc)
     nodes = parse_nnodes(options.nnodes)
 
+    def last(key: str) -> str | None:
+        return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
+
     # All machines, and every restart of the job, need the same folder: it is chosen once, here.
-    asked = next((values["run_dir"] for _, values in reversed(layers) if values.get("run_dir")), None)
+    asked = last("run_dir")
     run_dir = Path(asked) if asked else new_run_dir(targets.name_of(options.target))
     rest = tuple(word for word in overrides if not word.startswith("run_dir="))
     return Request(
@@ -112,7 +122,19 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
         run_dir=run_dir,
         nproc=options.nproc,
         nnodes=nodes,
+        resume=last("resume") or "auto",
     )
+
+
+def _refuse_other_resume(request: Request) -> None:
+    """Refuse to begin anew, or with another run's checkpoint, at every start of a job that is started again."""
+    if request.resume != "auto":
+        raise UserError(
+            f"resume={request.resume} would hold for every start of this job",
+            "the platform starts it again after a preemption, and it must continue in its run_dir then",
+            "leave resume out, and set a run_dir of its own to begin a new run; to begin with a checkpoint of another "
+            "run, first type: lockstep train ... --resume PATH run_dir=NEW, and stop it with Ctrl-C",
+        )
 
 
 def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[str, Path]:
@@ -123,6 +145,7 @@ def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[st
             if private:
                 (folder / name).touch(mode=0o600)
                 (folder / name).chmod(0o600)  # it may have been there
+
             (folder / name).write_text(text)
     except OSError as error:
         raise UserError(
@@ -131,4 +154,5 @@ def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[st
 
     for name in texts:
         print(f"lockstep: wrote {folder / name}", file=sys.stderr)
+
     return {name: folder / name for name in texts}

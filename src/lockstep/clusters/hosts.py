@@ -111,6 +111,7 @@ def read_hostfile(path: Path) -> list[Host]:
             slots = match["count"] or options.get("slots")
             if slots is not None and not (slots.isdigit() and int(slots)):
                 raise UserError(f"{path}, line {number}: slots={slots} is not a number", "", "use slots=4, say")
+
             hosts.append(Host(match["host"], int(slots) if slots else None))
 
     return hosts
@@ -195,6 +196,7 @@ def split_ssh(ssh: str) -> list[str]:
 
     if not words:
         raise UserError(f"--ssh {ssh!r} is not a command", found, 'use --ssh "ssh -p 2222", say, or leave it out')
+
     return words
 
 

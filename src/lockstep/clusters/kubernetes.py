@@ -125,6 +125,7 @@ def _describe(request: Request, options: argparse.Namespace) -> Pods:
         raise UserError(
             f"--runtime {options.runtime} is for --kind trainjob", f"--kind {options.kind}", "leave --runtime out"
         )
+
     for text in options.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", text, re.DOTALL):
             raise UserError(f"--env {text} sets no variable", "the form is NAME=VALUE", "use --env NCCL_DEBUG=INFO")
@@ -160,6 +161,7 @@ def dns_name(text: str) -> str:
             f"{len(name)} characters, of {LONGEST_NAME} at most",
             "set a run_dir with a shorter name: run_dir=runs/NAME",
         )
+
     return name
 
 
@@ -172,6 +174,7 @@ def _processes(request: Request, options: argparse.Namespace) -> tuple[int | Non
         raise UserError(
             "the number of GPUs of each pod is not known", "--nproc auto", "add --gpus-per-node 8, or --nproc 8"
         )
+
     if gpus is None:
         gpus = most
     if gpus < 0:
@@ -208,6 +211,7 @@ def _run_folder(request: Request, volumes: list[tuple[str, str]], options: argpa
             "it is on no volume",
             "add --pvc CLAIM:/data, a volume claim that all pods may write (ReadWriteMany)",
         )
+
     return Path(folder)
 
 
@@ -367,6 +371,7 @@ def _job_spec(pods: Pods, restarts_all: bool = False) -> Manifest:
     if pods.elastic:
         # When the run is over, a pod that never found a place need not run any more.
         spec["successPolicy"] = {"rules": [{"succeededCount": pods.fewest}]}
+
     return {**spec, "template": {"spec": _pod(pods)}}
 
 
@@ -446,6 +451,7 @@ def _resources(pods: Pods) -> Manifest:
         requests["memory"] = limits["memory"] = pods.options.memory
     if pods.gpus:
         limits[pods.options.gpu_resource] = str(pods.gpus)
+
     return {name: values for name, values in (("requests", requests), ("limits", limits)) if values}
 
 
@@ -474,6 +480,7 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
         label = "batch.kubernetes.io/job-name" if options.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
         print(f"lockstep: submitted; to watch: {shlex.join([*prefix, 'logs', '-f', '-l', f'{label}={pods.name}'])}")
         print(f"lockstep: to remove it: {shlex.join([*prefix, 'delete', '-f', str(files[MANIFEST])])}")
+
     return code
 
 
@@ -487,6 +494,7 @@ def _refuse_an_older_job(words: list[str], prefix: list[str], pods: Pods) -> int
             "it would stay as it is, and nothing would start",
             f"use another run_dir; or, to run it again: {shlex.join([*prefix, 'delete', kind, pods.name])}",
         )
+
     return looked.returncode
 
 

@@ -41,8 +41,8 @@ class Logins:
         self._events: Queue[Event] = Queue()
         self._logins: list[Login] = []
 
-        # The hosts that are logged in to. They are told so every few seconds, by a thread: what the terminal or the job
-        # is busy with must not look like the loss of this machine.
+        # The hosts that are logged in to. A thread sends this list to all of them every few seconds: a busy terminal or
+        # job must not look like the loss of this machine.
         self._connected = set(range(len(self.hosts)))
         self._closed = threading.Event()
 
@@ -145,7 +145,7 @@ class Logins:
         self._logins[place] = self._log_in(place, login.number + 1)
 
     def note(self, place: int, connected: bool) -> None:
-        """Tell all hosts that one of them is lost, or is back."""
+        """Let all hosts know that one of them is lost, or is back."""
         # Replaced, not changed: the other thread may be reading it.
         self._connected = self._connected | {place} if connected else self._connected - {place}
         self._beat()
@@ -212,32 +212,46 @@ class _Watch:
     def _handle(self, event: Event) -> None:
         place = event.host
         if event.line is not None:
-            mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
-            # What a host is tried with again after a loss fails in the same words every time.
-            if place not in self._again:
-                print(f"{mark}{event.line}", file=sys.stderr if event.is_error else sys.stdout, flush=True)
-        elif event.answer is not None and "ended" in event.answer:
-            self._ended[place] = event.answer["ended"]
-            self._expect_the_end()
-        elif event.answer is not None and "facts" in event.answer and not self._ending:
-            # A host that was lost is back.
-            del self._again[place]
-            self._ended.pop(place, None)
-            self._say(f"{self._logins.hosts[place].name} is back")
-            self._logins.note(place, connected=True)
-            self._logins.send(place, {"start": asdict(replace(self._jobs[place], again=True))})
+            self._show(place, event.line, event.is_error)
         elif event.answer is not None:
-            # It cannot be used: it has a problem, or comes too late.
-            self._logins.hang_up(place)
+            self._handle_answer(place, event.answer)
         elif event.code is not None and place not in self._ended:
             self._lose(place, event.code)
         elif event.code is not None and place in self._again:
             self._again[place] = time.monotonic() + AGAIN_S
 
+    def _show(self, place: int, line: str, is_error: bool) -> None:
+        # After a loss a host is tried again and again, and fails in the same words every time.
+        if place in self._again:
+            return
+
+        mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
+        print(f"{mark}{line}", file=sys.stderr if is_error else sys.stdout, flush=True)
+
+    def _handle_answer(self, place: int, answer: dict[str, Any]) -> None:
+        if "ended" in answer:
+            self._ended[place] = answer["ended"]
+            self._expect_the_end()
+            return
+
+        # The host has a problem, or is back too late.
+        if "facts" not in answer or self._ending:
+            self._logins.hang_up(place)
+            return
+
+        # A host that was lost is back.
+        del self._again[place]
+        self._ended.pop(place, None)
+        self._say(f"{self._logins.hosts[place].name} is back")
+        self._logins.note(place, connected=True)
+        self._logins.send(place, {"start": asdict(replace(self._jobs[place], again=True))})
+
     def _lose(self, place: int, code: int) -> None:
         """Note that a login has ended before its launcher did: the host is lost, or the way to it."""
         self._ended[place] = ExitCode.FAILED if code == ExitCode.FAILED else None  # it has crashed, or is lost
         self._logins.note(place, connected=False)
+
+        # The job goes on if enough hosts are left.
         name = self._logins.hosts[place].name
         left = len(self._jobs) - len(self._ended)
         if left >= self._least and not self._ending:
@@ -251,8 +265,14 @@ class _Watch:
     def _try_again(self, now: float) -> None:
         for place, when in self._again.items():
             if now >= when and not self._ending:
+                try:
+                    self._logins.log_in_again(place)
+                except UserError:
+                    # This machine has no process left for ssh, say: the job goes on without that host.
+                    self._again[place] = now + AGAIN_S
+                    continue
+
                 self._again[place] = float("inf")  # until this login has ended, too
-                self._logins.log_in_again(place)
                 self._logins.send(place, {"look": {"target": self._jobs[place].target, "hosts": [], "files": []}})
 
     def _expect_the_end(self) -> None:
@@ -269,7 +289,7 @@ class _Watch:
         self._patience = time.monotonic() + SAVE_S + 2.0
 
     def _pass_on(self, signal: str) -> None:
-        """Pass a signal on to one host: its launcher asks the whole job to save and stop."""
+        """Pass a signal on to one host: its launcher asks the whole job to save and exit."""
         self._ending = True
         self._first_signal = self._first_signal or signal
         self._count_of_signals += 1

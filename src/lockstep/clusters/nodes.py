@@ -25,6 +25,9 @@ PRIVATE = True
 
 HELP = "hosts that you can log in to: start the job on all of them over ssh, or print the command for each"
 
+# The command itself stays until the job has ended, and starts it once.
+STARTS_AGAIN = False
+
 # The port that printed commands name. With --submit the first host chooses one that is free.
 PRINTED_PORT = 29400
 
@@ -85,11 +88,22 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
     """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
-    words = ["launch", *without_values(options.arguments[1:])]
-    if not any(word.startswith("run_dir=") for word in words):
-        words.append(f"run_dir={request.run_dir}")
+    return _run(request, hosts, options, _resume_command(options.arguments, request))
 
-    return _run(request, hosts, options, shlex.join(["lockstep", *words]))
+
+def _resume_command(arguments: Sequence[str], request: Request) -> str:
+    """Return the command `lockstep launch nodes` that resumes its run, whatever was typed the first time."""
+    # What follows -- belongs to the script.
+    words = without_values(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    own, rest = words[:end], words[end:]
+
+    if not any(word.startswith("run_dir=") for word in own):
+        own.append(f"run_dir={request.run_dir}")
+    if request.resume != "auto":
+        own = [*(word for word in own if not word.startswith("resume=")), "resume=auto"]
+
+    return shlex.join(["lockstep", *own, *rest])
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str], resume_command: str) -> int:
@@ -148,6 +162,7 @@ def _environment(asked: Sequence[str]) -> dict[str, str]:
         name, equals, value = _split_variable(word)
         if not equals and name not in os.environ:
             raise UserError(f"--env {name} has no value here", "", f"use --env {name}=VALUE, or set {name} first")
+
         found[name] = value if equals else os.environ[name]
 
     return found
@@ -207,7 +222,7 @@ def _bracketed(host: str) -> str:
 
 def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
     # `lockstep --help` must not wait for these.
-    from lockstep.launch.nodes.search import ONE_LOG
+    from lockstep.launch.terminal import ONE_LOG
     from lockstep.launch.wire.door import SECRET, SECRET_FILE
 
     variables = _environment(options.env)
@@ -245,6 +260,7 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
     names = [host.name for host in logins.hosts]
     asked = {"look": {"target": request.target, "hosts": names, "files": files}}
     answers = logins.ask(range(len(names)), asked, "facts")
+
     for name, answer in zip(names, answers, strict=True):
         if problem := answer.get("problem"):
             raise UserError(

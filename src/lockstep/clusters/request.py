@@ -21,7 +21,7 @@ class Request:
     run_dir: Path
     nproc: str  # processes on each machine, as typed: a count, a range or auto
     nnodes: Bounds
-    resume: str | None = "auto"  # a node that starts again resumes; None: as the settings say
+    resume: str | None = "auto"  # as the settings say; auto without them: a node that starts again resumes
 
     @property
     def name(self) -> str:

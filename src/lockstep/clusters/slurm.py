@@ -40,7 +40,7 @@ VARIABLES = (
 
 add_options = slurm_job.add_options
 
-# What sbatch says if it has nobody to ask: nothing is wrong with the job.
+# What sbatch says if it reaches no controller: nothing is wrong with the job.
 UNREACHABLE = r"unable to contact slurm controller|configuration source|DNS SRV lookup failed|socket timed out"
 
 

@@ -203,6 +203,12 @@ def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         key, equals, values = word.partition("=")
         if not (key and equals and values):
             raise UserError(f"--vary {word} is not a setting", "the form is key=A,B", "use --vary lr.peak=1e-3,3e-4")
+        if key in ("run_dir", "resume"):
+            raise UserError(
+                f"--vary {key} is not possible: each run of an array has a folder of its own, in which it resumes",
+                f"run_dir/task-INDEX; --vary {word}",
+                "set run_dir=FOLDER for all of them, and vary other settings",
+            )
         choices.append([f"{key}={value}" for value in values.split(",")])
 
     combinations = tuple(itertools.product(*choices)) if choices else ()

@@ -147,6 +147,7 @@ def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) ->
     enough = sum(one.count for one in nodes) >= least
     needs = list(_needs(job, component, nodes)) if enough else []
     left = list(nodes)
+
     for need, has, fix in [("", lambda one: True, ""), *needs]:
         before, left = left, [one for one in left if has(one)]
         count = sum(one.count for one in left)

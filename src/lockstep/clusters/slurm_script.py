@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lockstep.clusters.slurm_job import Component, SlurmJob
 from lockstep.errors import FINAL_CODES, SRUN_CODES, ExitCode, Preempted, final_codes
+from lockstep.launch.terminal import ONE_LOG
 
 NAME = "job.slurm"
 
@@ -64,6 +65,7 @@ def _directives(job: SlurmJob) -> list[str]:
     # The nodes that are left continue, if the job may have fewer.
     if job.nnodes.least < job.nnodes.most:
         lines.append("#SBATCH --no-kill")
+
     lines += [f"#SBATCH {text}" for text in job.sbatch]
 
     for other in others:
@@ -144,7 +146,7 @@ def _preparation(job: SlurmJob) -> list[str]:
             "first=$SLURMD_NODENAME",
             "port=$((10000 + SLURM_JOB_ID % 20000))",
             'while (: < "/dev/tcp/$first/$port") 2> /dev/null; do port=$((port + 1)); done # in use',
-            "export LOCKSTEP_ONE_LOG=1 # what concerns the whole job is printed once",
+            f"export {ONE_LOG}=1 # what concerns the whole job is printed once",
         ]
 
     final = " ".join(map(str, final_codes(_may_lose_nodes(job))))
@@ -196,6 +198,7 @@ def _step(job: SlurmJob) -> list[str]:
             options.append("--no-kill")
         if job.mode == "srun":
             options.append("--wait=120")
+
         steps.append([shlex.join(options), *_train_lines(job, component)])
 
     lines = [f"srun {steps[0][0]} \\", *_continued(steps[0][1:])]
@@ -244,6 +247,7 @@ def _verdict(job: SlurmJob) -> list[str]:
             "fi",
             "",
         ]
+
     cases = " ".join(f"{high}) code={code.value} ;;" for code, high in SRUN_CODES.items())
     lines += ["# What the raised codes stand for.", f'case "$code" in {cases} esac', ""]
 

@@ -10,7 +10,7 @@ lines are output of the job.
     {"listen": ...}     on the first host: choose the port where the hosts meet, and listen there until the start
     {"try": ...}        on the others: can this host reach that port, and does it see the run folder of the first host
     {"start": ...}      train; the answer, when the job has ended, is its exit code
-    {"signal": ...}     the job shall save and stop, as if this launcher had received the signal
+    {"signal": ...}     the job shall save and exit, as if this launcher had received the signal
     {"beat": [0, 1]}    the other side lives, and has logins to these hosts
 """
 
@@ -128,6 +128,7 @@ def listen(address: str, port: int, mark: str) -> socket.socket:
     Path(mark).touch()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     asked = [port] if port else random.SystemRandom().sample(PORTS, 100)
+
     for candidate in asked[:-1]:
         try:
             return socket.create_server((address, candidate), family=family)
@@ -172,7 +173,7 @@ def train(job: Training) -> int:
         print(printable(f"lockstep: {error}"), file=sys.stderr)
         return error.exit_code
     except Preempted as stopped:
-        print(f"lockstep: {stopped.signal}: stopped before the job has begun", file=sys.stderr)
+        print(f"lockstep: {stopped.signal}: ended before the job had begun", file=sys.stderr)
         return Preempted.code_of(stopped.signal)
 
 
@@ -201,6 +202,7 @@ class Presence:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + PREDECESSOR_S
+
         try:
             while not self._lock():
                 if time.monotonic() > deadline:
@@ -209,6 +211,7 @@ class Presence:
                         f"it holds {path}",
                         "end it, or use another run_dir",
                     )
+
                 time.sleep(0.1)
 
             os.ftruncate(self._file, 0)
@@ -268,6 +271,7 @@ class Tether:
                 more = os.read(self._input, 65536)
             except OSError:
                 return
+
             if not more:
                 return
 
@@ -337,6 +341,7 @@ class Tether:
         # Another login, later, may find the older launcher gone.
         if not job.again:
             answer({"ended": ExitCode.REFUSED})
+
         return ExitCode.RESTART
 
     def _watch(self, presence: Presence, job: Training) -> None:
@@ -348,7 +353,7 @@ class Tether:
 
 
 def break_off(presence: Presence, job: Training, connected: list[int]) -> NoReturn:
-    """End the launcher, because nobody is there any more: after `SAVE_S` in any case.
+    """End the launcher, because the login is gone: after `SAVE_S` in any case.
 
     If too few hosts are left for the job, or none because the command that logged in is gone, the job saves and stops.
     Otherwise only this host leaves it, as if the machine were lost: a launcher that stops in order stops all of them.
@@ -359,7 +364,7 @@ def break_off(presence: Presence, job: Training, connected: list[int]) -> NoRetu
     end.daemon = True
     end.start()
 
-    # Nobody reads what it prints, either: a broken pipe must not end it before it has saved.
+    # What it prints is lost, too: a broken pipe must not end it before it has saved.
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(null, stream)
@@ -377,6 +382,7 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
     presence.say("broken")
     deadline = time.monotonic() + OTHERS_S
     others = [place for place in connected if place != job.place]
+
     while len([place for place in others if not presence.leaves(place)]) >= job.least:
         if time.monotonic() > deadline:
             return True
@@ -386,7 +392,7 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
 
 
 def answer(values: dict[str, Any]) -> None:
-    # Whoever reads it finds the mark in the middle of a line, too: the job may have printed half a line before.
+    # The reader looks for the mark inside lines as well: the job may have printed half a line before.
     print(f"{MARK}{json.dumps(values)}", flush=True)
 
 

@@ -123,6 +123,7 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
         option = settings.get(key)
         if option is None or option.value in (None, neutral):
             continue
+
         for other in others:
             # Our own all-reduce for unused parameters broadcasts buffers as well.
             if (key, other.key) != ("ddp.broadcast_buffers", "ddp.find_unused_parameters"):
@@ -242,7 +243,7 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "a format whose sums have no fixed order",
         "set precision=bf16",
     ),
-    "optimizer": (("task",), "an optimizer whose sums have no fixed order", "leave optimizer out"),
+    "optimizer": (("task", "adamw", "sgd"), "an optimizer that is not known to be exact", "leave optimizer out"),
     "graph": (("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
     "attention": (("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"),
     "compile": (("auto", False), "kernels that are generated again in every layout", "leave compile out"),
@@ -298,6 +299,13 @@ OPTIONS_OF = (
     OptionsOf(SPIKES, "spike.policy", ("skip", "rewind", "stop"), "spike detection is off", "spike.policy=skip"),
     OptionsOf(
         ("checkpoint.best_mode",), "checkpoint.best", (), "no best checkpoint is kept", "checkpoint.best=eval_loss"
+    ),
+    OptionsOf(
+        ("stop.metric", "stop.mode", "stop.min_delta"),
+        "stop.patience",
+        (),
+        "no evaluation stops the run",
+        "stop.patience=5",
     ),
     OptionsOf(SCALER, "precision", ("auto", "fp16"), "the format needs no loss scale", "precision=fp16"),
 )

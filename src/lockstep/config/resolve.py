@@ -98,7 +98,9 @@ def nest(settings: Mapping[str, Setting]) -> dict[str, Any]:
         section = values
         for name in parents:
             section = section.setdefault(name, {})
+
         section[last] = setting.value
+
     return values
 
 
@@ -124,6 +126,7 @@ def check(
     problems += [*conflicts(valid), *unused(valid, layers)]
     if problems:
         raise ConfigError(problems)
+
     return merged
 
 
@@ -149,6 +152,7 @@ def _merge(layers: Sequence[Layer], problems: list[UserError]) -> dict[str, Sett
         # task.a replaces task.a.b of a weaker layer, and the other way round.
         for key in settings:
             merged = {old: v for old, v in merged.items() if not (_inside(old, key) or _inside(key, old))}
+
         merged |= settings
 
     return merged
@@ -170,6 +174,7 @@ def _invalid(settings: Mapping[str, Setting]) -> dict[str, str]:
             expected = detail["msg"].removeprefix("Input ")
             if key in invalid:
                 expected = f"{invalid[key]} or {expected.removeprefix('should be ')}"
+
             invalid[key] = expected
 
     return invalid

@@ -142,6 +142,18 @@ class EvaluateConfig(Section):
     at_end: bool = _key(True, "evaluate after the last step")
 
 
+class StopConfig(Section):
+    patience: int | None = _key(
+        None, "stop after this many evaluations without an improvement; null: train to the last step", example=5, ge=1
+    )
+    metric: str = _key("eval_loss", "what must improve: eval_loss, or the name of another metric of the evaluation")
+    mode: Literal["min", "max"] = _key("min", "whether a smaller or a larger value of stop.metric is an improvement")
+    min_delta: float = _key(0.0, "an improvement must be larger than this", ge=0)
+    max_minutes: float | None = _key(
+        None, "stop after this many minutes of training, those before a resume included", example=120, gt=0
+    )
+
+
 class DataConfig(Section):
     # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "worker processes per rank that load samples; 0: the training process loads them", ge=0)
@@ -253,10 +265,23 @@ class HangConfig(Section):
 class LogConfig(Section):
     every: int = _key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = _key(False, "log which samples every step was trained on")
-    sinks: list[str] = _key([], "further outputs for the metrics, besides metrics.jsonl", example=["csv"])
+    sinks: list[str] = _key(
+        [],
+        "where the metrics go besides metrics.jsonl",
+        example=["tensorboard"],
+    )
+    prometheus_port: int = _key(
+        0, "port on this machine at which the sink prometheus serves its numbers; 0: any free one", ge=0, le=65535
+    )
     progress: Annotated[Literal["auto", "live", "plain", "off"], _OFF] = _key(
         "auto", "how progress is shown; auto: live on a terminal, otherwise plain"
     )
+
+
+class ProfileConfig(Section):
+    count: int | None = _key(None, "steps to trace, for RUN/profile and the report; null: none", example=5, ge=1)
+    # Later than compilation and the first allocations.
+    after: int = _key(5, "steps before the first traced one", ge=1)
 
 
 class ChecksConfig(Section):
@@ -346,6 +371,7 @@ class RunConfig(Section):
     spike: SpikeConfig = SpikeConfig()
     scaler: ScalerConfig = ScalerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    stop: StopConfig = StopConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
@@ -356,6 +382,7 @@ class RunConfig(Section):
     hang: HangConfig = HangConfig()
     log: LogConfig = LogConfig()
     checks: ChecksConfig = ChecksConfig()
+    profile: ProfileConfig = ProfileConfig()
     task: dict[str, Any] = _key({}, "keyword arguments of the task's constructor")
 
     @property

@@ -36,6 +36,7 @@ def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     for tag, pattern in _NUMBERS.items():
         for first in "+-.0123456789":
             rules.setdefault(first, []).append((tag, re.compile(pattern)))
+
     return rules
 
 

@@ -72,6 +72,7 @@ class SampleReader:
             except IndexError as error:  # the user's sampler returned an id that the dataset does not have
                 name_samples(error, rows.tolist(), request.where)
                 raise
+
         ids = [int(i) for i in request.ids]
         return collate_samples(self.collate, self.samples(request), ids, request.where, self._default_collate)
 
@@ -103,6 +104,7 @@ class SampleReader:
             batch = self(Request(0, range(start, min(start + size, len(self.dataset)))))
             if not is_empty(batch):
                 return batch
+
         raise UserError(
             f"collate drops all samples of every batch of {size}",
             "it returned None, or tensors of length 0, for the whole dataset",
@@ -138,6 +140,7 @@ def collate_samples(
         explained = explain_collate_error(error, samples, ids, where, is_default)
         if explained is error:
             raise
+
         raise explained from error
 
 
@@ -151,15 +154,18 @@ def _length(batch: Any) -> int | None:
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
 
+    # A tensor with elements decides; otherwise a length of 0, if there is one.
     length = None
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):
         return None
+
     for value in batch:
         found = _length(value)
         if found:
             return found
+
         length = found if length is None else length
 
     return length
@@ -214,6 +220,7 @@ def start_loader(
     """
     if workers:
         options |= {"prefetch_factor": prefetch, "worker_init_fn": partial(start_worker, open_files())}
+
     loader = DataLoader(dataset, num_workers=workers, pin_memory=pin_memory and workers > 0, **options)
     return map(_batch_or_raise, start_reading(loader))
 
@@ -250,6 +257,7 @@ def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor]
         # A subclass of Tensor may override `to`.
         if move and type(tensor) is Tensor:
             return move(tensor)
+
         return tensor.to(device, non_blocking=True)
 
     return _map_tensors(batch, move_tensor, lambda other: other, "to", (device,))
@@ -365,4 +373,5 @@ class CopyStream:
         copied = torch.empty_like(tensor, device=self.device)
         with torch.cuda.stream(self.stream):
             copied.copy_(tensor, non_blocking=True)
+
         return copied

@@ -44,6 +44,8 @@ def explain_collate_error(
     `is_default`: it is torch's default_collate, which needs samples of the same structure.
     """
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    # A sample may be missing altogether.
     missing = [index for index, sample in zip(ids, samples, strict=True) if sample is None]
     if missing:
         return UserError(
@@ -53,6 +55,7 @@ def explain_collate_error(
             "left: that micro-batch then has weight 0",
         )
 
+    # The default collate needs samples of one structure.
     structures = [_structure(sample) for sample in samples]
     odd = next((position for position, structure in enumerate(structures) if structure != structures[0]), None)
     if is_default and odd is not None:
@@ -64,6 +67,7 @@ def explain_collate_error(
             "Task.collate(samples)",
         )
 
+    # Otherwise the error stays as it is, with the samples of the batch in a note.
     name_samples(error, list(ids), where)
     return error
 
@@ -108,6 +112,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
     except RuntimeError as error:
         if not _IN_A_FORK.search(str(error)):
             raise
+
         which = f"samples {some_names([str(i) for i in ids])} {where}: " if ids else ""
         return WorkerError.of(_on_device(which + str(error).splitlines()[0]))
 

@@ -1,8 +1,7 @@
-"""Samplers: the sample at each position of an epoch is a pure function of (epoch, position).
+"""Samplers: the sample at each offset of an epoch is a pure function of (epoch, offset).
 
-A sampler has no state and does not depend on the rank. Any position of any epoch can be computed directly, so the state
-of a run's data is one integer, resuming costs nothing, and every position is trained exactly once on any number of
-ranks.
+A sampler has no state and does not depend on the rank. Any offset of any epoch can be computed directly, so the state
+of a run's data is one integer, resuming costs nothing, and every offset is trained exactly once on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ import numpy as np
 
 from lockstep.runtime.seeds import derive
 
-BLOCK = 4096  # positions that are permuted at once, with one numpy call for many steps
+BLOCK = 4096  # offsets that are permuted at once, with one numpy call for many steps
 ROUNDS = 8  # rounds of the Feistel network
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Chooses samples. An id may occur several times in an epoch, or never; every *position* occurs once."""
+    """Chooses samples. An id may occur several times in an epoch, or never; every *offset* occurs once."""
 
     def __len__(self) -> int:
-        """Return the number of positions in an epoch."""
+        """Return the number of offsets in an epoch."""
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the sample ids (int64) at positions [start, stop) of an epoch. It must be a pure function."""
+        """Return the sample ids (int64) at offsets [start, stop) of an epoch. It must be a pure function."""
 
 
 @dataclass(frozen=True)
 class Sampled:
     """A dataset with a sampler: `Task.data` may return it in place of the dataset.
 
-    Its items are those of the dataset, and its length is the number of positions in the sampler's epoch.
+    Its items are those of the dataset, and its length is the number of offsets in the sampler's epoch.
     """
 
     dataset: Any
@@ -92,12 +91,14 @@ class ShuffledSampler:
         block = self._block(epoch, first)
         if last > first:
             block = np.concatenate([block, *(self._block(epoch, index) for index in range(first + 1, last + 1))])
-        return block[start - first * BLOCK : stop - first * BLOCK]
+
+        # A copy: the caller may change it, and the block stays in the cache.
+        return block[start - first * BLOCK : stop - first * BLOCK].copy()
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
-        positions = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
+        offsets = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
-        ids = self._feistel(positions, keys)
+        ids = self._feistel(offsets, keys)
 
         # At most 3 of 4 ids are outside the dataset, so this ends after a few passes.
         outside = ids >= self.length

@@ -35,6 +35,10 @@ from lockstep.data.worker_copies import WorkerCopies, check_no_connection
 from lockstep.errors import UserError
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
+# How many samples `some_samples` returns, and how many ids `upcoming` compares after a resume.
+SOME = 8
+UPCOMING = 64
+
 
 def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceOptions) -> BatchSource:
     """Return a source over `data`, the return value of `Task.data()`.
@@ -52,6 +56,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "collate_fn becomes Task.collate, and a custom sampler Sampled(dataset, sampler): see docs/data.md",
         )
 
+    # A dataset with its own sampler, a plain dataset, or a stream.
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_readable(dataset, is_stream, options.config)
@@ -60,6 +65,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
+
         return MapSource(reader, sampler, options)
 
     if isinstance(data, Sampled):
@@ -157,9 +163,9 @@ class MapSource:
         self._prefetched = None
         self._assigned.clear()
 
-    def some_samples(self, count: int = 8) -> list[Any]:
+    def some_samples(self) -> list[Any]:
         """Return a few samples, evenly spread over the dataset, each as a batch of one."""
-        ids = {index * len(self.reader.dataset) // count for index in range(count)}
+        ids = {index * len(self.reader.dataset) // SOME for index in range(SOME)}
         with self.reading_here():
             return [self.reader(Request(0, [index])) for index in sorted(ids)]
 
@@ -168,6 +174,7 @@ class MapSource:
         # A dataset may open files for its first sample, which forked workers would share.
         if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
             return None
+
         try:
             leaves = tree_leaves(self.reader.samples(Request(0, [0])))
             tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
@@ -217,10 +224,10 @@ class MapSource:
     def close(self) -> None:
         self._prefetched = None  # ends the worker processes
 
-    def upcoming(self, count: int = 64) -> list[Any]:
+    def upcoming(self) -> list[Any]:
         """Return the epoch and the ids of the next samples. A resumed run must have the same, at any batch size."""
         # Only up to the end of the epoch: where the next one begins depends on the batch size.
-        request = self.next_request(count, beyond_step=True)
+        request = self.next_request(UPCOMING, beyond_step=True)
         return [request.epoch, *request.ids]
 
     def skip(self, span: tuple[int, int]) -> None:
@@ -249,6 +256,11 @@ class MapSource:
                 position = stop
 
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
+
+        # With `tail=drop` the window may begin in the next epoch, in a skipped span there.
+        begin = self._end_position(window) - window.size
+        if any(start <= begin < stop for start, stop in self.skipped_spans):
+            return self._window(begin)
 
         # After a resume with a different batch size, a window may reach into a skipped span.
         for start, _ in self.skipped_spans:
@@ -307,6 +319,7 @@ class MapSource:
             micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
             if is_empty(micro.data):
                 self._make_padding(micro)
+
             yield micro
 
     def _make_padding(self, micro: MicroBatch) -> None:
@@ -337,12 +350,14 @@ class MapSource:
         config = self.options.config
         if self._copies:
             self._copies.record()
+
         requests = self._requests(self.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
 
         # On a CPU there is no copy to overlap.
         if self.options.device.type != "cuda":
             return batches
+
         return prefetch_to_device(batches, CopyStream(self.options.device))
 
     def _requests(self, position: int) -> Iterator[Request]:

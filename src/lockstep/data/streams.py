@@ -52,6 +52,7 @@ class StreamSource:
         self._next: _Item | None = None  # the item after the current one, read one ahead
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
         self._ended = False
+        self._first_step = 0  # the first step of this epoch
         self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
         self._peek_error: Exception | None = None
 
@@ -101,8 +102,10 @@ class StreamSource:
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         """Begin the next epoch if the stream has ended on all ranks."""
-        if result is not None and result.exhausted and self._ended:
+        # A result may come one step late. One from the previous epoch says nothing about this one.
+        if result is not None and result.exhausted and result.step >= self._first_step:
             self.epoch += 1
+            self._first_step = batches.step + 1
             self._batches = None
             self._last = None
             self._ended = False
@@ -116,6 +119,7 @@ class StreamSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = int(state["epoch"])
+        self._first_step = 0
 
     def _pull(self) -> list[MicroBatch]:
         """Read the micro-batches of one step and return them. There may be fewer at the end of the stream."""
@@ -175,6 +179,7 @@ class StreamSource:
         # With workers the DataLoader pins the batches; without them we do.
         if self.options.pins_memory and not self.options.config.workers and self.options.device.type != "cpu":
             return map(pin, batches)
+
         return batches
 
     def _start_reading(self, only_worker: int | None = None) -> Iterator[_Item]:
@@ -243,6 +248,7 @@ class _Shard(IterableDataset):
             if isinstance(pairs, WorkerError):
                 yield pairs
                 return
+
             if not pairs:
                 return
             # The DataLoader collects from its workers in turn, so the batches arrive in this order.
@@ -286,12 +292,14 @@ class _Shard(IterableDataset):
 
             if number == 0:
                 self.beginning = self._comparable_copy(sample)
+
             yield number, sample
 
     def _comparable_copy(self, sample: Any) -> Any:
         """Return a copy of a sample for ranks to compare, or None if there is no need, or it cannot be sent."""
         if self.options.config.sharding == "own" or self.options.data_world.alone:
             return None
+
         try:
             # A copy, because collate may change the sample in place.
             copied = copy.deepcopy(sample)

@@ -1,6 +1,7 @@
 """Divides an epoch into windows (one per optimizer step), and a window into micro-batches for the ranks.
 
 Windows and micro-batches do not depend on the number of ranks. Each rank gets a contiguous range of micro-batches.
+A *position* counts the samples of all epochs in order; an *offset* counts those of one epoch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from heapq import heapify, heapreplace
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The samples of one global step: positions [start, stop) in the order of `epoch`."""
+    """The samples of one global step: offsets [start, stop) in the order of `epoch`."""
 
     epoch: int
     start: int
@@ -33,11 +34,12 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
     epoch, start = divmod(position, length)
     if tail == "drop" and start + batch > length:
         epoch, start = epoch + 1, 0
+
     return Window(epoch, start, min(start + batch, length))
 
 
 def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int, int]:
-    """Return the positions [start, stop) of one micro-batch of a window. The last micro-batch may be short."""
+    """Return the offsets [start, stop) of one micro-batch of a window. The last micro-batch may be short."""
     start = window.start + index * micro_batch_size
     return start, min(start + micro_batch_size, window.stop)
 

@@ -92,6 +92,7 @@ def outlive_signals() -> None:
     # Ctrl-C reaches the whole process group; SIGUSR1 is Slurm's warning.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
     signal.signal(signal.SIGTERM, _exit_later)
 
 

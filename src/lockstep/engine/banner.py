@@ -97,6 +97,7 @@ def _world(runtime: Runtime) -> str:
     if runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count():
         # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
         where += ", with more ranks than GPUs here" if runtime.backend == "gloo" else ""
+
     return f"{runtime.world.size} processes{source} over {runtime.backend}, {where}"
 
 
@@ -111,6 +112,7 @@ def _pids(runtime: Runtime) -> str:
     ]
     if len(processes) > MAX_PIDS:
         entries.append(f"and {len(processes) - MAX_PIDS} more")
+
     return ", ".join(entries)
 
 
@@ -139,6 +141,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
     tail = f", last one {config.tail}" if rest else ""
     if rest and config.tail == "drop":
         tail = f", the last {rest} samples of an epoch dropped"
+
     return (
         f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; "
         f"{plan.steps} steps = {plan.steps / plan.steps_per_epoch:.2f} epochs"
@@ -169,13 +172,14 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
     # Seeds depend on the micro-batch, and its derived size depends on the number of ranks.
     if config.micro_batch in (None, "auto") and not config.exact:
         return "its masks follow the micro-batches: set micro_batch for the same ones on any number of ranks"
+
     return None
 
 
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     ranks = plural(resumed.world_size, "rank")
-    text = f"at step {resumed.step} from {folder.as_shown(resumed.path)}, written by {ranks}"
+    text = f"at step {resumed.step} from {folder.as_shown(resumed.location)}, written by {ranks}"
     # Settings, versions and the world size may change between two attempts of a run. Report all such changes.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
@@ -193,6 +197,7 @@ def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> 
 
     # First the axes that shard the computation (pp, tp), then the sharding of state over data-parallel ranks.
     parts = _model_axes(model, config, mesh)
+
     if strategy.shards_parameters:
         parts.append(_fsdp_shards(model, config, strategy, mesh, world))
     elif strategy.shards_optimizer:
@@ -283,6 +288,8 @@ def summary_of(run: Run) -> dict[str, Any]:
         "eval_metrics": metrics,
         "world": run.runtime.world.size,
     }
+    if run.stop_reason:
+        summary["stopped"] = run.stop_reason
 
     # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, metrics | losses)

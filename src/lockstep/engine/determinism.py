@@ -58,6 +58,7 @@ class Exactness:
         """`changing` is the task's `changing_buffers`."""
         _check_changing(model, changing)
         _check_batchnorm(model)
+
         self.model = model
         self.platform = _agreed_platform(runtime)
         self._changes: list[Change] = []  # of the platform, since the loaded checkpoint
@@ -84,6 +85,7 @@ class Exactness:
         changes = [*self._changes, *(change for change in changed_settings if change.key in ORDER_SETTINGS)]
         if changes:
             text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
+
         return text
 
     def end_step(self) -> None:

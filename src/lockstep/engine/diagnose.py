@@ -151,6 +151,8 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
 
     # The problem and the advice depend on the phase of the run.
     run = builder.run
+
+    # What was being computed, and what could be made smaller.
     if run is None:
         what = "the model"
         advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)

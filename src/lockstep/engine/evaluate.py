@@ -124,6 +124,8 @@ class Evaluator:
         count = math.ceil(length / batch)
         local_batches = rank_range(count, role.data_rank, role.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
+
+        # Ranks with fewer batches repeat the first one, so that every rank runs as many forwards.
         forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
         repeated = [range(min(batch, length))] * (forwards - len(ranges))
 
@@ -166,7 +168,13 @@ def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     names = sorted({"loss", *(name for row in rows for name in row)})
 
     # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
-    sums = [math.fsum(row[name][part] for row in rows if name in row) for name in names for part in (0, 1)]
+    sums: list[float] = []  # the total and the weight of each name
+    for name in names:
+        terms = [row[name] for row in rows if name in row]
+        sums.append(math.fsum(total for total, _ in terms))
+        sums.append(math.fsum(weight for _, weight in terms))
+
     means = dict.fromkeys(names, math.nan) | quotients(names, sums)
     loss = means.pop("loss")
-    return Evaluation(step, loss, means, samples, weight=sums[2 * names.index("loss") + 1])
+    loss_weight = sums[2 * names.index("loss") + 1]
+    return Evaluation(step, loss, means, samples, weight=loss_weight)

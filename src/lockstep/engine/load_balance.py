@@ -113,9 +113,12 @@ class LoadBalancer:
         self._source = source
         self._runtime = runtime
         self._log_event = log_event
+
+        # How many micro-batches of a step each rank has; before any measurement, all about the same.
         self.assigned = tuple(
             len(rank_range(plan.micro_batches, rank, plan.data_size)) for rank in range(plan.data_size)
         )
+
         self._ended = 0  # steps of this process so far: the same number on all ranks
         self._marks: list[list[Any]] = [[]]  # a list of times for each measured step, the current one last
 

@@ -16,7 +16,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.meta.init import init_as_configured
-from lockstep.task import MicroBatch, Task
+from lockstep.task import MicroBatch, StepBatches, Task
 
 
 def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
@@ -27,58 +27,78 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     when due:               log, evaluate, checkpoint
     at the end:             save the weights, evaluate, show
     """
-    data = cache(task.data)  # called once, though automatic pipeline stages need samples before the source is opened
-    scheduler = _overridden(task, "scheduler") or (lambda _: None)
-    with init_as_configured(builder.config):
-        model = task.model()
+    training = Training(task, builder)
+    training.evaluate_if_interrupted()
+    for batches in training.run.step_batches():
+        training.step(batches)
+    return training.end()
 
-    setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
-    before_batch = _overridden(task, "before_batch")
-    after_step = _overridden(task, "after_step")
-    if before_batch:
-        check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
 
-    if hasattr(task, "state_dict"):
-        builder.add_part("task", task)
+class Training:
+    """The parts of `fit`. A benchmark calls them itself, to stop between two steps."""
 
-    run = builder.setup_run(data(), task.collate)
+    def __init__(self, task: Task, builder: RunBuilder):
+        self.task = task
+        # Called once, though automatic pipeline stages need samples before the source is opened.
+        data = cache(task.data)
+        scheduler = _overridden(task, "scheduler") or (lambda _: None)
+        with init_as_configured(builder.config):
+            model = task.model()
 
-    # Check the evaluation data before the first step, not when the first evaluation is due.
-    eval_data = _eval_data(task, run)
-    evaluate_every = run.config.evaluate.every if eval_data is not None else None
+        setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
+        self._before_batch = _overridden(task, "before_batch")
+        self._after_step = _overridden(task, "after_step")
+        if self._before_batch:
+            check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
 
-    run.check_start(task)
+        if hasattr(task, "state_dict"):
+            builder.add_part("task", task)
 
-    def evaluate() -> None:
-        run.evaluate(eval_data, task.eval_loss, task.collate, may_preempt=True)
+        self.run = builder.setup_run(data(), task.collate)
 
-    # If the run was preempted during an evaluation, repeat that first.
-    if evaluate_every and run.resumed and run.resumed.loop.evaluation_due:
-        evaluate()
+        # Check the evaluation data before the first step, not when the first evaluation is due.
+        self._eval_data = _eval_data(task, self.run)
+        self._evaluate_every = self.run.config.evaluate.every if self._eval_data is not None else None
 
-    for batches in run.step_batches():
-        if before_batch:
-            batches.micro_batches = _call_before_each(batches.micro_batches, before_batch)
-        result = run.stepper.step(batches, task.loss)
+        self.run.check_start(task)
+
+    def evaluate_if_interrupted(self) -> None:
+        """Repeat the evaluation during which the run was preempted, if there is one."""
+        if self._evaluate_every and self.run.resumed and self.run.resumed.loop.evaluation_due:
+            self._evaluate()
+
+    def step(self, batches: StepBatches) -> None:
+        """Train one global step, and do what is due after it."""
+        run = self.run
+        if self._before_batch:
+            batches.micro_batches = _call_before_each(batches.micro_batches, self._before_batch)
+
+        result = run.stepper.step(batches, self.task.loss)
         run.end_step(batches, result)
         step = run.stepper.counters.step
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if after_step:
+        if self._after_step:
             run.runtime.heartbeat.beat("user code", step)
-            after_step(run.driver.model, step)
+            self._after_step(run.driver.model, step)
             run.runtime.heartbeat.beat("data")
 
-        if evaluate_every and step % evaluate_every == 0:
-            evaluate()
+        if self._evaluate_every and step % self._evaluate_every == 0:
+            self._evaluate()
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
 
-    # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
-    run.end_training()
-    if eval_data is not None and run.config.evaluate.at_end and not run.evaluation_is_current:
-        evaluate()
-    return run.close(_show(task, run))
+    def end(self) -> dict[str, Any]:
+        """Save the weights, evaluate, show, and return the summary."""
+        # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
+        self.run.end_training()
+        if self._eval_data is not None and self.run.config.evaluate.at_end and not self.run.evaluation_is_current:
+            self._evaluate()
+
+        return self.run.close(_show(self.task, self.run))
+
+    def _evaluate(self) -> None:
+        self.run.evaluate(self._eval_data, self.task.eval_loss, self.task.collate, may_preempt=True)
 
 
 def _overridden(task: Any, name: str) -> Callable[..., Any] | None:
@@ -97,6 +117,7 @@ def _eval_data(task: Task, run: Run) -> Any:
     check_evaluations(run.config, eval_data is not None, run.stepper.learning_rate.needs_evaluations)
     if eval_data is None and run.config.evaluate.every:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
+
     return eval_data
 
 

@@ -57,6 +57,8 @@ class Outcome:
             return None
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
+        if not math.isfinite(float(self.word.weight)):
+            return "the weight of the loss is not finite"
 
         # The host waits for the norms here. Skipped steps are rare, so this is acceptable.
         nonfinite = (~torch.isfinite(self.reduced.norms)).nonzero().flatten().tolist()
@@ -135,6 +137,7 @@ class Outcomes:
         result = replace(self._result_if_agreed(outcome), applied=False)
         if result.skip_reason:
             self._skip(outcome, result, self._update_scale(outcome))
+
         return result
 
     def _result_if_agreed(self, outcome: Outcome) -> StepResult:
@@ -208,8 +211,11 @@ class Outcomes:
         # Too many of the others in a row end the run under every policy.
         self.skips_in_a_row += 1
         limit = self._config.nonfinite.max_in_a_row
+
+        # A spike has a finite gradient; each of the two cases has its own policy.
         key = "spike" if outcome.finite else "nonfinite"
         policy = getattr(self._config, key).policy
+
         if policy == "stop" or self.skips_in_a_row >= limit:
             in_a_row = f"{plural(self.skips_in_a_row, 'such step')} in a row"
             raise UserError(
@@ -235,6 +241,8 @@ class Outcomes:
             return
 
         empty = steps - self.skipped
+
+        # The usual reasons: empty losses, an fp16 scale that is still too large, or a loss that is not finite.
         if not self.skipped:
             cause = "the loss of every step had weight 0"
             fix = "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked)"
@@ -245,6 +253,7 @@ class Outcomes:
             cause = f"{self.skipped} were skipped for the reasons above"
             fix = "look at the samples that are named above, and at the loss of an untrained model"
 
+        # Some steps were skipped, and the others were empty.
         if self.skipped and empty:
             cause += f"; {empty} had weight 0"
 
@@ -266,8 +275,10 @@ class Outcomes:
         self.skipped_since_log = 0
         self.skips_in_a_row = state["skips"]["failures_in_a_row"]
         self.empty_in_a_row = 0
+
         self.spikes.recent.clear()
         self.spikes.recent.extend(state["spikes"]["recent"])
+
         if self._scaler and state["scaler"]:
             self._scaler.load_state(state["scaler"])
 

@@ -46,6 +46,7 @@ class OwnRun:
         self.world_size = builder.runtime.world.size
         self.device = builder.runtime.device
         self.run_dir = builder.folder.path
+
         self._builder = builder
         self._run: Run | None = None
         self._in_loop = False
@@ -67,30 +68,10 @@ class OwnRun:
         models = [part for part in parts if isinstance(part, nn.Module)]
         schedulers = [part for part in parts if is_scheduler(part)]
         optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        for part in parts:
-            if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
-                raise UserError(
-                    f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
-                    "",
-                    "instead of other schedulers pass a function of the step that returns a share of the peak: "
-                    "run.setup(model, optimizer, lambda step: 0.99**step)",
-                )
+        _check_parts(parts)
 
-        # Models without an optimizer are frozen: they are neither wrapped nor saved.
         if not optimizers:
-            if any(p.requires_grad for model in models for p in model.parameters()):
-                raise UserError(
-                    f"run.setup(model) has no optimizer, and {type(model).__name__} has trainable parameters",
-                    "nothing would update them",
-                    "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
-                )
-
-            for part in models:
-                check_init(part, self._builder.config, trained=False)
-                if any(p.is_meta for p in part.parameters()):
-                    fill_model(part, (), lambda _: None, self._builder.runtime)
-
-            moved = [model.to(self.device) for model in models]
+            moved = self._setup_frozen(models)
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
@@ -112,6 +93,23 @@ class OwnRun:
         replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
         replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
         return tuple(replaced.get(id(part), part) for part in parts)
+
+    def _setup_frozen(self, models: list[nn.Module]) -> list[nn.Module]:
+        """Move models without an optimizer to the device. They are neither wrapped nor saved."""
+        for model in models:
+            if any(p.requires_grad for p in model.parameters()):
+                raise UserError(
+                    f"run.setup(model) has no optimizer, and {type(model).__name__} has trainable parameters",
+                    "nothing would update them",
+                    "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
+                )
+
+        for model in models:
+            check_init(model, self._builder.config, trained=False)
+            if any(p.is_meta for p in model.parameters()):
+                fill_model(model, (), lambda _: None, self._builder.runtime)
+
+        return [model.to(self.device) for model in models]
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
@@ -179,17 +177,26 @@ class OwnRun:
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
         *,
-        moves_rate: bool = True,
+        decides: bool = True,
+        moves_rate: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        After each step, the first evaluation with `moves_rate=True` steps ReduceLROnPlateau.
+        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping follows all of
+        them. `moves_rate` is the old name of `decides`.
         """
+        if moves_rate is not None:
+            raise UserError(
+                "run.evaluate has no argument moves_rate any more: it is called decides",
+                "it also decides about early stopping",
+                f"call run.evaluate(..., decides={moves_rate})",
+            )
+
         self._check_model("run.evaluate(dataset, loss)")
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
-            evaluation = self._run.evaluate(dataset, loss, collate, moves_rate=moves_rate)
+            evaluation = self._run.evaluate(dataset, loss, collate, decides=decides)
         else:
             evaluation = self._builder.evaluate(dataset, loss, collate)
 
@@ -199,14 +206,14 @@ class OwnRun:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
         return any(self._builder.runtime.collectives.gather_json(bool(value)))
 
-    def stop(self) -> None:
+    def stop(self, reason: str | None = None) -> None:
         """End the run after the next gradient all-reduce, on all ranks, even if only this one calls it."""
         if self._run is None:
             raise UserError(
                 "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
             )
         # The next control word sends the request to the other ranks.
-        self._run.stepper.set_flags(stop=True)
+        self._run.request_stop(reason)
 
     def close(self, left_by: str = "") -> None:
         """Save the weights and write the report, if `steps` was called. `left_by` describes what ended the loop."""
@@ -218,12 +225,15 @@ class OwnRun:
         # store detects this, and heartbeats detect it before the timeout.
         step = run.stepper.counters.step
         beats = run.runtime.heartbeat
+
+        # Inside the loop the other ranks may still be training: wait for them, or name the rank that left.
         if self._in_loop:
             beats.beat("collective")
             beats.set_detail("leaving the loop")
             waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
             if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
                 raise self._left_alone(step, left_by)
+
             beats.set_detail("")
 
         beats.beat("end")
@@ -270,12 +280,16 @@ class OwnStep:
         self._run = run
         self._batches = batches
         self._gradients = gradients
+
+        # The batches of this step, and the passes over them.
         self._yielded = 0  # batches so far, in this pass
         self._passes = passes
         self._saved_batches: list[MicroBatch] = []  # for later passes
         self.passes_done = 0
+
+        # What a user may read.
         self.index = run.stepper.counters.step
-        self.first = 0  # position of the current batch's first sample in the global step
+        self.first = 0  # offset of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None
 
@@ -302,6 +316,7 @@ class OwnStep:
         for micro in self._batches if self.passes_done == 0 else self._saved_batches:
             if self.passes_done == 0 and self._passes > 1:
                 self._saved_batches.append(micro)
+
             self._yielded += 1
             self.first = micro.first
             self._driver.before_forward(micro, self._progress)
@@ -350,8 +365,10 @@ class OwnStep:
         self._check_pass("step.apply()")
         indices = self._indices(optimizers)
         reduced = self._reduced()
+
+        # Only these optimizers are stepped, so the gradients of all other parameters are dropped.
         if indices is not None:
-            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameters_of(indices))
+            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameter_ids(indices))
             if not reduced.parameters:
                 raise UserError(
                     f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
@@ -458,3 +475,15 @@ class OwnStep:
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )
+
+
+def _check_parts(parts: list[Any]) -> None:
+    """Raise a UserError if `run.setup` got something that it does not take."""
+    for part in parts:
+        if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
+            raise UserError(
+                f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
+                "",
+                "instead of other schedulers pass a function of the step that returns a share of the peak: "
+                "run.setup(model, optimizer, lambda step: 0.99**step)",
+            )

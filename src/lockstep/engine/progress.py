@@ -63,6 +63,7 @@ class StepProgress:
         self.step = step
         self.pass_index = pass_index
         self.passes = passes  # number of passes of the step
+
         self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
         self.backwards_done = 0
@@ -113,8 +114,10 @@ class StepProgress:
         context, micro = self._context, self.micro
         assert micro is not None
         _check_loss(loss)
+
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, loss.weight)
+
         if loss.metrics:
             context.metric_names.seen.update(loss.metrics)
 
@@ -129,6 +132,7 @@ class StepProgress:
 
         if context.reports_loss:
             self._add(loss, micro)
+
         return context.scaler.factor_on_sums if context.scaler else 1.0
 
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:

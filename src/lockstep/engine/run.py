@@ -20,13 +20,15 @@ from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
+from lockstep.engine.early_stop import EarlyStop
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check
 from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
+from lockstep.observe.profile.tracer import StepTracer
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
@@ -85,18 +87,28 @@ class Run:
     checkpoints: CheckpointManager
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
+    early_stop: EarlyStop
 
     # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
     # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
     # gloo's threads (pytorch/pytorch#179291).
     _keep_alive: Any = field(repr=False)
 
+    tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
+    profiled: Any = field(init=False, default=None)  # with `profile.count`: the ProfiledSteps of profile/steps.py
+
     # Requests that all ranks received through the control word and that are not carried out yet.
     _stop_agreed: bool = field(init=False, default=False)
+    stop_reason: str | None = field(init=False, default=None)  # why the run ended before its last step, if known
     _save_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all ranks have agreed that this step is the last one."""
+        return self._stop_agreed or self._preempt_agreed
 
     @property
     def driver(self) -> Driver:
@@ -111,6 +123,7 @@ class Run:
         """
         if self.stepper.counters.step > 0:
             return  # a resumed run was checked at its start
+
         cause = start_check.find_cause(self, task)
         if cause:
             raise start_check.error_for(cause, self.config)
@@ -120,10 +133,15 @@ class Run:
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
         first = True
+
+        # `first`: the batches of the first step are compared between ranks and workers.
         while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
+            if self.profiled:
+                self.profiled.begin_step()
             batches = self._take(first)
             first = False
+            batches.step = self.stepper.counters.step
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
@@ -136,6 +154,9 @@ class Run:
 
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
+        if self.tracer:
+            self.tracer.end_step()
+
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
         step = self.stepper.counters.step
@@ -175,6 +196,15 @@ class Run:
         save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
         self.stepper.set_flags(save=save, save_failed=save_failed)
 
+        # The clocks of the ranks differ, so rank 0 requests the stop, and the others follow.
+        if self.runtime.is_main and self.early_stop.time_is_over(time.time() - self.started):
+            self.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
+
+    def request_stop(self, reason: str | None = None) -> None:
+        """Ask all ranks to stop: they do so together, after the step whose control word carries the request."""
+        self.stop_reason = self.stop_reason or reason
+        self.stepper.set_flags(stop=True)
+
     def maintain(self, evaluation_due: bool = False) -> None:
         """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
 
@@ -189,29 +219,40 @@ class Run:
             # A run that resumes from this checkpoint does not write the metrics of earlier steps again.
             self.recorder.poll(wait=True)
 
+        # After a rewind there is nothing to check or to save: the state was just loaded from a checkpoint.
         if self.stepper.outcomes.rewind_after:
             self._rewind(self.stepper.outcomes.rewind_after)
-            save_due = False  # this state was just loaded from a checkpoint
+        else:
+            # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
+            if save_due or step % self.config.checks.every == 0:
+                self._check_replicas()
 
-        # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
-        if save_due or step % self.config.checks.every == 0:
-            self._check_replicas()
+            if save_due:
+                self._save_now(evaluation_due)
+            elif self._is_first_step_of_process:
+                self._prepare_snapshot()
 
-        if save_due:
-            began = time.perf_counter()
-            self.save_checkpoint(evaluation_due)
-            self._save_agreed = False
-            self.stepper.set_flags(save=False)
-            self.runtime.notice.saved()
-            self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
-        elif self._is_first_step_of_process:
-            # After the first step the optimizers have their state, so the size of a snapshot is known. Allocating it
-            # now makes the first save shorter. If the forward adds parameters, it has done so by now.
-            self.model_setup.guard.check_structure()
-            self.checkpoints.prepare()
+        # After the save, whose time belongs to the step.
+        if self.profiled:
+            self.profiled.end_step()
 
         if self._preempt_agreed:
             self._end_preempted()
+
+    def _save_now(self, evaluation_due: bool) -> None:
+        """Save a checkpoint that is due or was requested, and mark the request as carried out."""
+        began = time.perf_counter()
+        self.save_checkpoint(evaluation_due)
+        self._save_agreed = False
+        self.stepper.set_flags(save=False)
+        self.runtime.notice.saved()
+        self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
+
+    def _prepare_snapshot(self) -> None:
+        """Allocate the snapshot after the first step of this process, which makes the first save shorter."""
+        # By now the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
+        self.model_setup.guard.check_structure()
+        self.checkpoints.prepare()
 
     @property
     def _is_first_step_of_process(self) -> bool:
@@ -230,7 +271,7 @@ class Run:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
         interval = self.recorder.interval_state(self.stepper.sums)
-        loop = LoopState(evaluation_due, interval, time.time() - self.started)
+        loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict())
         self.checkpoints.save(self.stepper.counters.step, loop, metrics)
 
     def evaluate(
@@ -239,12 +280,12 @@ class Run:
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
-        moves_rate: bool = True,
+        decides: bool = True,
     ) -> Evaluation:
         """Evaluate the model on `data`, every sample once, and log the result.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
-        `moves_rate`: step schedulers such as ReduceLROnPlateau with this evaluation.
+        `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
         """
         # `data` may be the training dataset, which worker processes read too.
         with self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext():
@@ -259,9 +300,19 @@ class Run:
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         self.evaluation = evaluation
-        if moves_rate and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
+        if decides:
+            self.early_stop.observe(evaluation)
+            self.stop_if_no_improvement()
+        if decides and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
             self._warn_second_evaluation(evaluation.step)
+
         return evaluation
+
+    def stop_if_no_improvement(self) -> None:
+        """End the loop if the evaluations no longer improve. All ranks know the same ones, and decide alike."""
+        if self.early_stop.reason:
+            self.stop_reason = self.early_stop.reason
+            self._stop_agreed = True
 
     def _warn_second_evaluation(self, step: int) -> None:
         if self._warned_second_evaluation:
@@ -270,7 +321,7 @@ class Run:
         self._warned_second_evaluation = True
         reason = (
             f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
-            f"step {step}: pass moves_rate=False for every dataset except the one that it should follow"
+            f"step {step}: pass decides=False for every dataset except the one that it should follow"
         )
         self.recorder.event("warning", reason=reason)
 
@@ -300,6 +351,8 @@ class Run:
             self._log(last)
 
         counters = self.stepper.counters
+        if self.stop_reason:
+            self.recorder.event("stop", step=counters.step, reason=self.stop_reason)
         self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
         self._check_replicas()
 
@@ -366,12 +419,14 @@ class Run:
         self.close_source()
 
         # If the save failed, there is no checkpoint of this step to report.
-        newest = self.checkpoints.newest_path() if self.checkpoints.settle() else None
-        path = self.folder.as_shown(newest) if newest else None
+        saved = self.checkpoints.saved_location() if self.checkpoints.settle() else None
+        path = self.folder.as_shown(saved) if saved else None
 
         # Only some ranks may have received the signal.
-        signal = next(filter(None, self.runtime.collectives.gather_json(self.runtime.notice.signal)), "SIGTERM")
-        self.recorder.event("leave", step=step, signal=signal, checkpoint=path)
+        notice = self.runtime.notice
+        received = self.runtime.collectives.gather_json([notice.signal, notice.original])
+        signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
+        self.recorder.event("leave", step=step, signal=original, checkpoint=path)
         self.runtime.collectives.final_barrier()
         raise Preempted(step, signal, path)
 
@@ -390,18 +445,26 @@ class Run:
         # In every step, because user code may change the dataset at any time.
         if hasattr(self.source, "check_dataset"):
             self.source.check_dataset()
+
         return self.source.take()
 
     def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
-        for _ in range(count):
+        for done in range(count):
             self.runtime.heartbeat.beat("data", self.stepper.counters.step)
             if self.load_balancer:
                 self.load_balancer.mark()
 
             began = time.perf_counter()
-            micro = next(iterator)
+            micro = next(iterator, None)
+            if micro is None:
+                raise UserError(
+                    f"the source announced {count} micro-batches and gave {done}",
+                    "",
+                    "return StepBatches from take() whose count is the number of its micro_batches",
+                )
+
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
 
@@ -414,6 +477,8 @@ class Run:
         stepper, outcomes = self.stepper, self.stepper.outcomes
         step = stepper.counters.step
         numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
+
+        # Numbers that not every run has.
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
@@ -460,6 +525,8 @@ class Run:
         self.stepper.context.metric_names.known = set(self.recorder.names)
         self._interval = Interval()
         self.recorder.start_clock()
+        if resumed.loop.early_stop:
+            self.early_stop.load_state_dict(resumed.loop.early_stop)
 
     def _check_replicas(self) -> None:
         if self.driver.role.replicated:

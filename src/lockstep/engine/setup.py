@@ -44,8 +44,10 @@ from lockstep.engine.checks.settings import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
+from lockstep.engine.early_stop import EarlyStop
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
+from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
 from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.engine.step import Stepper
@@ -134,22 +136,19 @@ class RunBuilder:
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
         self.driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
+
+        # Undone if the run fails.
         self._on_failure.callback(release_captures, self.driver.model)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
+
         late_hooks = LateHooks(model, parameters_before)
+
+        # Drivers may have state of their own, such as PowerSGD's errors.
         for name, part in self.driver.parts.items():
             self.add_part(name, part)
 
         # Make the optimizers after sharding, so that their state matches the shards.
-        user_optimizers = optimizers(self.driver.model)
-        rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
-        wrapped = _wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
-        if not self.driver.role.runs_whole_model:
-            wrapped.refuse_coupled("a stage of a pipeline")
-
-        self._on_failure.callback(wrapped.release)
-        user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
-        check_schedulers_passed(user_optimizers, user_schedulers)
+        wrapped, user_schedulers = self._make_optimizers(model, optimizers, schedulers, parameters_before)
 
         # Exactness saves a description of the platform with every checkpoint: a resumed run must compute the same bits.
         exactness = None
@@ -166,6 +165,26 @@ class RunBuilder:
             schedulers=user_schedulers,
         )
         return self.model_setup
+
+    def _make_optimizers(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[nn.Module], Any],
+        schedulers: Callable[[Any], Any],
+        parameters_before: dict[str, nn.Parameter],
+    ) -> tuple[Optimizers, Any]:
+        """Return the wrapped optimizers, and the user's schedulers or None."""
+        assert self.driver is not None
+        user_optimizers = optimizers(self.driver.model)
+        rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
+        wrapped = _wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
+        if not self.driver.role.runs_whole_model:
+            wrapped.refuse_coupled("a stage of a pipeline")
+
+        self._on_failure.callback(wrapped.release)
+        user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
+        check_schedulers_passed(user_optimizers, user_schedulers)
+        return wrapped, user_schedulers
 
     def _check_model(self, model: nn.Module) -> None:
         if self.precision.rounding:
@@ -190,6 +209,7 @@ class RunBuilder:
                 "it would be saved, but a resumed run would not restore it",
                 "add it before the first step: call run.register before run.steps",
             )
+
         self.parts[name] = part
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
@@ -243,9 +263,15 @@ class RunBuilder:
             checkpoints=checkpoints,
             resumed=resumed,
             evaluation=self.evaluation,
+            early_stop=EarlyStop(config.stop),
             _keep_alive=self,
         )
+        if resumed and resumed.loop.early_stop:
+            run.early_stop.load_state_dict(resumed.loop.early_stop)
+            run.stop_if_no_improvement()
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
+        if config.profile.count:
+            run.profiled = ProfiledSteps(run)
 
         # Set last: while `self.run` is None, an error counts as a set-up error.
         self.run = run
@@ -281,6 +307,7 @@ class RunBuilder:
             self.recorder.hide()
             if not isinstance(error, Preempted):
                 self.recorder.event("error", type=type(error).__name__, message=str(error))
+
             self.recorder.close()
             if self.runtime.is_main:
                 write_report(self.folder.path)
@@ -406,9 +433,10 @@ class RunBuilder:
         self.started -= resumed.loop.seconds
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
-        # If all steps are done, no new log line will be written, but the summary needs the last one.
-        if step == plan.steps:
+        # If no step follows, no new log line will be written, but the summary needs the last one.
+        if step == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
+
         return describe_resume(resumed, self.folder)
 
     def _write_start(self, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
@@ -482,6 +510,7 @@ def _wrap_optimizers(
     # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:
         wrapped.use_masters(MasterWeights(wrapped.all, model, precision.rounding, config.seed))
+
     return wrapped
 
 

@@ -138,6 +138,7 @@ class Stepper:
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)
+
         return self._apply_now(progress, reduced, norm)
 
     def set_flags(self, **flags: bool) -> None:

@@ -80,7 +80,7 @@ class Agent:
                 self._prepare(message.count)
 
             case Preempt() if current and current.number == message.attempt:
-                self._preempt(current)
+                self._preempt(current, message.signal)
             case CollectStacks() if current and current.number == message.attempt:
                 self._messages.append(current.collect_stacks())
             case Kill() if current and current.number == message.attempt:
@@ -118,7 +118,7 @@ class Agent:
             if number == 0 and self.term_file:
                 env[TERM_FILE] = str(self.term_file)
 
-            self._zygote.fork(number, env, self._job.spec, rank.log, current.alive)
+            self._zygote.fork(number, env, self._job.spec, rank.log, current.lifeline)
 
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, preferred=start.count)
@@ -141,7 +141,7 @@ class Agent:
     def _new_zygote(self, env: dict[str, str]) -> Zygote:
         return Zygote(self._job.entry, self._job.preload, env)
 
-    def _preempt(self, current: LocalAttempt) -> None:
+    def _preempt(self, current: LocalAttempt, signal: str | None) -> None:
         """Ask the ranks to save and exit."""
         # Before the zygote is ready no rank exists, so all count as preempted.
         if not self._zygote.ready:
@@ -150,7 +150,7 @@ class Agent:
             self._messages += [RankExited(current.number, rank, preempted) for rank in current.ranks]
             current.ranks.clear()
 
-        current.preempt()
+        current.preempt(signal)
 
     def _kill(self, current: LocalAttempt) -> None:
         """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
@@ -163,7 +163,7 @@ class Agent:
 
         current.kill()
 
-    def stop(self) -> None:
+    def kill_ranks(self) -> None:
         """Kill the ranks, if there are any, and wait until they are gone. No message about it is sent."""
         if self._current is not None:
             self._kill(self._current)
@@ -227,6 +227,7 @@ class Agent:
             self._current.kill()
             self._current.ranks.clear()
 
+        # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.number if self._current else None
         why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"

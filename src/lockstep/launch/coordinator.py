@@ -16,7 +16,7 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.cluster import Node
 from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.decisions.validation import problem_with
+from lockstep.launch.decisions.validation import problem_with, refusal_of
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
@@ -36,14 +36,11 @@ from lockstep.launch.wire.messages import (
     NodeBeat,
     RankExited,
     RanksGone,
-    Refused,
     SignalReceived,
     Stacks,
     Start,
     Welcome,
     ZygoteLost,
-    difference,
-    different_program,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
@@ -53,9 +50,6 @@ WAIT_S = 0.05
 # A loop that did not come round for this long was suspended, or was collecting stacks, and another node may have taken
 # over.
 SUSPENDED_S = 2.0
-
-# Upper bound on the rank count that a remote node may announce.
-MAX_RANKS = 4096
 
 
 class Coordinator:
@@ -78,8 +72,11 @@ class Coordinator:
         self._agent = agent
         self._signals = signals
         self._hub = hub or Hub()
+
+        # The ranks' store, which is new for each attempt.
         self._address = address  # where the ranks' store is bound
         self._store: StoreServer | None = None  # the store of the current attempt, on several nodes
+
         self._held_term = held_term
 
         # The coordinating node joins its own job like any other node.
@@ -105,7 +102,7 @@ class Coordinator:
                 while self._ending is None and not self._superseded:
                     self._iterate()
 
-                self._agent.stop()
+                self._agent.kill_ranks()
                 self._close_store()
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
@@ -187,7 +184,7 @@ class Coordinator:
     def _announce_stranger(self, sighting: Sighting, where: str) -> None:
         """Print the first stranger of each kind. Nothing the stranger sent is printed."""
         source = f" from {sighting.address}" if sighting.address else ""
-        say(f"lockstep: a stranger{source} at {where} {sighting.kind}; others like it are only counted")
+        say(f"lockstep: a stranger{source} at {where} {sighting.kind}; later ones of this kind are only counted")
         append_event(self._job.run_dir, {"event": "stranger", "kind": sighting.kind, "from": sighting.address})
 
     def _every_second(self, now: float) -> None:
@@ -206,8 +203,9 @@ class Coordinator:
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
-            say(f"lockstep: {what}; stop the job, or move the folder back, before more is trained in vain")
+            say(f"lockstep: {what}; end the job, or move the folder back: what is trained meanwhile is lost")
 
+        # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
             text = watch.resize_requests.popleft()
             if text.isascii() and text.isdigit():
@@ -231,38 +229,30 @@ class Coordinator:
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
-        # The node reconnected, under a new number, before we noticed that its old connection was dead.
         held_term = self._held_term
         assert held_term is not None, "on one machine no node can join"
-        if hello.term == held_term.term.number and hello.number in self._state_machine.cluster.nodes:
-            self._state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
 
-        join = f"--join {self._job.join}"
-        same = "run the same command on every node"
-        nproc = hello.nproc
-
-        if different := difference(hello, self._job.identity):
-            answer = Refused(f"{join}: the commands of two nodes differ", different, same)
-        elif different := different_program(hello, self._job.identity):
-            fix = "install the same versions and copy the same files to every node, then run the same command there"
-            answer = Refused(f"{join}: two nodes would run different programs", different, fix)
-        elif self._state_machine.cluster.full:
-            answer = Refused(
-                f"{join}: no more nodes can join",
-                f"the job has its {self._job.nnodes.most} nodes already",
-                "start the job with a larger --nnodes",
-            )
-        elif not 1 <= nproc.least <= nproc.initial <= nproc.most <= MAX_RANKS:
-            answer = Refused(f"{join}: impossible number of ranks", f"{nproc}, beginning with {nproc.initial}", same)
-        else:
-            run_dir, decided = str(self._job.run_dir), self._job.decided
-            answer = Welcome(run_dir, decided, self._job.resume_command, node, held_term.term)
+        # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
+        state_machine = self._state_machine
+        returns = hello.term == held_term.term.number and hello.number in state_machine.cluster.nodes
+        full = state_machine.cluster.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
-        self._hub.send(node, answer)
-        if isinstance(answer, Welcome):
-            self._state_machine.node_joined(Node(node, hello.host, nproc), now)
-            self._newcomers.append(node)
+        if refused := refusal_of(hello, self._job, full):
+            if returns:
+                state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
+            self._hub.send(node, refused)
+            return
+
+        job = self._job
+        self._hub.send(node, Welcome(str(job.run_dir), job.decided, job.resume_command, node, held_term.term))
+        joining = Node(node, hello.host, hello.nproc)
+        if returns:
+            state_machine.node_returned(hello.number, joining, now)
+        else:
+            state_machine.node_joined(joining, now)
+
+        self._newcomers.append(node)
 
     def _handle(self, node: int, message: Message, now: float) -> None:
         match message:
@@ -285,18 +275,24 @@ class Coordinator:
         match command:
             case StartAttempt():
                 self._start_attempt(command)
+
             case Send():
                 self._send(command.node, command.message)
+
             case DropNode():
                 self._hub.drop(command.node)
+
             case LogEvent():
                 append_event(self._job.run_dir, command.event)
+
             case Announce():
                 say(command.text)
                 self._send_to_nodes(command)
+
             case JobEnd():
                 self._send_to_nodes(command)
                 self._ending = command
+
             case _:
                 assert_never(command)
 
@@ -321,6 +317,8 @@ class Coordinator:
 
         world_size = sum(command.counts.values())
         store_port = 0
+
+        # Ranks of several nodes meet at a server in this process.
         if several:
             assert self._agent.secret is not None
             listener = socket.create_server((address, 0), family=family, backlog=1024)

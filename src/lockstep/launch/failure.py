@@ -38,6 +38,7 @@ class Kind(StrEnum):
     NODE = "node"  # a machine is lost, or too few machines joined
     ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
     HANG = "hang"
+    OVERDUE = "overdue"  # ranks that were asked to save did not exit in time
     EXIT = "exit"  # a rank ended without an exception before its work was done
 
 
@@ -207,7 +208,7 @@ class RankExit:
         return self.code in CLEAN and self.failure is None
 
     @property
-    def is_root(self) -> bool:
+    def cannot_be_a_consequence(self) -> bool:
         """Whether this exit cannot be the consequence of another rank's exit.
 
         That holds for ranks killed by a signal, and for ranks that exited without an exception, because a rank that
@@ -219,18 +220,18 @@ class RankExit:
     @property
     def is_complaint(self) -> bool:
         """Whether this rank failed only because another rank is gone."""
-        return not self.is_root and self.failure is not None and self.failure.is_complaint
+        return not self.cannot_be_a_consequence and self.failure is not None and self.failure.is_complaint
 
 
 def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
-    A rank that died by itself (`RankExit.is_root`) comes first, then a rank that raised an error of its own, then a
-    complaint about another rank; among equals, the earliest. A process that dies leaves no record, and its peers record
-    their complaints within milliseconds, so that time alone would blame one of the peers.
+    A rank that died by itself (`RankExit.cannot_be_a_consequence`) comes first, then a rank that raised an error of its
+    own, then a complaint about another rank; among equals, the earliest. A process that dies leaves no record, and its
+    peers record their complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
-        (not rank_exit.is_root, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
+        (not rank_exit.cannot_be_a_consequence, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
         for rank, rank_exit in exits.items()
         if rank_exit.failure is not None
     ]
@@ -294,28 +295,10 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
     if code > 0:
         return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=noticed)
 
-    # The kernel uses SIGKILL, and no other signal, when memory runs out.
-    before = rank.oom_kills_before
-    after = oom_kills() if code == -signal.SIGKILL else before
-
-    match kind := next((item.name for item in signal.Signals if item == -code), f"SIG{-code}"):
-        case "SIGKILL" if before is not None and after is not None:
-            went = f"cgroup oom_kill went from {before} to {after}"
-            message = f"out of host memory ({went})" if after > before else "killed, but not by the kernel's OOM killer"
-        case "SIGKILL":
-            message = "killed; cannot tell whether by the kernel's OOM killer"
-        case "SIGBUS":
-            # The usual cause is a full /dev/shm, through which worker processes share batches.
-            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-            message = f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
-        case "SIGSEGV":
-            message = "segmentation fault in native code"
-        case "SIGABRT":
-            reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
-            usual = "a failed assertion, a damaged heap, or an uncaught C++ exception"
-            message = f"native code aborted: {reasons[-1]}" if reasons else f"native code aborted ({usual})"
-        case _:
-            message = "killed by this signal"
+    # Numbers between the named signals are those of real-time signals.
+    named = [item.name for item in signal.Signals if item == -code]
+    kind = named[0] if named else f"SIG{-code}"
+    message = _explain_signal(kind, rank.oom_kills_before, log)
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
@@ -323,6 +306,38 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
     detail = stacks.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail), origin="signal")
+
+
+def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
+    """Return what the signal that ended a rank says about the cause. `log` is what the rank has written."""
+    match name:
+        case "SIGKILL":
+            # The kernel uses SIGKILL, and no other signal, when memory runs out.
+            after = oom_kills()
+            if oom_kills_before is None or after is None:
+                return "killed; cannot tell whether by the kernel's OOM killer"
+            if after > oom_kills_before:
+                return f"out of host memory (cgroup oom_kill went from {oom_kills_before} to {after})"
+
+            return "killed, but not by the kernel's OOM killer"
+
+        case "SIGBUS":
+            # The usual cause is a full /dev/shm, through which worker processes share batches.
+            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+            return f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
+
+        case "SIGSEGV":
+            return "segmentation fault in native code"
+
+        case "SIGABRT":
+            reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
+            if reasons:
+                return f"native code aborted: {reasons[-1]}"
+
+            return "native code aborted (a failed assertion, a damaged heap, or an uncaught C++ exception)"
+
+        case _:
+            return "killed by this signal"
 
 
 def oom_kills() -> int | None:

@@ -58,16 +58,25 @@ class FolderWatch:
             self.error = error
 
     def look(self) -> None:
+        self._look_at_term()
+        self._look_at_folder()
+        self._read_resize_request()
+
+    def _look_at_term(self) -> None:
+        """Write the heartbeat, and check whether another node has taken over."""
         if self._held_term is not None:
             if not self._loop_is_stuck():
                 self._held_term.beat()
+
             self.superseded = self._held_term.superseded()
 
+    def _look_at_folder(self) -> None:
         # Nothing that is trained from now on can be saved: the coordinator says so, once.
         if self._identity is not None and folder_identity(self._run_dir) != self._identity:
             self._identity = None
             self.removed = True
 
+    def _read_resize_request(self) -> None:
         # Usually there is no such file. After an error of the disk, the next look may read it.
         request = self._run_dir / "resize"
         with suppress(OSError):

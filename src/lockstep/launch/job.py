@@ -183,7 +183,7 @@ def parse_address(asked: str) -> tuple[str, int]:
         if ipaddress.ip_address(host).is_unspecified:
             raise UserError(
                 f"--join {asked} names no machine",
-                f"{host} stands for all addresses of whichever machine uses it",
+                f"{host} means every address of the machine that uses it",
                 "use the address of one node, as the others reach it",
             )
 

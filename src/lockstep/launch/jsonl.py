@@ -81,6 +81,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     # Blank lines are skipped. Anything else in the middle of a file must be a record.
     records = []
+
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is not None:
@@ -119,6 +120,7 @@ def _encode(record: Mapping[str, Any]) -> str:
             if isinstance(value, float) and not math.isfinite(value):
                 marks[path] = repr(float(value))
                 return None
+
             return value
 
         return _strict.encode({**_mapped(record, mark), NONFINITE: marks})
@@ -174,4 +176,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     marks = record.pop(NONFINITE, None)
     if not isinstance(marks, dict):
         return record
+
     return _mapped(record, lambda path, value: float(marks[path]) if value is None and path in marks else value)

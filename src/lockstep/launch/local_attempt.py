@@ -28,6 +28,7 @@ from lockstep.runtime.machine import (
     loopback_interface,
     nccl_file_names_interface,
 )
+from lockstep.runtime.preemption import PREEMPT_FILE
 from lockstep.runtime.rendezvous.proof import Secret
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
@@ -35,8 +36,16 @@ from lockstep.runtime.rendezvous.proof import Secret
 RANKS_STACKS_S = 2.0
 COLLECTIVES_S = 2.0
 
+# How many characters the stacks of all ranks of a node may have: a message has a largest size. The main thread of a
+# rank is at the end of its text.
+STACKS_SIZE = 4 * 2**20
+
 # How often the files that ranks share with their launcher are touched.
 TOUCH_S = 3600.0
+
+# How often OOM kills are counted again. A rank that the kernel kills may take a while to end, because its memory is
+# freed first: so a rank's end is compared with the count before the last one.
+COUNT_OOM_KILLS_S = 30.0
 
 
 class LocalAttempt:
@@ -52,16 +61,17 @@ class LocalAttempt:
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
         self._touched = time.monotonic()
 
-        # A pipe that carries no data. Ranks read from `alive` and kill themselves when the other end is closed, by this
-        # process or by the kernel because this process is dead.
-        self.alive, write_end = os.pipe()
-        self._lifeline = os.fdopen(write_end, "wb", buffering=0)
+        # A pipe that carries no data. Ranks hold its read end, the lifeline, and kill themselves when the write end is
+        # closed: by this process, or by the kernel because this process is dead.
+        self.lifeline, write_end = os.pipe()
+        self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
 
         # The ranks that have not ended, by number. A later count of OOM kills that is larger than this one means that
         # the kernel killed a rank for lack of memory.
-        oom_kills = failure.oom_kills()
+        self._oom_kills = failure.oom_kills()
+        self._oom_kills_counted = time.monotonic()
         numbers = range(start.first_rank, start.first_rank + start.count)
-        self.ranks = {number: self._local_rank(number, oom_kills) for number in numbers}
+        self.ranks = {number: self._local_rank(number, self._oom_kills) for number in numbers}
 
         # Whether the ranks were asked to save and exit, and when they were killed.
         self.preempted = False
@@ -114,8 +124,8 @@ class LocalAttempt:
         """Return the interfaces at which the ranks of this node listen for those of other nodes.
 
         Left alone, gloo takes the address that the machine's own name has, which is often 127.0.1.1, and NCCL the first
-        interface that is up, which may be a bridge for containers. The way to the coordinator works. But whoever has
-        written a file for NCCL knows the machine.
+        interface that is up, which may be a bridge for containers. The interface towards the coordinator works. A file
+        of settings for NCCL takes precedence: its author knows the machine.
         """
         interface = interface_towards(self._start.address)
         chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
@@ -137,8 +147,19 @@ class LocalAttempt:
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
 
+    def _count_oom_kills(self) -> None:
+        """Count OOM kills again now and then, so that one of long ago is not taken for the cause of a later SIGKILL."""
+        if time.monotonic() - self._oom_kills_counted > COUNT_OOM_KILLS_S:
+            for rank in self.ranks.values():
+                rank.oom_kills_before = self._oom_kills
+
+            self._oom_kills = failure.oom_kills()
+            self._oom_kills_counted = time.monotonic()
+
     def beat(self) -> NodeBeat:
         """Return the heartbeats of all ranks, and the task's settings."""
+        self._count_oom_kills()
+
         # There is no view of a rank that died before its first heartbeat.
         views = [view_of(number, self._host, pid, self.folder) for number, pid in self.pids.items()]
 
@@ -153,19 +174,27 @@ class LocalAttempt:
         answering = [rank for rank, text in answers.items() if text]
         recorded = flight_recorder.collect(self.folder, answering, COLLECTIVES_S)
 
-        # The last 100 collectives are enough to compare ranks, and keep the message small.
-        return Stacks(self.number, answers, {rank: entries[-100:] for rank, entries in recorded.items()})
+        # The last 100 collectives are enough to compare ranks.
+        most = STACKS_SIZE // max(len(answers), 1)
+        texts = {rank: stacks.comparable(text)[-most:] for rank, text in answers.items()}
+        last = {rank: flight_recorder.comparable(entries[-100:]) for rank, entries in recorded.items()}
+        return Stacks.of(self.number, texts, last)
 
     # ---- their end ----
 
-    def preempt(self) -> None:
-        """Ask the ranks to save and exit. Their worker processes get no signal: ranks need them until the save."""
+    def preempt(self, signal: str | None = None) -> None:
+        """Ask the ranks to save and exit; `signal` is the one that asks for it.
+
+        The ranks always get SIGTERM. Their worker processes get no signal: ranks need them until the save.
+        """
         self.preempted = True
+        with suppress(OSError):  # then they say that SIGTERM has ended them
+            records.write(self.folder / PREEMPT_FILE, signal or "")
         for pid in self.pids.values():
             _preempt_rank(pid)
 
     def kill(self) -> None:
-        self._lifeline.close()
+        self._lifeline_writer.close()
         for pid in self.pids.values():
             kill_rank(pid)
 
@@ -179,7 +208,7 @@ class LocalAttempt:
 
     def close(self) -> None:
         self.kill()
-        os.close(self.alive)
+        os.close(self.lifeline)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

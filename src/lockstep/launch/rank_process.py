@@ -5,7 +5,7 @@ dies with its launcher, answers requests for stacks and collectives, and exits w
 
 No rank outlives its job. What kills it depends on what has died:
 
-    the launcher        the lifeline pipe closes, and the rank kills itself (`_die_with_launcher`). If it is suspended
+    the launcher        the lifeline pipe closes, and the rank kills itself (`_die_when_abandoned`). If it is suspended
                         or holds the GIL, the zygote kills it, because the zygote's socket closes as well
                         (`zygote._serve`).
     the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
@@ -14,7 +14,7 @@ No rank outlives its job. What kills it depends on what has died:
     the rank itself     the zygote kills the worker processes that it leaves (`zygote._reap`)
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
-(`_die_with_launcher`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
+(`_die_when_abandoned`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
 is suspended, they fail in their next collective, because rank 0 is gone.
 """
 
@@ -45,7 +45,7 @@ LOOK_S = 1.0
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
     """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies."""
-    threading.Thread(target=_die_with_launcher, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
+    threading.Thread(target=_die_when_abandoned, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
 
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[FOLDER])
@@ -81,7 +81,7 @@ def _keep_sockets_in(folder: Path) -> None:
     multiprocessing.current_process()._config["tempdir"] = str(folder)  # pyrefly: ignore[missing-attribute]
 
 
-def _die_with_launcher(lifeline: int) -> None:
+def _die_when_abandoned(lifeline: int) -> None:
     # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
     # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
     term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None
@@ -89,6 +89,7 @@ def _die_with_launcher(lifeline: int) -> None:
         if term_file and term_file.superseded():
             os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
+
         if wait_readable([lifeline], LOOK_S if term_file else None):
             break
 

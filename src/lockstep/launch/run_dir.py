@@ -32,6 +32,11 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 LAUNCHER_LOCK = ".launcher"
 
+# The file that exists until the newest checkpoint is the one that --resume named, or follows it.
+GOING_BACK = ".going-back"
+
+_CHECKPOINT_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
+
 # The largest settings or plan file of a run, in bytes.
 LARGEST_SETTINGS = 2**26
 
@@ -168,6 +173,7 @@ def _refuse_detours(run: Path) -> None:
     for folder, names in WRITTEN.items():
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(run / folder) as entries:
             for entry in entries:
+                # Files and folders are fine, and so are names that the run never writes to.
                 if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
                     continue
                 if not re.fullmatch(names, entry.name):
@@ -302,17 +308,31 @@ def stored(run: Path, name: str) -> dict[str, Any]:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint, according to the text file that a commit updates last.
+    """Return the newest committed checkpoint; while a run goes back to an earlier one, that one.
 
-    It is meant for messages; `checkpoint.load` verifies the checkpoints themselves.
+    Its contents are not verified; `checkpoint.load` does that.
     """
-    name = records.read(checkpoints / "latest").strip()
-    return checkpoints / name if re.fullmatch(r"step-\d+", name, re.ASCII) else None
+    # A commit updates this text file last, so after a kill it may name an older checkpoint than the newest.
+    named = records.read(checkpoints / "latest").strip()
+    if (checkpoints.parent / GOING_BACK).exists():
+        return checkpoints / named if _CHECKPOINT_NAME.fullmatch(named) else None
+
+    try:
+        with os.scandir(checkpoints) as entries:
+            names = [entry.name for entry in entries if _CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_dir()]
+    except OSError:
+        return None
+
+    return checkpoints / max(names, key=_step_of) if names else None
 
 
 def latest_step(checkpoints: Path) -> int | None:
     checkpoint = latest(checkpoints)
-    return int(checkpoint.name.removeprefix("step-")) if checkpoint else None
+    return _step_of(checkpoint.name) if checkpoint else None
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
 @contextmanager

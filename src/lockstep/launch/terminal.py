@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from lockstep.errors import printable
+
+# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
+# coordinating node only, and the user resumes the job with one command instead of one for each node.
+ONE_LOG = "LOCKSTEP_ONE_LOG"
+
+
+def shares_log() -> bool:
+    """Return whether this launcher writes to the same log as those of the other nodes."""
+    return ONE_LOG in os.environ
 
 
 def say(text: str) -> None:

@@ -64,6 +64,7 @@ class Zygote:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(3.0)
         self._lines = LineReader(self._socket)
+
         with theirs:
             self._process = subprocess.Popen(
                 # -P: a file in the working folder must not replace a standard module of the same name.
@@ -181,10 +182,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _serve(control: socket.socket, work: Work) -> None:
-    # A pipe wakes `select` when a child ends.
+    # A pipe wakes `poll` when a child ends. Unlike `select`, it takes file descriptors above 1023.
     woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+
+    poll = select.poll()
+    for descriptor in (control.fileno(), woken):
+        poll.register(descriptor, select.POLLIN)
 
     children: dict[int, int] = {}  # process -> rank
     folders: set[str] = set()
@@ -192,13 +197,13 @@ def _serve(control: socket.socket, work: Work) -> None:
     with contextlib.suppress(ConnectionError):
         _tell(control, {"ready": os.getpid()})
         while True:
-            readable, _, _ = select.select([control, woken], [], [])
+            readable = [descriptor for descriptor, _ in poll.poll()]
 
             if woken in readable:
                 os.read(woken, 4096)
                 _reap(control, children)
 
-            if control in readable:
+            if control.fileno() in readable:
                 request, fds = _next_request(control)
                 zygote = os.getpid()
                 pid = os.fork()
@@ -251,13 +256,12 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
     """Tell the launcher which ranks have ended, and kill their worker processes."""
-    while children:
+    # Only ranks are looked at: an imported module may have started a process of its own.
+    for pid in list(children):
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            continue
 
-        pid = ended.si_pid
         kill_rank(pid)
         _, status = os.waitpid(pid, 0)
         _tell(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})

@@ -135,6 +135,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
     left, right = x_axis.start, x_axis.end
     base = y_axis.start
     parts = []
+
     for tick, label in zip(y_axis.ticks, y_axis.labels, strict=True):
         y = y_axis(tick)
         parts.append(f'<line class="rule" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -172,6 +173,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
         if math.isfinite(y):
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
             strokes.append(f"L{at}" if pen_down else f"M{at}l0 0")
+
         pen_down = math.isfinite(y)
 
     return "".join(strokes)
@@ -272,6 +274,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
         ticks = [*ticks, ticks[-1] + gap]
     if ticks[0] - low > 0.4 * gap:
         ticks = [ticks[0] - gap, *ticks]
+
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), start, end, ticks, tick_labels(ticks))
 
 

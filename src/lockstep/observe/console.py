@@ -40,7 +40,7 @@ WIDTH = 100  # columns at which a line of several parts is wrapped
 END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
 
 
-def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
+def open_display(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
     """Return the display for this stream: `auto` is live on a terminal, and plain lines elsewhere."""
     if mode not in get_args(Mode):
         raise unknown_name("log.progress", mode, get_args(Mode))
@@ -58,6 +58,7 @@ def make_progress(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Di
     display = PlainDisplay(total_steps, unit, stream)
     if mode == "live":
         display.message(f"log.progress=live: {obstacle}; showing plain lines")
+
     return display
 
 
@@ -68,6 +69,7 @@ def _why_not_live(stream: TextIO) -> str | None:
     except (AttributeError, ValueError):
         is_terminal = False
 
+    # The live display moves the cursor and draws with characters that ASCII does not have.
     if not is_terminal:
         return "the output is not a terminal"
     if os.environ.get("TERM", "") in ("", "dumb"):
@@ -212,6 +214,7 @@ def step_line(display: Display) -> str:
     parts += [f"{name} {value}" for name, value in metric_parts(last)]
     if number(last.get("skipped")):
         parts.append(f"skipped {last['skipped']}")
+
     return "  ".join(parts)
 
 

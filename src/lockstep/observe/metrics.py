@@ -138,7 +138,7 @@ class ExactSums(Sums):
         values = [value for _, *pair in collected for value in pair]
 
         # Tensors are fetched together, with one synchronisation.
-        tensors = [value.double() for value in values if isinstance(value, Tensor)]
+        tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
         fetched = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
         for (name, *_), total, weight in zip(collected, numbers[0::2], numbers[1::2], strict=True):
@@ -158,6 +158,15 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
             )
 
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
+        for number in (total, weight):
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise UserError(
+                    f"the metric {name!r} must be one number, the SUM over the micro-batch; it has the shape "
+                    f"{tuple(number.shape)}",
+                    "",
+                    f"return its sum: metrics={{{name!r}: values.sum()}}",
+                )
+
         yield name, total.detach() if isinstance(total, Tensor) else total, weight
 
 
@@ -168,8 +177,8 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
 
 
 def _add_up(values: list[Number]) -> Number:
-    """Return the sum of tensors of shape () and plain numbers: a tensor if any of them is one."""
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    """Return the sum of tensors with one element and plain numbers: a tensor of shape () if any of them is one."""
+    tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
     plain = float(sum([value for value in values if not isinstance(value, Tensor)]))
     return torch.stack(tensors).sum() + plain if tensors else plain
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from lockstep.observe import stragglers
-from lockstep.observe.console import Display, fact_lines, make_progress
+from lockstep.observe.console import Display, fact_lines, open_display
 from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotients
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
@@ -62,9 +62,9 @@ class Recorder:
 
         `mode` is `log.progress`; `start` is the start event, whose `facts` are the lines of the banner.
         """
-        self._displays = [make_progress("plain", steps, unit, self._log)]
+        self._displays = [open_display("plain", steps, unit, self._log)]
         if self.runtime.is_main:
-            self._displays.append(make_progress(mode, steps, unit, sys.stdout))
+            self._displays.append(open_display(mode, steps, unit, sys.stdout))
 
         for display in self._displays:
             # What all ranks have in common is shown once.
@@ -168,6 +168,7 @@ class Recorder:
         totals = sums.take_global(names, self.runtime.collectives)
         if self.runtime.is_main:
             sums.put(names, totals)
+
         return {"names": names, "totals": totals}
 
     def resume_interval(self, sums: Sums, state: dict[str, Any] | None) -> None:

@@ -35,6 +35,7 @@ from lockstep.observe.formats import (
     rate,
     rate_key,
 )
+from lockstep.observe.profile.merge import mean_kinds, warnings
 from lockstep.observe.sinks import read_jsonl
 
 Record = dict[str, Any]
@@ -72,6 +73,7 @@ class RunRecord:
     sources: Record
     plan: Record
     summary: Record
+    profile: Record  # with --profile: the breakdowns of all ranks
     notes: dict[str, str]  # file -> why it could not be read
 
     @cached_property
@@ -118,6 +120,8 @@ def read_run(folder: Path) -> RunRecord:
         sources=read("config.sources.json", read_mapping, {}),
         plan=read("plan.json", read_mapping, {}),
         summary=read("summary.json", read_mapping, {}),
+        # Only a run with --profile has it, so that it is not missed.
+        profile=read("profile/breakdown.json", read_mapping, {}) if (folder / "profile").is_dir() else {},
         notes=notes,
     )
 
@@ -133,6 +137,7 @@ def without_undone(records: Iterable[Record]) -> list[Record]:
         # A repeated step undoes everything after it.
         while newest and newest[-1]["step"] >= step:
             newest.pop()
+
         newest.append(record)
 
     return newest
@@ -157,6 +162,7 @@ def page(run: RunRecord) -> str:
 <main>
 {header(run, task)}
 {section("Curves", curves(run) if run.metrics else nothing_in(run, "metrics.jsonl"))}
+{profile_of(run)}
 {sample(run)}
 {section("Configuration", config_table(run) if run.config else nothing_in(run, "config.yaml"))}
 {section("Plan", plan_table(run))}
@@ -340,6 +346,41 @@ def curve(records: Iterable[Record], key: str) -> list[Point]:
     return [(step, math.nan if value is None else value) for step, value in points if step is not None]
 
 
+# ---- where the time goes ----
+
+
+def profile_of(run: RunRecord) -> str:
+    """Return the breakdown of the traced steps, if there were any."""
+    ranks = [rank for rank in run.profile.get("ranks", []) if isinstance(rank, dict)]
+    if not ranks:
+        return ""
+
+    kinds = mean_kinds(ranks)
+    step = sum(kinds.values()) or 1.0
+    rows = []
+    for kind, seconds in kinds.items():
+        if seconds > 0:
+            own = [1e3 * rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks]
+            rows.append((kind, f"{1e3 * seconds:.3f}", f"{seconds / step:.1%}", f"{min(own):.3f} to {max(own):.3f}"))
+    facts = [f"{run.profile.get('steps')} traced steps of {1e3 * step:.3f} ms"]
+    facts.append(f"{_average(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
+    if all(rank.get("mfu") for rank in ranks):
+        peak = _average(ranks, "peak_flops")
+        facts.append(
+            f"MFU {_average(ranks, 'mfu'):.1%} of {compact(peak)} FLOP/s, measured with a large matrix product"
+        )
+    if all(rank.get("busy") is not None for rank in ranks):
+        facts.append(f"the GPU is busy for {_average(ranks, 'busy'):.0%} of the time")
+    heads = ("Part of a step", "ms", "Share", "ms, fastest to slowest rank")
+    text = "; ".join(facts) + ". Open profile/trace.json.gz in ui.perfetto.dev or chrome://tracing for the timeline."
+    alerts = "".join(f'<p class="reason bad">{escaped(reason)}</p>' for reason in warnings(ranks))
+    return section("Where the time goes", f'<p class="note">{escaped(text)}</p>{alerts}{table(heads, rows)}')
+
+
+def _average(ranks: Sequence[Record], key: str) -> float:
+    return sum(rank[key] for rank in ranks) / len(ranks)
+
+
 # ---- text and tables ----
 
 
@@ -381,6 +422,7 @@ def events_table(run: RunRecord) -> str:
     began = number(run.events[0].get("time"))
     shown = run.events[-MAX_EVENTS:]
     rows = []
+
     for event in shown:
         at = number(event.get("time"))
         since = "-" if at is None or began is None else duration(at - began)

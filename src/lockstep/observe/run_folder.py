@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,6 +18,7 @@ from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
 from lockstep.launch.records import replacing
 from lockstep.launch.run_dir import (
+    GOING_BACK,
     choose_run_dir,
     holds_a_run,
     is_checkpoint,
@@ -44,11 +46,20 @@ class RunFolder:
     continues: bool  # whether to start from the newest checkpoint in this folder, if it has one
     attempt: int  # how often the launcher restarted this run
     token: str  # distinguishes this attempt from an earlier one that may still be writing
+    goes_back: bool = False  # whether `origin` is a checkpoint of this folder to which the run has not gone back yet
     lock: Any = None  # held open by rank 0
 
-    def as_shown(self, path: Path) -> str:
-        """Return a path as the user would write it; inside this folder it begins with `shown`."""
-        return str(Path(self.shown) / path.relative_to(self.path) if path.is_relative_to(self.path) else path)
+    def as_shown(self, location: str) -> str:
+        """Return a location as the user would write it; that of a file in this folder begins with `shown`."""
+        path = Path(location)
+        inside = path.is_relative_to(self.path)
+        return str(Path(self.shown) / path.relative_to(self.path)) if inside else location
+
+    def end_going_back(self) -> None:
+        """Let later attempts start from the newest checkpoint, which is `origin` by now, or was saved after it."""
+        # A disk that is out of reach must not end the run. The next save tries again.
+        with suppress(OSError):
+            _going_back(self.path).unlink(missing_ok=True)
 
     def release_lock(self) -> None:
         if self.lock is not None:
@@ -107,15 +118,19 @@ def _open(config: RunConfig, name: str) -> RunFolder:
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
 
-    # Resuming a run in its own folder starts from its newest checkpoint, unless one is named.
-    newest = origin is not None and resumes_here and not is_checkpoint(origin)
+    # Resuming a run in its own folder starts from its newest checkpoint, unless one is named. A restart starts from the
+    # named one again only if the attempt before it died too early to set the later ones aside.
+    names_checkpoint = origin is not None and is_checkpoint(origin)
+    newest = resumes_here and not names_checkpoint
+    goes_back = resumes_here and names_checkpoint and (attempt == 0 or _going_back(path).exists())
     folder = RunFolder(
         path,
         str(shown),
         origin=None if newest else origin,
-        continues=attempt > 0 or newest or config.resume == "auto",
+        continues=(attempt > 0 and not goes_back) or newest or config.resume == "auto",
         attempt=attempt,
         token=secrets.token_hex(4),
+        goes_back=goes_back,
     )
     _create(folder)
     return folder
@@ -131,7 +146,14 @@ def _create(folder: RunFolder) -> None:
         # An attempt that was killed early left its mark behind.
         for old in path.glob(".seen-*"):
             old.unlink()
+
         _mark(folder).touch()
+
+        # An earlier job may have ended before it had gone back.
+        if folder.goes_back:
+            _going_back(path).touch()
+        else:
+            _going_back(path).unlink(missing_ok=True)
     except OSError as error:
         raise not_writable(path, error) from error
 
@@ -139,6 +161,11 @@ def _create(folder: RunFolder) -> None:
 def _mark(folder: RunFolder) -> Path:
     """Return the file that rank 0 creates, to check that every rank sees its folder."""
     return folder.path / f".seen-{folder.token}"
+
+
+def _going_back(path: Path) -> Path:
+    """Return the file that exists until the newest checkpoint is the one that --resume named, or follows it."""
+    return path / GOING_BACK
 
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:

@@ -77,8 +77,10 @@ class MasterWeights:
             masters = [master for _, tensors in parts for master in tensors]
             for master in masters:
                 self._load_master(optimizer, master, divisor)
+
             with restricted_to(optimizer, parts):
                 step(optimizer)
+
             for master in masters:
                 self._round_back(optimizer, master, update_count)
 

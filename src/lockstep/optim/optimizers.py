@@ -148,22 +148,23 @@ class Optimizers:
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
         """
         self._updating = True  # `_refuse` allows steps meanwhile
+        try:
+            for optimizer in [self.all[i] for i in indices]:
+                # Fused optimizers read these two attributes; others ignore them.
+                optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
+                optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
 
-        # Fused optimizers read their attributes `grad_scale` and `found_inf`; others ignore them.
-        for optimizer in [self.all[i] for i in indices]:
-            optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
-            optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
+                if self.masters:
+                    self.masters.step_optimizer(optimizer, divisor, update_count, self._step_one)
+                elif self._several_meshes and id(optimizer) not in self._stand_ins:
+                    parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
+                    with restricted_to(optimizer, parts):
+                        optimizer.step()
+                else:
+                    self._step_one(optimizer)
+        finally:
+            self._updating = False
 
-            if self.masters:
-                self.masters.step_optimizer(optimizer, divisor, update_count, self._step_one)
-            elif self._several_meshes and id(optimizer) not in self._stand_ins:
-                parts = [(group, part) for group in optimizer.param_groups for part in by_mesh(group["params"])]
-                with restricted_to(optimizer, parts):
-                    optimizer.step()
-            else:
-                self._step_one(optimizer)
-
-        self._updating = False
         self._after_step()
 
     def _after_step(self) -> None:
@@ -175,7 +176,7 @@ class Optimizers:
         else:
             optimizer.step()
 
-    def parameters_of(self, indices: Sequence[int]) -> set[int]:
+    def parameter_ids(self, indices: Sequence[int]) -> set[int]:
         """Return the ids of the model's parameters that these optimizers update, on any rank."""
         return {id(p) for index in indices for group in self.groups[index] for p in group}
 
@@ -194,11 +195,16 @@ class Optimizers:
 
         One with a hook on its step is not: the hook must find gradients at their true size.
         """
-        return all(
-            getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)
-            or (type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups))
-            for optimizer in self.all
-        ) and not any(step_hook(optimizer, ("pre",)) for optimizer in self.all)
+        for optimizer in self.all:
+            is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
+            if not (is_fused or getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)):
+                return False
+
+            # A hook before the step would see gradients that are not divided yet.
+            if step_hook(optimizer, ("pre",)):
+                return False
+
+        return True
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._updating:

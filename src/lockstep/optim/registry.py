@@ -40,7 +40,7 @@ class OptimizerKind:
 OPTIMIZERS = {
     "adamw": OptimizerKind(
         "torch.optim:AdamW",
-        options=("lr", "betas", "eps", "weight_decay"),
+        options=("lr", "betas", "eps", "weight_decay", "maximize"),
         state_bytes=8,
         about="torch's AdamW, two moments in float32",
         classes=("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
@@ -49,9 +49,9 @@ OPTIMIZERS = {
     "sgd": OptimizerKind(
         # Not fused: torch has no fused SGD for DTensors (2.13).
         "torch.optim:SGD",
-        options=("lr", "momentum", "dampening", "nesterov", "weight_decay"),
+        options=("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize"),
         state_bytes=0,
-        about="torch's SGD, momentum only if the task's groups have it",
+        about="torch's SGD, without state, or with 4 bytes per parameter if the task's groups have momentum",
     ),
     "adamw8bit": OptimizerKind(
         "lockstep.optim.adamw8bit:AdamW8bit",
@@ -67,7 +67,7 @@ OPTIMIZERS = {
         options=("lr", "weight_decay"),
         # One float32 per row and column: negligible per element.
         state_bytes=0,
-        about="means of squared gradients by row and by column, no momentum",
+        about="one mean of squared gradients per row and per column, no momentum",
         classes=("Adafactor",),
         needs_full_rows=True,
     ),
@@ -79,7 +79,8 @@ NAMES = (OWN, *OPTIMIZERS)
 def describe(name: str) -> str:
     """Return the banner line about the state of this optimizer."""
     kind = OPTIMIZERS[name]
-    return f"{name} in place of the task's: {kind.about} (about {kind.state_bytes:.2g} bytes of state per parameter)"
+    size = f" (about {kind.state_bytes:.2g} bytes of state per parameter)" if kind.state_bytes else ""
+    return f"{name} in place of the task's: {kind.about}{size}"
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
@@ -119,20 +120,32 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
     for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return optimizers
-        if any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-            if hook := step_hook(optimizer):
-                raise UserError(
-                    f"optimizer={config.optimizer} replaces the task's {type(optimizer).__name__}, which has a hook "
-                    f"on its step ({hook})",
-                    "the hook would never be called",
-                    f"{HOOK_FIX}; or set optimizer={OWN}",
-                )
 
-            keys = ("params", *kind.options)
-            groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-            built.append(resolve_name(kind.path)(groups, **kind.arguments))
-        else:
-            # It updates something that has no gradient, such as a sparse table, in its own way: keep it.
+        # An optimizer that updates something without a gradient, such as a sparse table, is kept.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.requires_grad for p in parameters):
             built.append(optimizer)
+            continue
+
+        if hook := step_hook(optimizer):
+            raise UserError(
+                f"optimizer={config.optimizer} replaces the task's {type(optimizer).__name__}, which has a hook "
+                f"on its step ({hook})",
+                "the hook would never be called",
+                f"{HOOK_FIX}; or set optimizer={OWN}",
+            )
+
+        if "maximize" not in kind.options and any(group.get("maximize") for group in optimizer.param_groups):
+            raise UserError(
+                f"optimizer={config.optimizer} cannot maximize, and the task's {type(optimizer).__name__} has "
+                "maximize=True",
+                "it would train in the opposite direction",
+                f"return the negative loss, without maximize; or set optimizer={OWN}",
+            )
+
+        # The same parameter groups, with the options that the new optimizer takes over.
+        keys = ("params", *kind.options)
+        groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+        built.append(resolve_name(kind.path)(groups, **kind.arguments))
 
     return built

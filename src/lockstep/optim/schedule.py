@@ -58,7 +58,7 @@ def _progress(config: LrConfig, step: int, total: int) -> float:
     return min(1.0, (step - config.warmup) / max(1, total - 1 - config.warmup))
 
 
-def factor(config: LrConfig, step: int, total: int) -> float:
+def share_of_peak(config: LrConfig, step: int, total: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `total`, as a share of the peak.
 
     The warm-up rises linearly and is above 0 at the first step; the last step of a decay reaches `min_ratio`.
@@ -198,7 +198,7 @@ class LearningRate(GuardedRates):
 
     def _share(self, step: int) -> float:
         if self._function is None:
-            return factor(self.config, step, self.total_steps)
+            return share_of_peak(self.config, step, self.total_steps)
 
         share = float(self._function(step))
         if not 0 <= share < math.inf:
@@ -207,6 +207,7 @@ class LearningRate(GuardedRates):
                 "",
                 "return a finite share of the peak, 0 or more; the peak is the rate that the optimizer was made with",
             )
+
         return share
 
     def landmarks(self) -> dict[str, float]:

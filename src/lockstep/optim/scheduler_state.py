@@ -35,6 +35,7 @@ def _copied(value: Any) -> Any:
             return {key: _copied(item) for key, item in value.items()}
         case list():
             return [_copied(item) for item in value]
+
     return value
 
 
@@ -57,6 +58,7 @@ def _like(current: Any, saved: Any) -> Any:
     # SequentialLR and ChainedScheduler hold a list of states.
     if isinstance(current, list) and isinstance(saved, list) and len(current) == len(saved):
         return [_like(*pair) for pair in zip(current, saved, strict=True)]
+
     return _copied(saved)
 
 

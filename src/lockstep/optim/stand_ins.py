@@ -43,25 +43,33 @@ def step_with_stand_ins(optimizer: torch.optim.Optimizer, gather: bool) -> None:
 
 def _step(optimizer: torch.optim.Optimizer, groups: Groups, gather: bool) -> Groups:
     """Step the optimizer with these groups only, and plain tensors in them. Return the groups as the step left them."""
-    original_groups, original_state = optimizer.param_groups, optimizer.state
+    original_groups = optimizer.param_groups
+    original_state = optimizer.state
     stand_ins = {p: _plain_parameter(p, gather) for group in groups for p in group["params"]}
-    other_state = {key: value for key, value in original_state.items() if key not in stand_ins}
-    temporary_state: defaultdict[Any, Any] = defaultdict(dict, other_state)
-    for p, stand_in in stand_ins.items():
-        if p in original_state:
-            temporary_state[stand_in] = {key: _plain(value, gather) for key, value in original_state[p].items()}
 
+    # The state of the stand-ins, and whatever else the optimizer keeps in its state.
+    temporary_state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, value in original_state.items():
+        if key in stand_ins:
+            temporary_state[stand_ins[key]] = {name: _plain(item, gather) for name, item in value.items()}
+        else:
+            temporary_state[key] = value
+
+    # The step sees only the stand-ins.
     optimizer.state = temporary_state
     optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
     try:
         optimizer.step()
         stepped_groups = optimizer.param_groups
     finally:
-        optimizer.param_groups, optimizer.state = original_groups, original_state
+        optimizer.param_groups = original_groups
+        optimizer.state = original_state
 
+    # Copy the results into the parameters and their state. A stand-in without `gather` shares the shard's memory.
     for p, stand_in in stand_ins.items():
         if gather and isinstance(p, DTensor):
             local(p.detach()).copy_(_local_shard(stand_in.detach(), p))
+
         if stand_in in temporary_state:
             new_state = temporary_state[stand_in].items()
             original_state[p] = {key: _laid_out(value, p, stand_in, gather) for key, value in new_state}

@@ -1,7 +1,8 @@
 """Tries a user-defined optimizer on small synthetic parameters: does it update every parameter independently?
 
-If its update uses a norm over all parameters, say, it gives different results for one parameter alone. Whether it also
-updates every element independently is not tried: calls cannot prove it.
+If its update uses a norm over all parameters, say, it gives different results for one parameter alone. If it draws
+random numbers, those of a parameter depend on the parameters that are updated before it. Whether it also updates every
+element independently is not tried: calls cannot prove it.
 """
 
 from __future__ import annotations
@@ -38,23 +39,34 @@ def check_independent(optimizer: torch.optim.Optimizer) -> None:
         try:
             with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
                 together = _step_copy(optimizer, dtype)
+                other_seed = _step_copy(optimizer, dtype, seed=1)
                 apart = _step_copy(optimizer, dtype, one_by_one=True)
         except Exception as error:  # the user's code may raise anything
             failure = error
             continue
 
+        # This comes first: on a GPU, whose generator goes on, random numbers make the other two differ as well.
+        if _differ(together, other_seed):
+            raise TrialFailed("it draws random numbers, and a parameter would get other ones than on a single process")
         if _differ(together, apart):
             raise TrialFailed("its update of one parameter depends on the others")
+
         return
 
     raise TrialFailed(f"tried on a small parameter, it failed: {type(failure).__name__}: {failure}") from failure
 
 
-def _step_copy(optimizer: torch.optim.Optimizer, dtype: torch.dtype, one_by_one: bool = False) -> list[Tensor]:
-    """Step a copy of the optimizer on synthetic parameters of this dtype, and return them."""
+def _step_copy(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype, one_by_one: bool = False, seed: int = 0
+) -> list[Tensor]:
+    """Step a copy of the optimizer on synthetic parameters of this dtype, and return them.
+
+    `seed` is for what the optimizer draws; parameters and gradients are always the same.
+    """
     generator = torch.Generator().manual_seed(0)
-    torch.default_generator.manual_seed(0)  # not those of GPUs, which `check_independent` does not restore
+    torch.default_generator.manual_seed(seed)  # not those of GPUs, which `check_independent` does not restore
     copied, parameters = _copy(optimizer, dtype, generator)
+
     for scale in SCALES:
         for p in parameters:
             p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=dtype)).to(p)

@@ -54,6 +54,7 @@ def make_learning_rate(
 
     if torch_schedulers:
         return SchedulerRate(torch_schedulers, optimizers)
+
     return LearningRate(config, optimizers, total_steps, global_batch, given[0] if given else None)
 
 
@@ -174,6 +175,8 @@ class SchedulerRate(GuardedRates):
 
         self._optimizer_steps, self._scheduler_steps = list(state["moves"]), list(state["positions"])
         self.evaluations, self._last_evaluated = state.get("evaluations", 0), state.get("observed")
+
+        # If the user has changed a scheduler's settings, its steps are replayed with the new ones.
         changes = self.changes_since(state)
         if changes:
             self._replay(changes, state["beginning"])

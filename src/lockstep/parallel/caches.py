@@ -26,6 +26,7 @@ def disable_kv_cache(model: nn.Module, always: bool) -> None:
     for module in model.modules():
         if not _is_transformers(module, "PreTrainedModel"):
             continue
+
         signature = inspect.signature(module.forward)
         if ASKS in signature.parameters:
             position = list(signature.parameters).index(ASKS)

@@ -70,6 +70,7 @@ def _flatten(value: Any, tensors: list[Tensor]) -> Hashable:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
         if type(context) is list:  # the keys of a ModelOutput; a list is not hashable
             return "keyed node", kind, tuple(context), _flatten_all(children, tensors)
+
         return "node", kind, context, _flatten_all(children, tensors)
 
     raise OpaqueValue(f"a {kind.__name__}")

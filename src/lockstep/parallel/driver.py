@@ -168,6 +168,7 @@ class PlacedModel:
         """
         if self.statistics:
             self.statistics.combine()
+
         self._broadcast_buffers()
         if self.statistics:
             self.statistics.forget()
@@ -276,6 +277,7 @@ class Driver(WatchedModel):
         packed, norms = self._word_and_norms
         if norms is None:
             norms = torch.stack(self.norms([p.grad for p in parameters]))  # pyrefly: ignore[bad-argument-type]
+
         return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
@@ -284,7 +286,7 @@ class Driver(WatchedModel):
         Override it to reduce gradients while the backward runs. In the last backward of a step `word` is this rank's
         control word, which may be reduced with them.
         """
-        backward((total,), (grad_output,))
+        run_engine((total,), (grad_output,))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
         """Reduce over ranks what the backwards of the step have not.
@@ -295,7 +297,7 @@ class Driver(WatchedModel):
         raise NotImplementedError
 
 
-def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
+def run_engine(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
     """Like `torch.autograd.backward`, but skip its type and shape checks (about 9 us per call).
 
     The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
@@ -429,9 +431,11 @@ def full_state(driver: Driver, keep: bool) -> tuple[dict[str, Tensor], dict[str,
     state = driver.model.state_dict()
     aliases = tied_names(state)
     tensors = {}
+
     for name, value in state.items():
         if is_extra(name) or name in aliases:
             continue
+
         full = driver.fetch(name, value)
         if keep:
             tensors[name] = (full if full is value else full.cpu()).contiguous()

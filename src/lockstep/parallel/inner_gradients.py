@@ -165,6 +165,7 @@ def _nodes(outputs: Sequence[Output]) -> Iterator[Any]:
         node = pending.pop()
         if node is None or node in seen:
             continue
+
         seen.add(node)
         yield node
         pending.extend(following for following, _ in node.next_functions)

@@ -139,7 +139,7 @@ def _check_strategy(config: RunConfig, sizes: Mapping[str, int | None]) -> None:
     if inner and config.fsdp.offload:
         raise UserError(
             f"fsdp.offload=true cannot be combined with mesh.{inner[0]}={sizes[inner[0]]}",
-            "parameters would lie in host memory, but tp and pp exchange tensors on the device",
+            "parameters would be in host memory, but tp and pp exchange tensors on the device",
             "leave fsdp.offload out, or the mesh",
         )
 

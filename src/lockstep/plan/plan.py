@@ -112,6 +112,7 @@ def _global_batch(config: RunConfig, data_size: int) -> tuple[int, str]:
             "",
             "set global_batch=32, the samples of all ranks together (the same model on any number of ranks)",
         )
+
     return config.global_batch, "as asked"
 
 
@@ -119,8 +120,8 @@ def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int
     """Return the samples of a forward, such that every rank gets at least one micro-batch."""
     if global_batch < data_size:
         raise UserError(
-            f"global_batch={global_batch} cannot be split on {_ranks(config, data_size)}",
-            f"{_ranks(config, data_size - global_batch)} that would have nothing to do in every step",
+            f"global_batch={global_batch} cannot be split over {_ranks(config, data_size)}",
+            f"{_ranks(config, data_size - global_batch)} would have nothing to do",
             f"set global_batch={data_size} or more"
             + ("" if config.uses_axis("tp", "pp") else f", or --nproc {global_batch}"),
         )
@@ -134,7 +135,7 @@ def _micro_batch(config: RunConfig, global_batch: int, data_size: int, most: int
     count = math.ceil(global_batch / config.micro_batch)
     if count < data_size:
         raise UserError(
-            f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split on "
+            f"global_batch={global_batch} in micro-batches of {config.micro_batch} cannot be split over "
             f"{_ranks(config, data_size)}",
             f"{plural(count, 'micro-batch', 'micro-batches')} for {_ranks(config, data_size)}",
             f"set micro_batch={global_batch // data_size} or less",
@@ -149,9 +150,9 @@ def _exact_micro_batch(global_batch: int, data_size: int) -> tuple[int, str]:
     count = math.ceil(global_batch / micro)
     if count < data_size:
         raise UserError(
-            f"exact=true with global_batch={global_batch} cannot be split on {data_size} ranks",
+            f"exact=true with global_batch={global_batch} cannot be split over {data_size} ranks",
             f"{count} micro-batches of {micro}, whatever the number of ranks",
-            f"set micro_batch={global_batch // data_size} (on every number of ranks alike), or --nproc {count}",
+            f"set micro_batch={global_batch // data_size} (the same on any number of ranks), or --nproc {count}",
         )
 
     return micro, f"exact: global_batch {global_batch} / {EXACT_MICRO_BATCHES}, whatever the number of ranks"

@@ -32,6 +32,7 @@ def takes_options(*groups: type[Any]) -> Callable[[Constructor], Constructor]:
                 if name not in group_of:
                     raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
                 values[group_of[name]][name] = value
+
             init(self, *(group(**chosen) for group, chosen in values.items()))
 
         # `lockstep.targets` checks names and types of `task.*` against this signature.
@@ -52,6 +53,7 @@ def _flat_signature(groups: tuple[type[Any], ...]) -> inspect.Signature:
             )
             for field in dataclasses.fields(group)
         ]
+
     return inspect.Signature(parameters)
 
 
@@ -119,6 +121,7 @@ def warn_unused(
         value = options[rule.of]
         if value in rule.values if rule.values else value not in rule.never:
             continue
+
         changed = [
             f"{prefix}{name}={options[name]}"
             for name in rule.options

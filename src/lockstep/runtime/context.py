@@ -90,8 +90,10 @@ class Runtime:
         store = dist.distributed_c10d._get_default_store()
         visit = store.add(f"{name}/times/{self.world.rank}", 1)
         store.set(f"{name}/{visit}/{self.world.rank}", "here")
+
         deadline = time.monotonic() + timeout.total_seconds()
         keys = [f"{name}/{visit}/{rank}" for rank in range(self.world.size)]
+
         while not wait_for(store, keys, min(timeout, BARRIER_CHECK)):
             if give_up() or time.monotonic() > deadline:
                 return False
@@ -109,12 +111,14 @@ class Runtime:
 
         store = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + seconds
+
         try:
             store.set(f"{name}/{self.world.rank}", "here")
             while True:
                 reported = [rank for rank in all_ranks if store.check([f"{name}/{rank}"])]
                 if reported == all_ranks or time.monotonic() > deadline:
                     return reported
+
                 time.sleep(0.05)
         except RuntimeError:  # the process that holds the store is gone
             return all_ranks
@@ -153,6 +157,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             threads = _set_threads(config, world, device, stack)
             if device.type == "cuda":
                 stack.enter_context(_own_stream(device))
+
             stack.enter_context(attention(config, device))
 
             if config.gpu_memory is not None:

@@ -125,10 +125,14 @@ class ControlWordCodec:
 
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
-        # Whole numbers that were multiplied by 1/N are rounded, to remove the error.
+        # Whole numbers that were multiplied by 1/N are rounded, to remove the error. A weight that a GPU has computed
+        # may not be finite. The step is finite unless the word was overwritten: -1 stands for no step.
         high, middle, low, fraction = values[WEIGHT]
-        weight = float((round(high) * BASE + round(middle)) * BASE + round(low)) + fraction
-        word = ControlWord(weight=weight, step=round(values[STEP]), scale=values[SCALE], loss=values[LOSS])
+        weight = math.nan
+        if math.isfinite(high + middle + low + fraction):
+            weight = float((round(high) * BASE + round(middle)) * BASE + round(low)) + fraction
+        step = round(values[STEP]) if math.isfinite(values[STEP]) else -1
+        word = ControlWord(weight=weight, step=step, scale=values[SCALE], loss=values[LOSS])
 
         # This runs in every step, and in almost every step no flag is set.
         if any(values[FLAG_SLOTS]):

@@ -120,6 +120,7 @@ def _splits(tensor: DTensor) -> list[_Split]:
 
     shape = list(tensor.shape)
     splits = []
+
     for axis, placement in sorted(sharded, key=lambda pair: isinstance(pair[1], _StridedShard)):
         dim = placement.dim  # pyrefly: ignore[missing-attribute]
         size = shape[dim]

@@ -30,6 +30,7 @@ def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
     """Return the numbers of hardware threads and cores: of the whole machine, and within the affinity."""
     everything = set(range(os.cpu_count() or 1))
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
+
     counts = set()
     for group in (everything, allowed):
         files = [cpus / f"cpu{number}" / "topology" / "thread_siblings_list" for number in group]
@@ -45,6 +46,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     # path is often the host's, and only the top of the tree is visible.
     line = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
     folder = root / line[1] if line else root
+
     quotas = []
     for group in (folder, *folder.parents):
         file = group / "cpu.max"
@@ -108,7 +110,7 @@ def address_towards(host: str) -> str | None:
 def as_others_reach_it(host: str) -> str:
     """Return `host`, or this machine's address in its network if the name means a loopback address here.
 
-    Debian gives a machine's own name the address 127.0.1.1: a coordinator would listen where nobody can reach it.
+    Debian gives a machine's own name the address 127.0.1.1, where no other machine can reach a coordinator.
     `localhost`, and an address that is written out, mean what they say.
     """
     if host == "localhost" or _is_address(host):
@@ -144,10 +146,10 @@ def interface_towards(host: str) -> str | None:
     return loopback_interface() if address and address.startswith("127.") else None
 
 
-def nccl_file_names_interface(env: Mapping[str, str], system: Path = Path("/etc/nccl.conf")) -> bool:
+def nccl_file_names_interface(env: Mapping[str, str]) -> bool:
     """Return whether a file of settings names NCCL's interface. NCCL would take a variable instead."""
     own = Path(env.get("NCCL_CONF_FILE") or Path(env.get("HOME", "/")) / ".nccl.conf")
-    for path in (own, system):
+    for path in (own, Path("/etc/nccl.conf")):
         with suppress(OSError):
             if re.search(rf"^\s*{NCCL_INTERFACE}\s*=", path.read_text(errors="replace"), re.MULTILINE):
                 return True
@@ -161,43 +163,70 @@ def check_interfaces(env: Mapping[str, str], towards: str | None = None) -> None
     `towards` is the host where the nodes of a job on several machines meet. Without this check torch would fail with
     other words, or wait for half an hour.
     """
-    known = addresses_of_interfaces() if GLOO_INTERFACE in env or NCCL_INTERFACE in env else {}
-    for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
-        asked = env.get(variable, "")
-        needs_all = variable == GLOO_INTERFACE
-        words = asked.removesuffix(",").split(",")
-        named = [name for name in words if name in known] if needs_all else _matching(asked, known)
-        there = ", ".join(sorted(known))
-        if asked and (not named or (needs_all and len(named) < len(words))):
-            raise UserError(
-                f"{variable}={asked} names no network interface of {socket.gethostname()}"
-                if not named
-                else f"{variable}={asked} names an interface that {socket.gethostname()} does not have",
-                f"the interfaces here are {there}",
-                f"set {variable} to one of them, or leave it out",
-            )
+    gloo = env.get(GLOO_INTERFACE)
+    nccl = env.get(NCCL_INTERFACE)
+    known = addresses_of_interfaces() if gloo or nccl else {}
 
-        if asked and not (all if needs_all else any)(known[name] for name in named):
-            raise UserError(
-                f"{variable}={asked}: this interface of {socket.gethostname()} has no address",
-                f"the interfaces here are {there}",
-                f"set {variable} to another one, or leave it out",
-            )
+    # Gloo uses every interface that the variable lists; NCCL picks one of those that match.
+    if gloo:
+        words = gloo.removesuffix(",").split(",")
+        named = [name for name in words if name in known]
+        has_address = all(known[name] for name in named)
+        _check_interface(f"{GLOO_INTERFACE}={gloo}", known, named, len(words) - len(named), has_address)
 
-        # Ranks of other machines would look for this one on their own machine, and wait.
-        away = towards is not None and interface_towards(towards) not in (loopback_interface(), None)
-        is_lost = loopback_interface() in named if needs_all else named == [loopback_interface()]
-        if asked and away and is_lost:
-            raise UserError(
-                f"{variable}={asked} is an interface that no other machine can reach",
-                f"the way to {towards} is {interface_towards(towards or '')}",
-                f"leave {variable} out: Lockstep sets it",
-            )
+        if towards and loopback_interface() in named:
+            _check_reachable(GLOO_INTERFACE, gloo, towards)
+
+    if nccl:
+        named = _matching(nccl, known)
+        has_address = any(known[name] for name in named)
+        _check_interface(f"{NCCL_INTERFACE}={nccl}", known, named, 0, has_address)
+        if towards and named == [loopback_interface()]:
+            _check_reachable(NCCL_INTERFACE, nccl, towards)
+
+
+def _check_interface(
+    setting: str, known: Mapping[str, list[str]], named: list[str], unknown: int, has_address: bool
+) -> None:
+    """Raise a UserError if an interface that `setting` names does not exist or has no address."""
+    here = socket.gethostname()
+    variable = setting.partition("=")[0]
+    interfaces = f"the interfaces here are {', '.join(sorted(known))}"
+    if not named:
+        problem = f"{setting} names no network interface of {here}"
+        raise UserError(problem, interfaces, f"set {variable} to one of them, or leave it out")
+
+    if unknown:
+        problem = f"{setting} names an interface that {here} does not have"
+        raise UserError(problem, interfaces, f"set {variable} to one of them, or leave it out")
+
+    if not has_address:
+        problem = f"{setting}: this interface of {here} has no address"
+        raise UserError(problem, interfaces, f"set {variable} to another one, or leave it out")
+
+
+def _check_reachable(variable: str, asked: str, towards: str) -> None:
+    """Raise a UserError if the loopback interface was chosen, and `towards` is on another machine."""
+    # Ranks of other machines would look for this one on their own machine, and wait.
+    way = interface_towards(towards)
+    if way not in (loopback_interface(), None):
+        raise UserError(
+            f"{variable}={asked} is an interface that no other machine can reach",
+            f"the way to {towards} is {way}",
+            f"leave {variable} out: Lockstep sets it",
+        )
 
 
 def _matching(asked: str, known: Mapping[str, list[str]]) -> list[str]:
     """Return the interfaces that the value of the variable means, as NCCL reads it."""
-    negated, exact = asked.startswith("^"), asked.startswith(("=", "^="))
-    words = [word for word in asked.lstrip("^=").split(",") if word]
-    matches = [name for name in known if any(name == word if exact else name.startswith(word) for word in words)]
-    return [name for name in known if name not in matches] if negated else matches
+    words = tuple(word for word in asked.lstrip("^=").split(",") if word)
+    if asked.startswith(("=", "^=")):
+        matches = [name for name in known if name in words]
+    else:
+        matches = [name for name in known if name.startswith(words)]
+
+    # With ^ the value names the interfaces that must not be used.
+    if asked.startswith("^"):
+        return [name for name in known if name not in matches]
+
+    return matches

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +24,9 @@ from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 # Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PREEMPT_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
+
+# The file in the folder of a rank and its launcher that has the signal for which the launcher ends its ranks.
+PREEMPT_FILE = "preempt-signal"
 
 # The name, in this process, of worker processes that read the training data.
 WORKER_NAME = "lockstep-worker"
@@ -56,6 +60,11 @@ class PreemptionNotice:
     def __init__(self, waits: bool = True) -> None:
         """`waits`: the process continues until its state is saved. False until there is something to save."""
         self.signal: str | None = None
+
+        # The signal that the launcher received before it signalled its ranks; None if the job goes on with other ranks.
+        # Without a launcher, and if the signal did not come from it, the same as `signal`.
+        self.original: str | None = None
+
         self.waits = waits
         self._process = os.getpid()
 
@@ -76,9 +85,12 @@ class PreemptionNotice:
         # A second Ctrl-C ends the process at once.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _print_now("\nlockstep: saving after this step, then stopping; Ctrl-C again to stop at once")
+            _print_now("\nlockstep: saving after this step, then exiting; Ctrl-C again to exit at once")
 
-        self.signal = signal.Signals(number).name
+        name = signal.Signals(number).name
+        said = _said_by_launcher()
+        self.original = name if said is None else said or None
+        self.signal = name
 
     def asks_for_save(self) -> bool:
         """Return whether Ray Train has announced, since the last save, that a node will be taken away.
@@ -115,6 +127,15 @@ class PreemptionNotice:
                 child.kill()
 
         raise Preempted(0, name, None)
+
+
+def _said_by_launcher() -> str | None:
+    """Return what our launcher has written for its ranks before it signalled them; None if it did not."""
+    folder = from_launcher(FOLDER)
+    try:
+        return None if folder is None else (Path(folder) / PREEMPT_FILE).read_text()
+    except OSError:
+        return None
 
 
 def _print_now(text: str) -> None:

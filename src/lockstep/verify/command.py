@@ -74,6 +74,7 @@ def main(target: str, layers: list[Layer], options: VerifyOptions, json_file: st
     print(printable(text_of(report)))
     if json_file:
         _write(Path(json_file), json.dumps(json_of(report), indent=2) + "\n")
+
     return 0 if report.passed else 1
 
 
@@ -193,6 +194,7 @@ def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
     # A run that differs from its own repetition explains everything, and its halves differ by chance.
     if not found or any(cause.key in (*SHOWN_BY_RANKS, "nondeterminism") for cause in causes):
         return causes
+
     return [named(*found)]
 
 
@@ -205,6 +207,7 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
                 f"{name} {comparison.errors[name]:.1e}" for name, same in comparison.identical.items() if not same
             ]
             return [named("bits", f"{trial.text}: {', '.join(errors)}")]
+
     return []
 
 
@@ -254,6 +257,7 @@ def _about_rounding(case: Case) -> list[str]:
     step = first_chaotic_step(case.reference, case.need(case.matrix.nudged)) if case.repeatable else None
     if step is None:
         return []
+
     return [
         f"a change in the last bit of the weights changes the gradients of step {step} by as much as their own size (a "
         "decision that depends on a single bit, or chaos): from that step on, verify cannot distinguish a mistake from "

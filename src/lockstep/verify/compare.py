@@ -100,6 +100,7 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
 
     if record.steps != reference.steps:
         result.divergences.append(Divergence(steps, "number of steps", "", abs(record.steps - reference.steps), 0.5))
+
     return result
 
 
@@ -178,6 +179,7 @@ def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | Non
         noise = max((gap(a, b) for _, a, b in pairs), default=0.0)
         if noise and FACTOR * noise >= max(_size(b) for _, _, b in pairs):
             return step
+
     return None
 
 

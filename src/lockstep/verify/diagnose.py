@@ -61,6 +61,7 @@ class Case:
             # In eval mode, buffers and extra state are not updated as in training.
             kinds = [kind for kind in KINDS if not trial.eval_mode or kind not in ("buffer", "state")]
             self.comparisons[trial] = compare(record, reference, nudged, kinds)
+
         return self.comparisons[trial]
 
     def itself(self) -> Comparison:
@@ -100,6 +101,7 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
 
     if cause := _untied(case, rows):
         causes.setdefault(cause.key, cause)
+
     return list(causes.values())
 
 
@@ -215,6 +217,7 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
             for name, digest in record.digests(number, rank).items():
                 if digest != record.digests(number, 0)[name]:
                     return named("not-synchronised", f"{name} differs between rank 0 and rank {rank} {when}")
+
     return None
 
 
@@ -230,25 +233,37 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
 
     # The samples of a step are counted by their contents: it does not matter which rank has which.
     for number in range(min(step + 1, record.steps, reference.steps)):
-        rows = Counter(row for micro in record.micros[number] for row in micro.rows)
-        expected = Counter(row for micro in reference.micros[number] for row in micro.rows)
-        if rows == expected:
-            continue
-        of_step = f"{(rows - expected).total()} of {rows.total()} samples of step {number}"
-
-        # Samples are repeated, or they are the right ones but look different, or they are other ones.
-        if any(row in expected for row in rows - expected):
-            return named("data", f"{of_step} came more than once")
-        if changed := _first_changed_sample(record, reference):
-            # A sample that another id has elsewhere was not changed: this rank holds the samples in another order.
-            known = {row for step_micros in reference.micros for micro in step_micros for row in micro.rows}
-            if known & set(changed.rows):
-                rank = f"rank {changed.rank} of {world}"
-                return named("data", f"sample {changed.ids[0]} of data() is another one on {rank} than on one process")
-            return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
-        return named("data", f"{of_step} differ from the samples of one process")
+        rows = _count_rows(record, number)
+        expected = _count_rows(reference, number)
+        if rows != expected:
+            return _explain_rows(record, reference, number, rows, expected)
 
     return None
+
+
+def _count_rows(record: Record, step: int) -> Counter[str]:
+    return Counter(row for micro in record.micros[step] for row in micro.rows)
+
+
+def _explain_rows(record: Record, reference: Record, step: int, rows: Counter[str], expected: Counter[str]) -> Cause:
+    """Return why a step has other samples than on one process; both are counted by their contents."""
+    unexpected = rows - expected
+    of_step = f"{unexpected.total()} of {rows.total()} samples of step {step}"
+    if any(row in expected for row in unexpected):
+        return named("data", f"{of_step} came more than once")
+
+    changed = _first_changed_sample(record, reference)
+    if changed is None:
+        return named("data", f"{of_step} differ from the samples of one process")
+
+    # A sample that another id has elsewhere was not changed: this rank holds the samples in another order.
+    world = record.trial.world
+    known = {row for number in range(len(reference.micros)) for row in _count_rows(reference, number)}
+    if known & set(changed.rows):
+        rank = f"rank {changed.rank} of {world}"
+        return named("data", f"sample {changed.ids[0]} of data() is another one on {rank} than on one process")
+
+    return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
 
 
 def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
@@ -420,6 +435,7 @@ def _of_sum(case: Case, evidence: str) -> Cause:
     half = case.probe(replace(case.matrix.reference, part=(1, 2)))
     if half and not _same_totals(half, case.reference):
         return _carried(case, evidence)
+
     return named(
         "loss-weight", f"{evidence}; the sums of the same samples differ from split to split, the weights do not"
     )
@@ -438,6 +454,7 @@ def _untied(case: Case, rows: list[Trial]) -> Cause | None:
         if record.ranks and record.facts["tied_after"] != tied:
             names = next(iter(tied), ["?"])
             return named("untied", f"{' and '.join(names)}: one tensor before wrapping, not after ({trial.text})")
+
     return _copied(case.reference)
 
 
@@ -451,6 +468,7 @@ def _copied(reference: Record) -> Cause | None:
     end = reference.tensors("parameters", reference.steps)
     owners = reference.facts["owners"]
     first_with: dict[str, str] = {}  # digest -> the first parameter that has it
+
     for name in reference.facts["trainable"]:
         if start[name].ndim < 2 or np.ptp(start[name]) == 0:
             continue  # biases and norms start as constants

@@ -64,6 +64,7 @@ class Record:
         name = f"{kind}-{step}"
         if name not in self._loaded:
             self._loaded[name] = load_file(str(self.folder / f"{name}.safetensors"))
+
         return self._loaded[name]
 
     def digests(self, step: int, rank: int) -> dict[str, str]:

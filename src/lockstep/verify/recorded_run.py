@@ -151,6 +151,7 @@ class RecordedRun(Run):
             if self.orders["eval_mode"]:
                 self.driver.model.eval()
                 self.driver.module.eval()
+
             if self.orders["nudge"]:
                 self._nudge()
 
@@ -313,6 +314,7 @@ def _generators() -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+
     return states
 
 

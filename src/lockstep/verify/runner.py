@@ -37,6 +37,8 @@ SETTINGS = {
     "log.samples": False,
     "evaluate.every": None,
     "evaluate.at_end": False,
+    "stop.patience": None,
+    "stop.max_minutes": None,
     "checkpoint.best": None,
     "checkpoint.every": None,
     "checkpoint.minutes": None,
@@ -161,6 +163,7 @@ class Runner:
         for report in self._zygote.poll():
             if "code" not in report:
                 continue  # the rank started
+
             started = next(started for started in running if report["rank"] in started.ranks)
             started.codes[report["rank"]] = report["code"]
             if report["code"] and started.failed is None:

@@ -187,6 +187,7 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
                 "",
                 f"use --splits {batch} or less",
             )
+
         return [size for size in options.splits if size != micro_batch]
 
     # In order of preference: all at once, with a smaller last micro-batch, halves, single samples.
@@ -195,4 +196,5 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
     usable = [size for size in sizes if size >= 1 and size != micro_batch]
     if facts["stream"]:
         usable = [size for size in usable if batch % size == 0]
+
     return usable[:2]

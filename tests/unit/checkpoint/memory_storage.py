@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class MemoryStorage:
-    """Keeps checkpoints in a dict. Ranks must be threads of one process."""
+    """Keeps checkpoints in a dict. Ranks must be threads of one process, and share one object."""
 
     def __init__(self, name: str = "checkpoints", capacity: int = 1 << 40):
         self.address = f"memory:{name}"
@@ -47,6 +47,8 @@ class MemoryStorage:
             moved = [key for key in self._files if key.startswith(f"{folder}/")]
             if not moved:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+            if any(key.startswith(f"{to}/") for key in self._files):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), to)
             for key in moved:
                 self._files[to + key.removeprefix(folder)] = self._files.pop(key)
 

@@ -32,6 +32,7 @@ class StorageContract:
     """What every storage must do. A subclass says how to make one."""
 
     def make(self, tmp_path: Path) -> CheckpointStorage:
+        """Return a storage. For the same folder, it is another object for the same files, or the same object."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -96,6 +97,19 @@ class StorageContract:
         assert storage.open("two/b").read() == b"2"
         with pytest.raises(FileNotFoundError):
             storage.open("one/a")
+
+    def test_a_rename_never_replaces_a_folder(self, storage: CheckpointStorage) -> None:
+        put(storage, "one/a", b"1")
+        put(storage, "two/b", b"2")
+        with pytest.raises(OSError, match="two"):
+            storage.rename("one", "two")
+        assert storage.open("one/a").read() == b"1"
+        with pytest.raises(FileNotFoundError):
+            storage.open("two/a")
+
+    def test_two_objects_for_the_same_files_are_equal(self, storage: CheckpointStorage, tmp_path: Path) -> None:
+        assert self.make(tmp_path) == storage
+        assert self.make(tmp_path / "another") != storage
 
     def test_a_replacement_gives_a_file_new_contents(self, storage: CheckpointStorage) -> None:
         storage.replace("folder/file", b"long contents")

@@ -141,6 +141,40 @@ def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
     assert [checkpoint.name for checkpoint in committed(storage)] == ["step-00000015", "step-00000010"]
     code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
     assert code == 2
+    assert "--keep 0 would keep no checkpoint" in text
+    assert "use --keep 1 or more" in text
+
+
+def test_a_run_in_a_folder_named_checkpoints_is_a_run(tmp_path, capsys):
+    run = tmp_path / "checkpoints" / "run1"
+    commit(run / "checkpoints", 5)
+    assert "step-00000005" in lockstep(capsys, "ckpt", "show", run)[1]
+    assert "step-00000005  ok" in lockstep(capsys, "ckpt", "verify", run)[1]
+    code, text = lockstep(capsys, "ckpt", "export", run)
+    assert (code, text.strip()) == (0, str(run / "export" / "step-00000005" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000015"])
+def test_any_folder_of_a_run_may_be_the_working_folder(run, capsys, monkeypatch, where):
+    monkeypatch.chdir(run / where)
+    if "step" not in where:
+        code, text = lockstep(capsys, "ckpt", "ls", ".")
+        assert code == 0
+        assert "15" in text
+    assert "15" in lockstep(capsys, "ckpt", "show", ".")[1]
+    code, text = lockstep(capsys, "ckpt", "export", ".")
+    assert code == 0
+    assert (run / "export" / "step-00000015" / "model.safetensors").exists()
+
+
+def test_an_export_is_next_to_the_folder_that_was_given_wherever_the_checkpoints_are(run, capsys, monkeypatch):
+    monkeypatch.setattr(FileSystemStorage, "address", property(lambda self: "s3://bucket/run"), raising=False)
+    monkeypatch.setattr(FileSystemStorage, "__init__", lambda self, root: setattr(self, "root", Path(root)))
+    assert "s3://bucket/run/step-00000015" in lockstep(capsys, "ckpt", "show", run)[1]
+    for given in (run, run / "checkpoints", run / "checkpoints" / "step-00000015"):
+        code, text = lockstep(capsys, "ckpt", "export", given)
+        assert code == 0
+        assert text.splitlines()[0] == str(run / "export" / "step-00000015" / "model.safetensors")
 
 
 @pytest.mark.parametrize("place", ["nowhere", "."])
@@ -194,7 +228,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
 
 def test_nothing_damaged_is_exported(tmp_path):
     checkpoint = commit(tmp_path, 3)
-    file = checkpoint.path / file_name(0)
+    file = Path(checkpoint.location, file_name(0))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -105,7 +105,8 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         found, loaded = load(tmp_path / phase)
         assert (found.manifest.step, found.skipped) == (step, [])
         assert same(loaded, state(step))
-    assert latest_step(tmp_path / "latest") == 1  # no reader trusts it, so this does no harm
+    assert (tmp_path / "latest" / "latest").read_text() == "step-00000001\n"
+    assert latest_step(tmp_path / "latest") == 2  # the launcher lists the folder
     assert latest_step(tmp_path / "committed") == 2
 
 

@@ -38,6 +38,7 @@ def layout_of(rank: int, ranks: int) -> FileLayout:
 def saved(root: Path, ranks: int) -> tuple[CountingStorage, PendingSave]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
     storage = CountingStorage(root)
+    storage.claim("token")
     own = layout_of(0, ranks)
     save = PendingSave(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
     (root / save.folder).mkdir(parents=True)

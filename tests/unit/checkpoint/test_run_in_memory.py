@@ -59,6 +59,41 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
         assert torch.equal(resumed.weights[name], weight), name
 
 
+def test_a_preempted_run_names_its_checkpoint_without_listing_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    settle = CheckpointManager.settle
+
+    def settle_and_unmount(self: CheckpointManager) -> bool:
+        settled = settle(self)
+        if committed(self.storage):
+            monkeypatch.setattr(FileSystemStorage, "folders", stale)
+        return settled
+
+    monkeypatch.setattr(CheckpointManager, "settle", settle_and_unmount)
+    with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
+        lockstep.fit(Dropped(), run_dir=tmp_path)
+    assert preempted.value.checkpoint == str(tmp_path / "checkpoints" / "step-00000005")
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.ones(4), torch.ones(1)
+
+
+def test_data_that_cannot_skip_samples_is_named_if_the_policy_is_rewind(tmp_path: Path) -> None:
+    class Streamed(Dropped):
+        def data(self) -> Any:
+            return Endless()
+
+    with pytest.raises(UserError, match=r"spike.policy=rewind cannot be used with this data(.|\n)*StreamSource"):
+        lockstep.fit(Streamed(), run_dir=tmp_path, spike={"policy": "rewind"})
+
+
 def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +235,24 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
         "rank 1: no space left",
         "rank 1: no space left",
     ]
+
+
+def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    class Unmounted(Dropped):
+        def after_step(self, model: nn.Module, step: int) -> None:
+            if step == 3:
+                monkeypatch.setattr(FileSystemStorage, "folders", stale)
+                monkeypatch.setattr(FileSystemStorage, "write", stale)
+
+    lockstep.fit(Unmounted(), run_dir=tmp_path, checkpoint={"every": 6})
+    reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert len(reasons) == 2
+    assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
 
 
 def test_a_registered_part_never_replaces_one_of_the_run(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_tensors_that_are_not_contiguous_or_have_gradients_come_back(tmp_path):
         "parameter": torch.nn.Parameter(base.clone()),
         "reversed": base.flip(0),
     }
-    path = commit(tmp_path, 1, 1, tensors).path
+    path = Path(commit(tmp_path, 1, 1, tensors).location)
     assert same(load(tmp_path)[1], tensors)
     with safe_open(path / file_name(0), "pt") as file:  # the stock reader agrees
         assert same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118
@@ -311,7 +311,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     [report] = saver.take_ended(0)
     assert not report.checkpoint
     assert "no space left" in report.error
-    assert report.error.endswith(f"{decimal(10 + size // 100)} too little")
+    assert report.error.endswith(f"{decimal(10)} too little")
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
     saver.start(3, shard(state(3), 0, 1), {}, {})
@@ -365,6 +365,28 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
     [report] = saver.take_ended()
     assert report.caused_elsewhere
     assert "the uncommitted folder is gone" in report.error
+
+
+def test_one_rank_may_write_almost_everything(storage, monkeypatch):
+    """As with replicated tensors, of which the largest may be most of the model: the others' files are small."""
+    team = savers(storage, 3)
+    shards = [{"large": shard_of(torch.ones(50_000))}, {"a": shard_of(torch.ones(3))}, {"b": shard_of(torch.ones(3))}]
+    monkeypatch.setattr(type(storage), "free_bytes", lambda self: 300_000)  # for the 200,000 bytes, but not thrice
+    for saver, mine in zip(team, shards, strict=True):
+        saver.start(1, mine, {}, {})
+    assert end(team)[0].checkpoint
+
+
+def test_a_disk_that_does_not_say_how_much_is_free_costs_a_checkpoint(storage, monkeypatch):
+    [saver] = savers(storage)
+
+    def stale(self):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(type(storage), "free_bytes", stale)
+    saver.start(1, shard(state(1), 0, 1), {}, {})
+    [report] = saver.take_ended(0)
+    assert "Stale file handle" in report.error
 
 
 def test_a_real_disk_that_is_full(tmp_path):
@@ -470,6 +492,22 @@ def test_another_one_of_the_same_step_makes_way(storage):
     commit(storage, 5)
     assert folders(storage) == {name, name + ".undone"}
     assert same(load(storage)[1], state(5))
+
+
+def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
+    [saver] = savers(tmp_path)
+    (tmp_path / "owner").unlink()
+    os.mkfifo(tmp_path / "owner")
+    saver.start(1, shard(state(1), 0, 1), {}, {})
+    assert "not a regular file" in saver.take_ended()[0].error
+    assert folders(FileSystemStorage(tmp_path)) == set()
+
+
+def test_nothing_is_committed_without_a_claim(tmp_path):
+    [saver] = savers(tmp_path)
+    (tmp_path / "owner").unlink()
+    saver.start(1, shard(state(1), 0, 1), {}, {})
+    assert "no attempt owns" in saver.take_ended()[0].error
 
 
 def test_an_attempt_that_was_replaced_commits_nothing(storage):

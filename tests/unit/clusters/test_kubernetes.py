@@ -240,7 +240,7 @@ def test_a_launcher_waits_for_a_name_that_the_dns_does_not_know_yet(tmp_path, ca
     job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 2), join)
     assert NodeLauncher(job, "first-1", signals).run().code == 75
     assert signals.asked == 3
-    assert "stopped while no node coordinates" in capsys.readouterr().err
+    assert "ended while no node coordinates" in capsys.readouterr().err
 
 
 def test_the_run_folder_outlives_its_pod(capsys):

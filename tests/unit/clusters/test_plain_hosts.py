@@ -18,7 +18,7 @@ from lockstep.clusters.hosts import Host, login_words, parse_hosts
 from lockstep.clusters.tether import Facts
 from lockstep.errors import UserError
 
-TASK = "class Nothing:\n    pass\n"
+TASK = "import lockstep\n\n\nclass Nothing(lockstep.Task):\n    pass\n"
 
 
 # ---- which hosts ----
@@ -125,6 +125,35 @@ def test_a_setting_says_where_to_resume(tmp_path, monkeypatch, capsys):
         assert "resume=auto needs run_dir" in capsys.readouterr().err
     assert main(["train", "char_lm", "run_dir=x", "--nodes", "a,b", "--resume", "never"]) == 0
     assert [request.resume for request in asked] == [None, None, "never"]
+
+
+def test_launch_nodes_resumes_as_it_was_typed(tmp_path, monkeypatch):
+    """It resumed with auto, whatever the settings said."""
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(nodes, "_run", lambda request, hosts, options, command: calls.append((request, command)) or 0)
+    launch = ["launch", "nodes", "char_lm", "--hosts", "a,b", "--submit"]
+    for words in ([], ["resume=never", "run_dir=x"], ["resume=runs/old"]):
+        assert main([*launch, *words]) == 0
+    assert [request.resume for request, _ in calls] == ["auto", "never", "runs/old"]
+
+    # The command that resumes continues in the same folder.
+    first, never, old = (command for _, command in calls)
+    assert first.startswith("lockstep launch nodes char_lm --hosts a,b --submit run_dir=runs/char_lm-")
+    assert never == "lockstep launch nodes char_lm --hosts a,b --submit run_dir=x resume=auto"
+    assert "runs/old" not in old
+    assert old.endswith(" resume=auto")
+
+
+def test_the_run_folder_in_the_command_that_resumes_is_not_an_argument_of_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("import lockstep\n\nwith lockstep.start() as run:\n    pass\n")
+    commands = []
+    monkeypatch.setattr(nodes, "_run", lambda request, hosts, options, command: commands.append(command) or 0)
+    assert main(["launch", "nodes", "own.py", "--hosts", "a,b", "--submit", "--", "run_dir=y", "--width", "16"]) == 0
+    own, _, script = commands[0].partition(" -- ")
+    assert " run_dir=runs/own-" in own
+    assert script == "run_dir=y --width 16"
 
 
 @pytest.mark.parametrize("words", [["--ssh", "ssh"], ["--python", "/p"], ["--port", "1"], ["--env", "A=1"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import fake_ray
 import pytest
 
@@ -107,6 +109,20 @@ def test_a_cluster_that_does_not_answer_is_an_error_for_people(ray):
     with pytest.raises(UserError) as raised:
         RayCluster("auto")
     assert raised.value.found == "Could not find any running Ray instance."
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_an_address_where_nothing_listens_is_named_at_once(ray, monkeypatch, typed):
+    """Ray tried for many minutes, and said only what its libraries say."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        assert RayCluster(where).address == "10.0.0.1:6379"
+
+    monkeypatch.setenv("RAY_ADDRESS", where)
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray was asked"))
+    with pytest.raises(UserError, match="no Ray cluster answers at --address") as raised:
+        RayCluster(where if typed else "auto")
+    assert raised.value.found == f"{where}: Connection refused"
 
 
 def test_rays_client_is_refused(ray):

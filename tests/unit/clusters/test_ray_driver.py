@@ -591,7 +591,7 @@ def test_a_signal_while_waiting_for_nodes_ends_the_driver(run):
     code, cluster, said = run(script, count=1, nnodes=(2, 2), signals=signals, wait=100.0)
     assert code == 75
     assert cluster.agents == []
-    assert "SIGTERM: stopped while no agent runs" in said
+    assert "SIGTERM: ended while no agent runs" in said
 
 
 def test_a_launcher_that_fails_alone_is_started_again_and_the_job_goes_on(run):

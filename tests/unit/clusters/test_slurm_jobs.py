@@ -498,3 +498,10 @@ def test_a_machine_without_slurm_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "sbatch is not on this machine" in refused(capsys, "run_dir=runs/x", "--nproc", "2", "--submit")
     assert slurm_partitions.ask_cluster() == "sinfo is not on this machine"
+
+
+@pytest.mark.parametrize("word", ["run_dir=a,b", "resume=never,auto"])
+def test_the_folder_of_each_run_of_an_array_cannot_be_varied(word, capsys):
+    """It was ignored: each run has its own folder in any case."""
+    assert main(["launch", "slurm", "char_lm", "--nproc", "1", "--vary", word]) == 2
+    assert f"--vary {word.partition('=')[0]} is not possible" in capsys.readouterr().err

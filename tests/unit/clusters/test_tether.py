@@ -95,7 +95,7 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
     process.stdin.flush()
     assert process.wait(20) == code
     assert f"{MARK}{json.dumps({'ended': code})}" in process.stdout.read()
-    assert f"{name}: stopped before the job has begun" in process.stderr.read()
+    assert f"{name}: ended before the job had begun" in process.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
 class FakeLogins:
     """Two hosts from which these events come; a text is a signal of this process."""
 
-    def __init__(self, *events: Event | str):
+    def __init__(self, *events: Event | str | None):
         self.hosts = [Host("a"), Host("b")]
         self.events = list(events)
         self.signals: list[str] = []
@@ -216,6 +216,22 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     hosts.watch(least=1)
     assert hosts.again == [1]
     assert [request for place, request in hosts.sent if place == 1] == ["start", "look"]
+
+
+def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(monkeypatch):
+    """The command gave up, and the hosts that trained were stopped."""
+    monkeypatch.setattr(logins, "AGAIN_S", 0.0)
+
+    class NoProcessLeft(FakeLogins):
+        def log_in_again(self, place: int) -> None:
+            super().log_in_again(place)
+            if len(self.again) == 1:
+                raise UserError("ssh cannot be started, to log in to b", "Resource temporarily unavailable", "")
+
+    hosts = NoProcessLeft(lost(1), None, FACTS, ended(0, 0), ended(1, 0))
+    assert hosts.watch(least=1) == ExitCode.FINISHED
+    assert hosts.again == [1, 1]
+    assert [request for place, request in hosts.sent if place == 1] == ["start", "look", "start"]
 
 
 def test_hosts_that_do_not_notice_a_hang_up_are_not_waited_for(monkeypatch):

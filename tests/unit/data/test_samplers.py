@@ -76,7 +76,7 @@ FROZEN = [6, 3, 0, 1, 8, 7, 2, 4, 5, 9]
 
 
 class Weighted:
-    """A sampler with replacement: each position draws an id by itself, from a stream of its own."""
+    """A sampler with replacement: each offset draws an id by itself, from a stream of its own."""
 
     def __init__(self, weights, length, seed):
         self.bounds = np.cumsum(weights) / np.sum(weights)
@@ -87,7 +87,7 @@ class Weighted:
         return self.length
 
     def ids(self, epoch, start, stop):
-        draws = [np.random.default_rng((self.seed, epoch, position)).random() for position in range(start, stop)]
+        draws = [np.random.default_rng((self.seed, epoch, offset)).random() for offset in range(start, stop)]
         return np.searchsorted(self.bounds, draws).astype(np.int64)
 
 
@@ -115,8 +115,8 @@ def test_samplers_are_samplers():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_position_of_a_weighted_sampler_is_trained_once_on_any_number_of_ranks(ranks):
-    """20 positions of a dataset of 5, over two epochs; sample 0 is never drawn."""
+def test_every_offset_of_a_weighted_sampler_is_trained_once_on_any_number_of_ranks(ranks):
+    """20 offsets of a dataset of 5, over two epochs; sample 0 is never drawn."""
     sampler = Weighted([0, 1, 1, 1, 5], 20, seed=3)
     expected = [*sampler.ids(0, 0, 20), *sampler.ids(1, 0, 20)]
     sources = [source(sampler, rank, ranks, list(range(5))) for rank in range(ranks)]
@@ -142,3 +142,20 @@ def test_the_state_of_a_sampled_dataset_is_its_position():
 def test_a_sampler_needs_a_dataset_with_an_index():
     with pytest.raises(UserError, match="a sampler needs a dataset with __getitem__"):
         source(SequentialSampler(4), 0, 1, iter(range(4)))
+
+
+def test_a_skipped_span_at_the_start_of_an_epoch_stays_out_with_a_dropped_tail():
+    options = SourceOptions(4, 4, "drop", DataConfig(), 0, World(0, 1), torch.device("cpu"))
+    one = open_source(list(range(10)), default_collate, options)
+    one.load_state_dict({"position": 8, "length": 10, "skipped_spans": []})
+    assert one.take().span == (10, 14)
+    one.skip((10, 14))
+    assert one.take().span == (14, 18)
+    one.skip((14, 18))
+    assert one.take().span == (20, 24)
+
+
+def test_changing_ids_changes_no_order():
+    order = make_sampler(10, 0)
+    order.ids(0, 0, 10)[:] = 0
+    assert order.ids(0, 0, 10).tolist() == FROZEN

@@ -91,6 +91,10 @@ def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_outcomes: Out
     assert "no finite gradient" in (result.skip_reason or "")
 
 
+def test_a_weight_that_is_not_finite_is_the_reason_for_a_skip() -> None:
+    assert outcome_of(ControlWord(weight=math.nan), math.nan).skip_reason() == "the weight of the loss is not finite"
+
+
 def test_a_result_carries_every_flag() -> None:
     word = ControlWord(weight=4.0, step=RANKS * step_mark(0), **dict.fromkeys(FLAGS, RANKS))
     result = concluded(0, word=word)

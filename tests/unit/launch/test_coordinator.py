@@ -35,7 +35,7 @@ class IdleAgent(SimpleNamespace):
     def sockets(self):
         return []
 
-    def stop(self):
+    def kill_ranks(self):
         pass
 
 

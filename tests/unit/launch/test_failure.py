@@ -281,7 +281,7 @@ def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
 
 
 def test_a_failure_of_another_rank_does_not_get_the_phase_of_the_rank_that_noticed_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_FOLDER", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_ATTEMPT_FOLDER", str(tmp_path))
     Heartbeat.from_env(0).beat("exchange", 7)
     noticed = recorded(tmp_path, 0, OutOfStep("the ranks are out of step", [1]))
     assert (noticed.rank, noticed.host, noticed.step, noticed.phase) == (1, "", None, None)
@@ -310,7 +310,7 @@ def test_an_exception_is_an_exception_whatever_its_name(tmp_path, name):
     mine = recorded(tmp_path, 0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert not RankExit(1, mine).is_root
+    assert not RankExit(1, mine).cannot_be_a_consequence
     assert not mine.is_complaint
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 

@@ -73,10 +73,30 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
 
 
 @pytest.mark.parametrize(
-    ("text", "step"), [("step-00000040\n", 40), ("step-0", 0), ("", None), ("step-x", None), ("../step-4", None)]
+    ("text", "step"),
+    [("step-00000040\n", 40), ("step-0", None), ("", None), ("step-x", None), ("../step-00000004", None)],
 )
-def test_the_newest_checkpoint_is_read_from_a_text_file(tmp_path, text, step):
-    assert latest_step(tmp_path / "checkpoints") is None
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text(text)
-    assert latest_step(tmp_path / "checkpoints") == step
+def test_the_checkpoint_to_go_back_to_is_read_from_a_text_file(tmp_path, text, step):
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-00000050").mkdir(parents=True)
+    (checkpoints / "latest").write_text(text)
+    (tmp_path / ".going-back").touch()
+    assert latest_step(checkpoints) == step
+    (tmp_path / ".going-back").unlink()
+    assert latest_step(checkpoints) == 50
+
+
+def test_the_newest_checkpoint_is_found_in_the_folder(tmp_path):
+    """A kill between a commit and its last write leaves the text file stale."""
+    checkpoints = tmp_path / "checkpoints"
+    assert latest_step(checkpoints) is None
+    checkpoints.mkdir()
+    (checkpoints / "latest").write_text("step-00000040\n")
+    assert latest_step(checkpoints) is None
+    others = ["step-00000090.tmp-abc", "step-00000080.damaged", "step-000000095", "step-70", "old"]
+    for name in ["step-00000040", "step-00000050", *others]:
+        (checkpoints / name).mkdir()
+    (checkpoints / "step-00000099").touch()
+    assert latest_step(checkpoints) == 50
+    (checkpoints / "step-100000000").mkdir()
+    assert latest_step(checkpoints) == 100_000_000

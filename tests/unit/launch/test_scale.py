@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from lockstep.config.schema import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import cluster
 from lockstep.launch.decisions.outbox import LINES_PER_S, Outbox
+from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
-from lockstep.launch.wire.messages import CoordinatorState, encode, ranges
+from lockstep.launch.wire.messages import CoordinatorState, Stacks, Start, decode, encode, ranges
 
 RANKS = 2
 
@@ -83,7 +85,7 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     [line] = outbox.take()
     assert line.text.startswith("lockstep: 92 more nodes joined (host-8, host-9, ")
     assert line.text.endswith("and 87 more); 100 nodes now")
-    outbox.say_of_node("were lost", "host-3", "node 3 vanished", now=13.0)
+    outbox.say_of_node("lost", "host-3", "node 3 vanished", now=13.0)
     assert len(outbox.take()) == 1
 
 
@@ -124,3 +126,35 @@ def test_many_ranks_are_listed_as_ranges():
     assert listed_ranks([0, 2]) == "ranks 0, 2"
     assert listed_ranks([*range(8), *range(9, 8000), 9000]) == "ranks 0 to 7, 9 to 7999, 9000"
     assert listed_ranks(range(0, 8000, 2)).endswith("and 3984 more")
+
+
+def test_what_ranks_of_a_node_have_in_common_is_sent_once(monkeypatch):
+    """Everything about every rank was half a gigabyte on a thousand nodes, and took longer than the wait for it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    import simulated_nodes  # pyrefly: ignore[missing-import]
+
+    start = Start(0, 0, 8, 8, 0, "", 1, 1, "")
+    message = simulated_nodes.Ranks("a").stacks(start)
+    sizes = {count: len(encode(simulated_nodes.Ranks("a").stacks(replace(start, count=count)))) for count in (7, 8, 64)}
+    assert sizes[64] < 1.02 * sizes[8]
+    assert sizes[7] < 60_000
+
+    # Nothing is lost on the way.
+    received = decode(encode(message))
+    assert isinstance(received, Stacks)
+    assert list(received.stack_of) == [0, 1, 2, 3, 4, 6, 7, 5]
+    [line] = analyse(received.collectives_of).lines
+    assert "ranks 0, 1, 2, 3, 4, 6, 7 wait in collective 10000" in line
+    assert "rank 5 never entered it" in line
+
+
+def test_equal_stacks_and_entries_of_two_processes_are_equal_texts():
+    heads = [
+        f"{word} 0x00007f1{number} (most recent call first):"
+        for number, word in enumerate(("Thread", "Current thread"))
+    ]
+    stack = "".join(f'{head}\n  File "a.py", line {len(head)} in f\n\n' for head in heads)
+    assert stacks.comparable(stack) == stacks.comparable(stack.replace("0x00007f", "0x0000aa"))
+    assert stacks.main_thread(stacks.comparable(stack)) == stacks.main_thread(stack)
+    entry = {"process_group": ["0", DEFAULT_GROUP], "collective_seq_id": 1, "profiling_name": "gloo:all_reduce"}
+    assert flight_recorder.comparable([{**entry, "time_created_ns": 5}, "what"]) == [entry]

@@ -17,7 +17,7 @@ import pytest
 from start_record import START
 
 from lockstep.errors import UserError
-from lockstep.observe.console import RECENT_STEPS, Display, event_line, fact_lines, make_progress
+from lockstep.observe.console import RECENT_STEPS, Display, event_line, fact_lines, open_display
 from lockstep.task import Task
 
 RECORD: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_the_time_left_is_the_median_of_recent_steps_without_the_first_record():
 
 def plain_lines(*calls: tuple[str, Any], unit: str = "token") -> list[str]:
     stream = io.StringIO()
-    display = make_progress("plain", 400, unit, stream)
+    display = open_display("plain", 400, unit, stream)
     for method, argument in calls:
         getattr(display, method)(argument)
     display.close()
@@ -144,7 +144,7 @@ def test_text_cannot_steer_the_terminal():
 @pytest.mark.parametrize("strange", [None, 3, "text", [], {"metrics": 3}, {"step": "x", "loss": []}, {"event": {}}])
 @pytest.mark.parametrize("mode", ["plain", "off"])
 def test_strange_records_do_not_raise(mode, strange):
-    display = make_progress(mode, 10, "sample", io.StringIO())
+    display = open_display(mode, 10, "sample", io.StringIO())
     for method in (display.start, display.update, display.event, display.message):
         method(strange)
     display.update(RECORD)
@@ -155,7 +155,7 @@ def test_a_closed_stream_does_not_raise():
     closed, missing = io.StringIO(), None  # Python's stdout is None where the shell closed it
     closed.close()
     for stream in (closed, missing):
-        display = make_progress("auto", 10, "sample", stream)  # type: ignore[arg-type]
+        display = open_display("auto", 10, "sample", stream)  # type: ignore[arg-type]
         display.message("into the void")
         display.update(RECORD)
         display.close()
@@ -166,8 +166,8 @@ def test_a_reader_that_leaves_does_not_change_the_exit_status():
     """`lockstep train ... | head -1` must not look like a failed rank."""
     program = (
         "import sys\n"
-        "from lockstep.observe.console import make_progress\n"
-        "display = make_progress('auto', 10, 'sample', sys.stdout)\n"
+        "from lockstep.observe.console import open_display\n"
+        "display = open_display('auto', 10, 'sample', sys.stdout)\n"
         "for step in range(3000): display.update({'step': step})\n"
         "display.close(); print('after')\n"
     )
@@ -183,25 +183,25 @@ def test_a_reader_that_leaves_does_not_change_the_exit_status():
 
 def test_a_stream_that_cannot_encode_gets_question_marks():
     raw = io.BytesIO()
-    display = make_progress("plain", 10, "sample", io.TextIOWrapper(raw, encoding="ascii"))
+    display = open_display("plain", 10, "sample", io.TextIOWrapper(raw, encoding="ascii"))
     display.message("naïve")
     assert raw.getvalue() == b"na?ve\n"
 
 
 def test_off_shows_nothing_and_unknown_modes_are_refused():
     stream = io.StringIO()
-    display = make_progress("off", 10, "sample", stream)
+    display = open_display("off", 10, "sample", stream)
     display.start(START)
     display.update(RECORD)
     display.message("x")
     assert stream.getvalue() == ""
     with pytest.raises(UserError, match=r"log\.progress=loud"):
-        make_progress("loud", 10, "sample", stream)  # type: ignore[arg-type]
+        open_display("loud", 10, "sample", stream)  # type: ignore[arg-type]
 
 
 def test_live_without_a_terminal_says_so_and_is_plain():
     stream = io.StringIO()
-    make_progress("live", 10, "sample", stream).update({"step": 3})
+    open_display("live", 10, "sample", stream).update({"step": 3})
     note, line = stream.getvalue().splitlines()
     assert note == "log.progress=live: the output is not a terminal; showing plain lines"
     assert line.startswith("step     3/10 ")
@@ -227,7 +227,7 @@ def live_output(monkeypatch, calls) -> str:
     reader = threading.Thread(target=read)
     reader.start()
     with os.fdopen(slave, "w", encoding="utf-8") as stream:
-        calls(make_progress("auto", 400, "token", stream))
+        calls(open_display("auto", 400, "token", stream))
     reader.join(timeout=60)
     os.close(master)
     return received.decode()
@@ -276,8 +276,8 @@ def test_live_display(monkeypatch):
 def test_prints_scroll_above_the_live_display_but_forked_workers_print_directly(tmp_path):
     program = (
         "import os, sys\n"
-        "from lockstep.observe.console import make_progress\n"
-        "display = make_progress('live', 10, 'sample', sys.stdout)\n"
+        "from lockstep.observe.console import open_display\n"
+        "display = open_display('live', 10, 'sample', sys.stdout)\n"
         "display.start({})\n"
         "kinds = [type(sys.stdout).__name__]\n"
         "print('a print of the task')\n"

@@ -1,13 +1,21 @@
 """What a line of the log says of what was not counted."""
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
 
 import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.errors import UserError
 from lockstep.observe import recorder
+from lockstep.observe.metrics import ExactSums, Sums, exact_from_text, from_exact, metric_terms
 from lockstep.observe.recorder import _metrics_line
 from lockstep.observe.sinks import read_jsonl
 from lockstep.recipes.char_lm import CharLM
+from lockstep.task import Loss
 
 
 def test_what_nothing_was_counted_for_is_left_out():
@@ -38,3 +46,22 @@ def test_a_checkpoint_has_the_metrics_of_its_steps_on_disk(tmp_path, monkeypatch
     values = {"preset": "tiny", "steps": 6, "checkpoint.every": 2, "log.every": 1, "log.progress": "off"}
     lockstep.fit(CharLM, values, run_dir=tmp_path)
     assert on_disk == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_numbers_of_shape_1_are_summed_like_others(exact):
+    sums = ExactSums(cast(Any, None)) if exact else Sums()
+    for weight in (2, torch.tensor(2.0), torch.tensor([2.0])):
+        loss = Loss(torch.tensor(1.0), weight, {"right": (torch.tensor([1.0]), weight), "wrong": torch.tensor(1.0)})
+        sums.add([(loss.total, loss.weight)], list(metric_terms(loss)))
+    if exact:
+        alone = SimpleNamespace(gather_json=lambda local: [local])
+        totals = sums.take_global(["loss", "right", "wrong"], cast(Any, alone))
+        assert [from_exact(exact_from_text(total)) for total in totals] == [3.0, 6.0] * 3
+    else:
+        assert sums.take(["loss", "right", "wrong"], torch.device("cpu")).tolist() == [3.0, 6.0] * 3
+
+
+def test_a_metric_of_several_numbers_is_refused_by_name():
+    with pytest.raises(UserError, match=r"the metric 'right' must be one number.*\(3,\)"):
+        list(metric_terms(Loss(torch.tensor(1.0), 3, {"right": torch.ones(3)})))

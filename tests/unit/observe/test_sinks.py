@@ -6,12 +6,19 @@ import csv
 import json
 import math
 import resource
+import threading
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, read_jsonl
+from lockstep.observe import sinks as sinks_package
+from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, background, read_jsonl
+from lockstep.observe.sinks.prometheus import PrometheusSink
+from lockstep.observe.sinks.scalars import scalars
+from lockstep.registries import check_names
 
 RECORD = {"time": 1763179421.5, "step": 120, "loss": 2.3141, "skipped": 0, "metrics": {"accuracy": 0.31}}
 
@@ -169,3 +176,156 @@ def test_csv_has_a_column_for_every_key_whenever_it_appears(tmp_path):
     assert [row["loss"] for row in found] == ["2.3141", "nan", ""]
     assert found[1]["metrics.two\nlines, and a comma"] == "1"
     assert found[2]["scale"] == "2.0"
+
+
+# ---- sinks on threads of their own ----
+
+
+class Slow:
+    """Takes a record only when it is allowed to."""
+
+    def __init__(self, run_dir):
+        self.allowed = threading.Event()
+        self.records = []
+        SLOW.append(self)
+
+    def write(self, record):
+        self.allowed.wait()
+        self.records.append(record["step"])
+
+    def close(self):
+        self.records.append("closed")
+
+
+SLOW: list[Slow] = []
+
+
+def test_a_sink_that_blocks_holds_nothing_up_and_gets_all_records_in_order(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "slow", Slow)
+    reports = []
+    sinks = SinkList(["slow", "csv"], tmp_path, reports.append)
+    for step in range(5):
+        sinks.write(RECORD | {"step": step})  # would hang here if it waited
+    SLOW[-1].allowed.set()
+    sinks.close()
+    assert SLOW[-1].records == [0, 1, 2, 3, 4, "closed"]
+    assert not reports
+
+
+def test_a_sink_that_never_answers_is_left_behind_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "slow", Slow)
+    monkeypatch.setattr(background, "LAST_S", 0.1)
+    reports = []
+    sinks = SinkList(["slow"], tmp_path, reports.append)
+    sinks.write(RECORD)
+    sinks.close()
+    SLOW[-1].allowed.set()
+    assert reports == ["the sink slow failed and gets no more records: it did not take the last records within 0 s"]
+
+
+def test_a_sink_that_falls_too_far_behind_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "slow", Slow)
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    reports = []
+    sinks = SinkList(["slow"], tmp_path, reports.append)
+    for step in range(20):
+        sinks.write(RECORD | {"step": step})
+    SLOW[-1].allowed.set()
+    assert reports == ["the sink slow failed and gets no more records: it is 3 records behind"]
+    sinks.close()
+
+
+def test_a_full_queue_is_emptied_before_the_sink_is_closed(tmp_path, monkeypatch):
+    """Records fill the queue exactly, so none of them was refused. The service answers only after `close` has begun."""
+    monkeypatch.setitem(SINKS, "slow", Slow)
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    reports = []
+    sinks = SinkList(["slow"], tmp_path, reports.append)
+    sinks.write(RECORD | {"step": 0})
+    while not sinks._sinks[-1]._waiting.empty():  # the thread takes the first one, and waits for the service
+        time.sleep(0.001)
+    for step in (1, 2, 3):
+        sinks.write(RECORD | {"step": step})
+    threading.Timer(0.05, SLOW[-1].allowed.set).start()
+    sinks.close()
+    assert SLOW[-1].records == [0, 1, 2, 3, "closed"]
+    assert not reports
+
+
+def test_a_missing_package_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks_package, "PACKAGES", ("csv",))
+    monkeypatch.setattr(sinks_package.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package csv(.|\n)*pip install 'lockstep-train\[csv\]'"):
+        check_names([("command line", {"log": {"sinks": ["csv"]}})])
+
+
+def test_scalars_are_numbers_by_name():
+    assert scalars(RECORD | {"done": True}) == {"loss": 2.3141, "skipped": 0.0, "accuracy": 0.31}
+    evaluation = {"event": "eval", "step": 3, "time": 1.0, "loss": math.inf, "metrics": {"accuracy": 0.5}}
+    assert scalars(evaluation) == {"eval/loss": math.inf, "eval/accuracy": 0.5}
+    assert scalars({"event": "checkpoint", "step": 3, "mb": 1.0}) == {}
+
+
+def test_prometheus_serves_the_newest_numbers_on_this_machine_only(tmp_path):
+    sink = PrometheusSink(tmp_path / "")
+    sink.write({"event": "start", "steps": 3})
+    sink.write(RECORD)
+    sink.write({"event": "eval", "step": 121, "loss": math.nan, "metrics": {"top-1": 0.5}})
+    url = (tmp_path / "prometheus.url").read_text().strip()
+    assert url.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    run = tmp_path.name
+    assert f'lockstep_loss{{run="{run}"}} 2.3141\n' in text
+    assert f'lockstep_eval_top_1{{run="{run}"}} 0.5\n' in text
+    assert f'lockstep_eval_loss{{run="{run}"}} NaN\n' in text
+    assert f'lockstep_step{{run="{run}"}} 121.0\n' in text
+    sink.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url)
+    assert not (tmp_path / "prometheus.url").exists()
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_curves_and_a_resumed_run_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in [(1, 2, 3), (3, 4)]:  # the second process repeats step 3
+        sink = SINKS["tensorboard"](tmp_path)
+        for step in steps:
+            sink.write(RECORD | {"step": step, "loss": 1.0 / step})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("accuracy")] == pytest.approx([0.31] * 4)
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_a_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = SINKS["wandb"](tmp_path)
+    sink.write(RECORD)
+    sink.close()
+    (offline,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_numbers_and_the_settings_once(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "config.yaml").write_text("lr:\n  peak: 0.1\n")
+    for step in (1, 2):  # a second process
+        sink = SINKS["mlflow"](tmp_path)
+        sink.write(RECORD | {"step": step})
+        sink.write({"event": "end", "step": step, "time": 1.0})
+        sink.close()
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("lockstep").experiment_id])
+    assert run.data.params == {"lr.peak": "0.1"}
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "accuracy")] == [1, 2]
+    assert run.info.status == "FINISHED"

@@ -11,9 +11,9 @@ from torch import nn
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import ShardedOptimizers
-from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers
-from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, factor
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers
+from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers, describe
+from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, share_of_peak
 from lockstep.optim.update import clip_elements_
 from lockstep.runtime.world import World
 
@@ -23,10 +23,10 @@ def lr_config(**values):
 
 
 def curve(total=100, **values):
-    return [factor(lr_config(**values), step, total) for step in range(total)]
+    return [share_of_peak(lr_config(**values), step, total) for step in range(total)]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_starts_above_zero_and_reaches_the_peak(schedule):
     rates = curve(schedule=schedule, warmup=10)
     assert 0 < rates[0] <= 0.1
@@ -51,7 +51,7 @@ def test_shapes():
 
 
 def test_a_run_of_one_step_has_a_rate():
-    for schedule in ("constant", "linear", "cosine", "wsd"):
+    for schedule in SCHEDULES:
         assert curve(total=1, schedule=schedule)[0] > 0
 
 
@@ -153,3 +153,34 @@ def test_unknown_names_are_reported_before_a_launch():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "3 False"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_name_maximizes_or_refuses(name):
+    task = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, maximize=True)
+    config = resolve([("test", {"optimizer": name})]).config
+    if "maximize" in OPTIMIZERS[name].options:
+        (made,) = build_optimizers(config, task)
+        assert made.param_groups[0]["maximize"]
+    else:
+        with pytest.raises(UserError, match=f"optimizer={name} cannot maximize"):
+            build_optimizers(config, task)
+
+
+def test_the_banner_names_the_state_of_momentum():
+    assert "4 bytes per parameter if the task's groups have momentum" in describe("sgd")
+    assert "about 8 bytes of state per parameter" in describe("adamw")
+    assert not any("about 0 bytes" in describe(name) for name in OPTIMIZERS)
+
+
+def test_a_step_that_raises_does_not_allow_direct_steps():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("broken")
+
+    model = nn.Linear(2, 2)
+    optimizers = Optimizers(Broken(model.parameters()), model)
+    with pytest.raises(ValueError, match="broken"):
+        optimizers.step(0, [0])
+    with pytest.raises(UserError, match="called directly"):
+        optimizers._refuse(None, None, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.driver import backward
+from lockstep.parallel.driver import run_engine
 
 
 class OtherTensor(Tensor):
@@ -17,8 +17,8 @@ def test_it_adds_to_the_gradients_as_torch_does():
     p, word = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.zeros(3))
     sent = torch.tensor([1.0, 2.0, 3.0])
 
-    backward(((p**2).sum(),), (torch.tensor(0.5),))
-    backward(((p**2).sum(), word), (torch.tensor(0.5), sent))
+    run_engine(((p**2).sum(),), (torch.tensor(0.5),))
+    run_engine(((p**2).sum(), word), (torch.tensor(0.5), sent))
 
     torch.testing.assert_close(p.grad, torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(word.grad, sent)
@@ -30,6 +30,6 @@ def test_a_loss_of_another_class_goes_through_torchs_function(monkeypatch: pytes
     monkeypatch.setattr(torch.autograd, "backward", lambda *args: calls.append(args))
     outputs, grads = (torch.ones(()).as_subclass(OtherTensor),), (torch.ones(()),)
 
-    backward(outputs, grads)
+    run_engine(outputs, grads)
 
     assert calls == [(outputs, grads)]

@@ -17,6 +17,7 @@ from lockstep.runtime.control_word import (
     BASE,
     FLAGS,
     MOST_RANKS,
+    STEP,
     ControlWord,
     ControlWordCodec,
     mean_is_exact,
@@ -170,3 +171,15 @@ def test_a_weight_on_the_device_is_packed_and_read_as_on_the_host(weight: float,
         assert float(codec.weight(packed / factor)) == codec.unpack((packed / factor).tolist()).weight
     if weight >= 0:
         assert torch.equal(host, device)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_on_the_device_that_is_not_finite_is_nan(weight: float) -> None:
+    codec = ControlWordCodec(CPU, torch.float32)
+    values = codec.pack(ControlWord(weight=torch.tensor(weight), step=3, stop=1)).tolist()
+    found = codec.unpack(values)
+    assert math.isnan(float(found.weight))
+    assert (found.step, found.stop) == (3, 1)
+
+    values[STEP] = math.nan
+    assert codec.unpack(values).step == -1

@@ -169,7 +169,7 @@ def test_without_nproc_no_machine_trains_alone(name: str) -> None:
         assert place(None, None, None, env).nproc == nproc
 
     # A script without a launcher: `lockstep.fit` in `python script.py`.
-    with pytest.raises(UserError, match="runs this command on 2 machines, and this process is no rank"):
+    with pytest.raises(UserError, match="runs this command on 2 machines, and this process is not a rank"):
         detect(env)
     assert not World.launched(env)
     assert detect(env | {"LOCKSTEP_ENVIRONMENT": "none"}) == World()

@@ -172,6 +172,7 @@ def print_gpu_info() -> None:
     gpus = get_gpu_info()
     if not gpus:
         print("no GPU here")
+
     for gpu in gpus:
         # Every GPU has fp16; we mention it only if there is nothing better.
         formats = ", ".join(name for name in ("bf16", "tf32") if gpu[name]) or "fp16"
@@ -242,6 +243,7 @@ def speedup_table(hours: float | None, price: float | None, rates: Mapping[int, 
             took = hours / speedup.actual
             cost = "" if price is None else f"${price * gpus * took:.2f}"
             line += f"  {duration(took):>10}  {cost:>8}"
+
         lines.append(f"{line}  {'measured' if measured else 'estimate'}")
 
     return lines

@@ -135,6 +135,7 @@ def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> F
     lines = []
     if torch.cuda.is_available():
         lines = speedup_table(hours, price_here() if price is None else price, {1: rate})
+
     return Finding("training time", "ok", "\n    ".join([text, *lines]))
 
 
@@ -143,12 +144,15 @@ def recommendations(findings: Iterable[Finding], typed: Mapping[str, Any]) -> Fi
     gpus = get_gpu_info()
     advice = [finding.advice for finding in findings if finding.advice]
     words = ["python", SCRIPT, "--num_gpus", str(len(gpus) or min(2, available_cores()))]
+
+    # The command, with the options that this check was given.
     for name, value in typed.items():
         words += [f"--{name}", str(value)] if value is not None else []
 
     advice.append(shlex.join(words) + ("" if gpus else "  (processes on the CPU)"))
     if len({gpu["name"] for gpu in gpus}) > 1:
         advice.append("the GPUs differ: equal shares wait for the slowest one")
+
     return Finding("recommendations", "ok", "\n    ".join(advice))
 
 

@@ -135,6 +135,7 @@ class DistributedCLSTMPPOTrainer:
             unfinished = Path(f"{path}.unfinished")
             save_model(self.agent, str(unfinished))
             unfinished.replace(path)
+
         return Path(path)
 
 
@@ -189,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Under torchrun every rank gets here; only rank 0 prints.
     if current_world().rank == 0:
         print(f"score per test episode: {metrics['eval_metrics']['score']:.4f}")
+
     return 0
 
 

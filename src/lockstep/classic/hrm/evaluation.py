@@ -68,6 +68,8 @@ def main(arguments: Sequence[str]) -> None:
                 "",
                 "set checkpoint=runs/NAME",
             )
+
+        # What is left are settings of the run.
         checkpoint = Path(values.pop("checkpoint"))
         done = evaluate_checkpoint(checkpoint, bool(values.pop("save_outputs", False)), **values)
     except UserError as error:
@@ -119,7 +121,8 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
 
     if other := _other_recipe(run):
         raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
-    return run, found[0].path, found[0].step
+
+    return run, run / "checkpoints" / found[0].name, found[0].step
 
 
 def _other_recipe(run: Path) -> str | None:

@@ -38,11 +38,13 @@ def main(arguments: Sequence[str]) -> None:
         # Checked before the other ranks wait for rank 0.
         if rank == 0:
             check_values(values)
+
         Membership().join(world, choose_device("auto", world), "nccl")
         config = load_synced_config(values, rank, world_size)
         # The original code reads this variable.
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):
             config.rest.setdefault("compile", False)
+
         done = lockstep.fit(HRM, config.settings(), resume_command=_command_to_resume)
         if rank == 0:
             copy_source(done.run_dir)

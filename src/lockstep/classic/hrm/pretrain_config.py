@@ -143,6 +143,7 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
 
     if world_size > 1:
         text = _broadcast_text(text)
+
     return PretrainConfig(**json.loads(text))
 
 

@@ -81,6 +81,7 @@ class PuzzleDataset(IterableDataset):
                 for group in order[self._slice(start)]:
                     random.seed(f"{seed}/{epoch}/{group}")
                     samples.append(groups[group])
+
             yield collate(samples)
 
     def _iter_test(self) -> Iterator[dict[str, Tensor]]:

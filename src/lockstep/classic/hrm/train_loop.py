@@ -140,6 +140,7 @@ def save_train_state(config: PretrainConfig, train_state: TrainState) -> Path:
 
         weights = train_state.model.state_dict()
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+
     return path
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +14,9 @@ from typing import Any
 
 from lockstep.clusters.ray.agent import NodeAgent, Report
 from lockstep.errors import UserError, plural
+
+# How long the address of a cluster may take to accept a connection.
+CONNECT_S = 10.0
 
 # What one node must have: the name of a resource, as Ray spells it, and how much of it.
 Need = Mapping[str, float]
@@ -142,6 +147,17 @@ class RemoteAgent:
             _ray().kill(self._actor)
 
 
+def _connect(address: str) -> None:
+    """Connect to the address of a cluster once. Raises OSError: Ray itself would try for many minutes."""
+    where = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = where.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise OSError(f"{where}: {error.strerror or error}") from None
+
+
 class RayCluster:
     """A connection to a Ray cluster. Everything that was made through it ends with this process."""
 
@@ -163,9 +179,10 @@ class RayCluster:
             )
 
         try:
+            _connect(address)
             # The output of the agents comes with their reports.
             self._context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"no Ray cluster answers at --address {address}",
                 str(error).strip().splitlines()[0],

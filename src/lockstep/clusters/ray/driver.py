@@ -130,12 +130,15 @@ class Driver:
         wait: float | None = None,
         resume_command: str = "",
     ):
-        self._cluster = cluster
+        # What was asked for.
         self._request = request
         self._need = need
-        self._signals = signals
         self._wait = wait
         self._resume_command = resume_command
+
+        # The outside world.
+        self._cluster = cluster
+        self._signals = signals
         self._output = MergedOutput()
 
         # The live nodes, by id, and when they were looked at.
@@ -160,6 +163,7 @@ class Driver:
             self._check_size()
             self._prepare()
             self._reserve()
+
             while True:
                 if not self._gather():
                     return Preempted.code_of(self._stop)
@@ -180,12 +184,14 @@ class Driver:
             marker.parent.mkdir(parents=True, exist_ok=True)
             for old in marker.parent.glob(".shared-*"):
                 old.unlink()
+
             marker.touch()
         except OSError as error:
             raise UserError(
                 f"the run folder {run_dir} cannot be written to", error.strerror or str(error), "set another run_dir"
             ) from None
 
+        # A folder that Ray has uploaded has another path on each node.
         uploaded = self._cluster.uploaded_folder
         folder = None if uploaded else os.getcwd()
         variables = environment(os.environ, uploaded) | {RESUME_COMMAND: self._resume_command}
@@ -246,10 +252,11 @@ class Driver:
         began = self._cluster.now()
         patience = WAIT_S if self._wait is None else self._wait
         said = False
+
         while True:
             self._look()
             if self._take_signals():
-                say(f"lockstep: {self._stop}: stopped while no agent runs; to resume: {self._resume_command}")
+                say(f"lockstep: {self._stop}: ended while no agent runs; to resume: {self._resume_command}")
                 return False
 
             self._leave_drained_bundles()
@@ -272,12 +279,12 @@ class Driver:
 
     def _ask_for_less(self) -> None:
         """Ask anew if Ray has not placed the first group for a while: another job may have been faster."""
-        now = self._cluster.now()
-        asked_for = len(self._slots)
-        if any(slot.placed or slot.own_group for slot in self._slots) or asked_for <= self._request.nnodes.least:
+        placed = any(slot.placed or slot.own_group for slot in self._slots)
+        could_be_less = len(self._slots) > self._request.nnodes.least
+        if placed or not could_be_less:
             return
 
-        if now - self._slots[0].since >= UNPLACED_S:
+        if self._cluster.now() - self._slots[0].since >= UNPLACED_S:
             self._reserve()
 
     def _leave_drained_bundles(self) -> None:
@@ -291,7 +298,8 @@ class Driver:
             self._reserve()
 
     def _what_is_missing(self) -> str:
-        usable, least = len(self._usable()), self._request.nnodes.least
+        usable = len(self._usable())
+        least = self._request.nnodes.least
         rest = "; ".join(state_of(node, self._need) for node in self._nodes.values())
         return (
             f"{plural(usable, 'node is', 'nodes are')} ready of {least} that are needed, with {describe(self._need)} "
@@ -328,10 +336,14 @@ class Driver:
             slot.placed = placed[id(slot.group)][slot.bundle]
 
         # A group for one node goes with the node.
-        for slot in [slot for slot in self._slots if slot.own_group and slot.agent is None]:
+        for slot in list(self._slots):
+            if not slot.own_group or slot.agent is not None:
+                continue
+
             where = slot.placed or (slot.node.id if slot.node else "")
             unplaced = not where and now - slot.since >= UNPLACED_S
-            if unplaced or (where and (where not in nodes or self._drained_node(where))):
+            leaves = bool(where) and (where not in nodes or self._drained_node(where) is not None)
+            if unplaced or leaves:
                 self._release(slot)
 
     @property
@@ -342,9 +354,13 @@ class Driver:
         """Return the slots where an agent may start now: one on each node, and none on a node that has an agent."""
         taken = {slot.node.id for slot in self._active if slot.node}
         usable = []
+
         for slot in self._slots:
             node = self._nodes.get(slot.placed)
-            if slot.agent is None and node and node.drained_at is None and node.id not in taken:
+            if slot.agent is not None or node is None or node.drained_at is not None:
+                continue
+
+            if node.id not in taken:
                 taken.add(node.id)
                 usable.append(slot)
 
@@ -367,6 +383,7 @@ class Driver:
                 else:
                     self._slots.append(Slot(group, 0, self._cluster.now(), own_group=True))
                     self._looked = float("-inf")
+
                 return
 
     # ---- a round ----
@@ -392,10 +409,13 @@ class Driver:
             if not self._active:
                 return self._verdict(current)
 
+            # Act on what has changed: signals, launchers that have ended, nodes that leave, a silent Ray.
             self._interrupt(current)
             self._end_what_is_left(current)
             self._leave_drained(current)
             self._save_in_time(current)
+
+            # While the job runs, lost agents are replaced, and new nodes are used.
             if current.ended_at is None and not current.leaving and self._stop is None:
                 self._start_agents(join)
                 self._grow()
@@ -413,6 +433,8 @@ class Driver:
 
         assert slot.agent is not None
         assert slot.node is not None
+
+        # Ray may need a while to start the actor.
         deadline = self._cluster.now() + ACTOR_S
         try:
             while (join := slot.agent.address(slot.node.host)) is None:
@@ -467,6 +489,8 @@ class Driver:
 
         slot.heard = self._cluster.now()
         self._output.add(slot, report.lines, self._cluster.now())
+
+        # A launcher that was killed is lost like its node: another one is started.
         if report.code is not None and report.code < 0:
             self._lose(slot, current, f"its launcher was ended by {signal.Signals(-report.code).name}")
             return
@@ -517,11 +541,14 @@ class Driver:
             if waited >= SILENT_S:
                 for slot in self._active:
                     self._lose(slot, current, f"no answer for {SILENT_S:.0f} s")
+
             return
 
         # One that failed has done so for itself, as a node does whose disk is full. It is started again.
         if not current.over(asked_to_end=self._stop is not None or current.leaving):
             current.restart()
+
+        # The job is over. What goes on is asked to end, and is killed if it does not.
         elif not current.asked_others:
             current.asked_others = True
             self._signal_all("SIGTERM")
@@ -541,6 +568,7 @@ class Driver:
                 assert node.drained_at is not None
                 left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
                 say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
+
             self._signal_all("SIGTERM")
 
     def _drained_node(self, node_id: str) -> RayNode | None:
@@ -569,12 +597,16 @@ class Driver:
         """Return the job's exit code, or None if another round must follow."""
         code = current.code
         restart = code is None or code == ExitCode.RESTART
+
+        # The user's signal ends the job, unless it has finished or failed before.
         if self._stop is not None:
             return Preempted.code_of(self._stop) if restart or code == ExitCode.INTERRUPTED else code
+
+        # This driver had the job save, to go on without a node, or when Ray answers again.
         if restart and current.leaving:
             return None
 
-        # The launchers say whether a restart makes sense. Without a loss they were stopped by somebody else.
+        # The launchers say whether a restart makes sense. Without a loss, something else has ended them.
         recently = current.lost_at is not None and self._cluster.now() - current.lost_at <= LOSS_S
         if code is not None and not (restart and recently):
             return code
@@ -584,7 +616,8 @@ class Driver:
     def _again(self, what: str) -> int | None:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
         now = self._cluster.now()
-        self._lost_rounds = [when for when in self._lost_rounds if now - when < HOUR_S] + [now]
+        recent = [when for when in self._lost_rounds if now - when < HOUR_S]
+        self._lost_rounds = [*recent, now]
         if len(self._lost_rounds) > MOST_ROUNDS:
             say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
             return ExitCode.RESTART
@@ -614,7 +647,7 @@ class Driver:
         self._interrupted |= name == "SIGINT"
 
     def _interrupt(self, current: Round) -> None:
-        """Send a Ctrl-C that nobody has got yet to the launcher that coordinates; to all, if none does for a while."""
+        """Send a pending Ctrl-C to the launcher that coordinates; to all, if none does for a while."""
         if current.interrupt_since is None:
             return
 
@@ -648,9 +681,14 @@ def environment(env: Mapping[str, str], uploaded: bool) -> dict[str, str]:
 
     If Ray has `uploaded` the working folder, it has also set the PYTHONPATH of each node, to the copy there.
     """
-    kept_back = {SECRET, SECRET_FILE, *(["PYTHONPATH"] if uploaded else [])}
-    return {
-        name: value
-        for name, value in env.items()
-        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and name not in kept_back
-    }
+    passed_on = {}
+    for name, value in env.items():
+        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES):
+            passed_on[name] = value
+
+    passed_on.pop(SECRET, None)
+    passed_on.pop(SECRET_FILE, None)
+    if uploaded:
+        passed_on.pop("PYTHONPATH", None)
+
+    return passed_on

@@ -18,15 +18,21 @@ class MergedOutput:
         self._printed: dict[str, list[tuple[float, set[Any]]]] = {}
 
     def add(self, agent: Any, lines: list[str], now: float) -> None:
-        self._printed = {
-            line: recent
-            for line, times in self._printed.items()
-            if (recent := [(when, agents) for when, agents in times if now - when < SAME_S])
-        }
+        self._forget_old_lines(now)
         for line in lines:
-            others = next((agents for _, agents in self._printed.get(line, []) if agent not in agents), None)
-            if others is not None:
-                others.add(agent)
+            # If other agents have said this line and this one has not, it is the same message to all.
+            times = self._printed.setdefault(line, [])
+            others = [agents for _, agents in times if agent not in agents]
+            if others:
+                others[0].add(agent)
             else:
-                self._printed.setdefault(line, []).append((now, {agent}))
+                times.append((now, {agent}))
                 print(printable(line), flush=True)
+
+    def _forget_old_lines(self, now: float) -> None:
+        for line, times in list(self._printed.items()):
+            recent = [(when, agents) for when, agents in times if now - when < SAME_S]
+            if recent:
+                self._printed[line] = recent
+            else:
+                del self._printed[line]

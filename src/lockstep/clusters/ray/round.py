@@ -13,7 +13,7 @@ FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
 
 @dataclass
 class Round:
-    """What the launchers have reported. They are told apart by the slots of their agents."""
+    """What the launchers have reported. The slot of its agent identifies each."""
 
     join: str
     codes: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Round:
     job_code: int | None = None
     begun: bool = False
 
-    # Who got the user's Ctrl-C, and since when somebody must get it.
+    # The launcher that got the user's Ctrl-C, and since when one is pending.
     interrupted: Any = None
     interrupt_since: float | None = None
 

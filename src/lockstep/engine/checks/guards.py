@@ -217,4 +217,5 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
     if len({total.device for total in sums}) == 1:
         return torch.stack(sums).tolist()
+
     return [int(total) for total in sums]

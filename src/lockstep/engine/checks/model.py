@@ -114,6 +114,7 @@ def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
     if reason is None:
         return
 
+    # The shape of a BatchNorm's input is known only when it is called: check it once, in the first forward.
     handles: dict[str, RemovableHandle] = {}
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or is_synchronised(module):
@@ -122,6 +123,7 @@ def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
         def check_input(module: nn.Module, args: Any, name: str = name) -> None:
             if not module.training:
                 return
+
             handles[name].remove()
             if args and args[0].numel() == args[0].shape[0] * args[0].shape[1]:
                 raise UserError(
@@ -156,6 +158,8 @@ def _without_single_samples(plan: Plan, tail: str) -> str:
     sizes = _step_sizes(plan, tail)
     max_micro_batch = plan.global_batch // plan.data_size
     possible = [micro for micro in range(2, max_micro_batch + 1) if all(size % micro != 1 for size in sizes)]
+
+    # The best fix comes first.
     fixes = ["use GroupNorm, which needs no other sample"]
     if len(sizes) > 1 and plan.micro_batch > 1 and plan.global_batch % plan.micro_batch != 1:
         fixes.insert(0, "set tail=drop")

@@ -28,9 +28,12 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     sources = {} if runtime.world.alone else digests_of_sources()
     everyone = runtime.collectives.gather_json({"config": values, "sources": sources})
     _check_same_sources([local["sources"] for local in everyone])
+
+    # Every rank is compared with rank 0. The first key that differs is named.
     first, *others = [local["config"] for local in everyone]
     for rank, theirs in enumerate(others, start=1):
         different = sorted(key for key in first.keys() | theirs.keys() if first.get(key) != theirs.get(key))
+
         if different:
             key = different[0]
             raise UserError(
@@ -44,20 +47,39 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
 def digests_of_sources() -> dict[str, str]:
     """Return a digest of the file of each imported module that is neither Python's nor installed: the user's own."""
     prefix = str(Path(__file__).parents[2])
-    installed = tuple(f"{folder}{os.sep}" for folder in {*sysconfig.get_paths().values(), prefix})
-    digests = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
+    folders = tuple(f"{folder}{os.sep}" for folder in {*sysconfig.get_paths().values(), prefix})
 
-        # Packages may be installed in folders that this Python does not count as its own, such as those of a container.
-        path = Path(os.path.abspath(file))
-        if not str(path).startswith(installed) and not {"site-packages", "dist-packages"} & set(path.parts):
+    # The modules of an installed package, thousands with torch, are not looked at: a rank is often a fork, which would
+    # copy the memory of every module that it touches.
+    installed: dict[str, bool] = {}
+    digests = {}
+    for name in list(sys.modules):
+        package = name.partition(".")[0]
+        if package not in installed:
+            installed[package] = _is_installed(_source(package), folders)
+
+        file = None if installed[package] else _source(name)
+        if file and not _is_installed(file, folders):
             with suppress(OSError):  # a file that was removed after the import
                 digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
 
     return digests
+
+
+def _source(name: str) -> str | None:
+    """Return the path of an imported module's source, None if it has none."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _is_installed(file: str | None, folders: tuple[str, ...]) -> bool:
+    """Return whether a source is in one of `folders`, or where a package manager of another Python has put it."""
+    if file is None:
+        return False
+
+    # Packages may be installed in folders that this Python does not count as its own, such as those of a container.
+    path = os.path.abspath(file)
+    return path.startswith(folders) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
 
 
 def _check_same_sources(everyone: list[dict[str, str]]) -> None:
@@ -86,6 +108,8 @@ def check_evaluations(config: RunConfig, evaluates: bool, moves_rate: bool) -> N
         problem = (
             f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run"
         )
+    elif config.stop.patience:
+        problem = f"stop.patience={config.stop.patience} counts evaluations, and there is no evaluation during the run"
     elif moves_rate:
         problem = "ReduceLROnPlateau follows the loss of evaluations, and there is no evaluation before the end"
     else:
@@ -109,7 +133,7 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
 
 
 def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
-    """Check that each rank gets the same positions of every global batch, because before_batch() may depend on them."""
+    """Check that each rank gets the same places in every global batch, because before_batch() may depend on them."""
     if not role.runs_whole_model:
         raise UserError(
             "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",

@@ -49,11 +49,14 @@ def as_one_rank() -> Iterator[None]:
     """
     answers = {name: _alone(getattr(dist, name)) for name in (*IN_PLACE, *COPIES, *IMPOSSIBLE)}
     answers |= {"get_world_size": lambda *_, **__: 1, "get_rank": lambda *_, **__: 0}
+
+    # Everything is restored when the context ends, in the opposite order.
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.callback(setattr, dist, name, getattr(dist, name))
             setattr(dist, name, answer)
 
+        # A loss may also read its rank from the environment.
         for name, text in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
             if name in os.environ:
                 stack.callback(os.environ.__setitem__, name, os.environ[name])
@@ -79,6 +82,7 @@ def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     def answer(*args: Any, **kwargs: Any) -> _Done | None:
         if name in IMPOSSIBLE:
             raise RuntimeError(f"torch.distributed.{name} needs another rank")
+
         given = parameters.bind(*args, **kwargs).arguments
         if name in COPIES:
             source, target = (given.get(argument) for argument in COPIES[name])

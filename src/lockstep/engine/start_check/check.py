@@ -77,6 +77,8 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         micro_batch = run.plan.micro_batch
         count = min(micro_batch, max(MIN_SAMPLES, micro_batch // 4), MAX_SAMPLES)
         samples = None
+
+        # All ranks must see the same dataset.
         if isinstance(source, MapSource):
             source.start_workers()
             request = source.next_request(count)
@@ -181,9 +183,11 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
     probe = Probe(run, task.loss)
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
+
     accepted = accepted_causes(run.config)
     snapshot = StateSnapshot(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
     cause, measured, reason = None, None, ""
+
     try:
         # `many_forwards` ends the forwards of all ranks if one of them fails.
         with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
@@ -208,10 +212,14 @@ def _judge(
     positions = samples.half if samples.can_be_split else None
     probe.seed()
     states, seed = rng_states(device), torch.initial_seed()
+
     first = _measure_first(run, probe, lambda: samples.batch(positions))
+
+    # What did the call draw, seed and change?
     draws = used_generators(states, rng_states(device))
     seeded_by_loss = torch.initial_seed() != seed
     changes = snapshot.changes()
+
     again, rank_cause = _measure_again(run, probe, lambda: samples.batch(positions), first, tolerance)
 
     # If the forward changes buffers that the task declares in `changing_buffers`, a repetition may give another loss,
@@ -227,10 +235,13 @@ def _judge(
     # `exact` seeds Python's and NumPy's generators as well.
     host_draws = draws & {"numpy", "random"}
     cause = judge_changes(changes, set() if run.config.exact else host_draws, probe.inner)
+
     if not cause and not changes_model:
         cause = judge_repetition(first, again, changes, tolerance) or rank_cause
+
     if not cause and seeded_by_loss:
         cause = named("randomness", "the loss seeds torch's generator itself, so that every micro-batch draws the same")
+
     if cause and cause.key not in accepted:
         return cause, first
 
@@ -253,9 +264,11 @@ def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Mea
     except Inconclusive as error:
         reason = str(error)
 
+    # If one rank cannot measure, no rank does.
     reasons = run.runtime.collectives.gather_json(reason)
     if measured is None or any(reasons):
         raise Inconclusive(next(filter(None, reasons)))
+
     return measured
 
 
@@ -285,6 +298,7 @@ def _measure_again(
     again = probe.measure(make_batch, gradients=False)
     if alone is None or not differs:
         return again, None
+
     return again, judge_ranks(first, alone, again, run.runtime.world.size, tolerance)
 
 
@@ -306,6 +320,7 @@ def _check_halves(
     middle = len(ordered) // 2
     whole = measure(ordered, gradients=True)
     splits = [(ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])]
+
     for number, (one, other) in enumerate(splits if len(ordered) > 2 else splits[:1]):
         with_gradients = number == 0
         halves = [measure(one, with_gradients), measure(other, with_gradients)]
@@ -353,6 +368,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
     reasons = [why for _, _, why in gathered if why]
     if reasons:
         _note(run, reasons[0])
+
     return None
 
 
@@ -360,6 +376,7 @@ def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
     """Return a cause if ranks got a different (total, weight) for the same samples."""
     tolerance = Tolerance.of(_eps(run.stepper.context.precision, next(run.driver.model.parameters()).dtype))
     first = pairs[0]
+
     for rank, pair in enumerate(pairs):
         if first is None or pair is None or not all(map(math.isfinite, (*first, *pair))):
             return None

@@ -64,6 +64,8 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
 
     `inner` is a gradient that the loss itself computed.
     """
+
+    # In the order in which one mistake explains another.
     if changes.gradients:
         where = f" ({inner.call_site})" if inner and inner.accumulates else ""
         return named("left-gradient", f"after the forward there is a gradient of {_some(changes.gradients)}{where}")
@@ -78,6 +80,7 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
         return named("changed-in-forward", f"one forward changes {_some(changes.model)}")
     if changes.averages:
         return named("average", f"the loss changes {_some(changes.averages)}, which has the shape of a weight")
+
     return None
 
 
@@ -95,6 +98,7 @@ def judge_repetition(first: Measurement, again: Measurement, changes: Changes, t
     evidence = f"the same samples twice: {_pair(first)}, then {_pair(again)}"
     if changes.others:
         return named("carried-state", f"{evidence}; {_some(changes.others)} changes")
+
     return named("nondeterminism", evidence)
 
 
@@ -183,6 +187,7 @@ def judge_halves(
         return named("penalty", f"{evidence}; every call adds {constant:.4g}, whatever its samples")
     if _is_reweighted(whole, halves, measure_doubled(True), tolerance):
         return named("loss-weight", f"{evidence}; each total is a mean over something else, times the weight")
+
     return named("batch-coupled", evidence)
 
 

@@ -55,6 +55,7 @@ class Probe:
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
                 loss = watch_loss(self.loss_fn, self._note)(run.driver.model, batch)
+
             computed = self._gradients(loss.total) if gradients else None
             return Measurement(float(loss.total.detach()), float(loss.weight), computed)
 
@@ -72,6 +73,7 @@ class Probe:
 
         if any(gradient is not None and gradient.is_sparse for gradient in computed):
             raise Inconclusive("it has sparse gradients")
+
         return [
             torch.zeros_like(p) if g is None else g.detach() for g, p in zip(computed, self.parameters, strict=True)
         ]
@@ -147,6 +149,8 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
     norms = [module for module in model.modules() if has_statistics(module)]
     with ExitStack() as stack:
         stack.enter_context(_training(norms, mode=False))
+
+        # In eval mode a norm needs running statistics. One that has none gets neutral ones for a while.
         for norm in norms:
             if norm.running_mean is None and norm.running_var is None:
                 like = norm.weight if norm.weight is not None else next(iter(model.parameters()))
@@ -163,6 +167,7 @@ def _training(modules: Any, mode: bool) -> Iterator[None]:
     modes_before = [(module, module.training) for module in modules]
     for module, _ in modes_before:
         module.training = mode
+
     try:
         yield
     finally:

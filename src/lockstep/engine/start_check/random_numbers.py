@@ -30,6 +30,7 @@ def rng_states(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+
     return states
 
 

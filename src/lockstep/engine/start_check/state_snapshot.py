@@ -51,8 +51,11 @@ class StateSnapshot:
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+
         self._checksums = checksums(self._parameters.values())
-        self._copies = {name: p.detach().clone() for name, p in self._parameters.items()} if copies_parameters else {}
+        self._copies: dict[str, Tensor] = {}
+        if copies_parameters:
+            self._copies = {name: p.detach().clone() for name, p in self._parameters.items()}
 
         # The options of the optimizers' parameter groups.
         self._settings = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -60,10 +63,13 @@ class StateSnapshot:
 
         # The attributes of every module and of the task. Large ones are not copied.
         max_bytes = MAX_RATIO * sum(p.nbytes for p in self._parameters.values()) + MIN_BYTES
-        self._owners: list[tuple[str, dict[str, Any]]] = [
-            *((f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()),
-            *([("self", vars(task))] if hasattr(task, "__dict__") else []),
-        ]
+        self._owners: list[tuple[str, dict[str, Any]]] = []
+        for name, module in model.named_modules():
+            self._owners.append((f"model.{name}" if name else "model", vars(module)))
+
+        if hasattr(task, "__dict__"):
+            self._owners.append(("self", vars(task)))
+
         self._attributes = [_copy_attributes(attributes, model, max_bytes) for _, attributes in self._owners]
 
         # What helps to tell a moving average from something that is only recomputed.
@@ -76,24 +82,31 @@ class StateSnapshot:
         changes = Changes()
         changes.gradients = [name for name, p in self._parameters.items() if p.grad is not None]
 
+        # The model: parameters are compared by their checksums, buffers with their copies.
         now = checksums(self._parameters.values())
-        changes.model = [name for name, a, b in zip(self._parameters, self._checksums, now, strict=True) if a != b]
+        for name, before, after in zip(self._parameters, self._checksums, now, strict=True):
+            if before != after:
+                changes.model.append(name)
 
         buffers = dict(self._model.named_buffers())
-        changes.model += [
-            name for name, (_, old) in self._buffers.items() if name not in buffers or not _same(buffers[name], old)
-        ]
+        for name, (_, old) in self._buffers.items():
+            if name not in buffers or not _same(buffers[name], old):
+                changes.model.append(name)
 
+        # The optimizers' settings.
         for group, old in zip(self._settings, self._old_settings, strict=True):
             changes.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
+        # The attributes of the task and of every module.
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
                 value = attributes.get(name)
-                if old is not _NOT_COPIED and not _same(value, old) and f"{owner}.{name}" not in self._recomputed:
-                    self._classify(f"{owner}.{name}", value, changes)
-                    self._changed[f"{owner}.{name}"] = (attributes, name, _copied(value))
+                full_name = f"{owner}.{name}"
+                is_changed = old is not _NOT_COPIED and not _same(value, old)
+                if is_changed and full_name not in self._recomputed:
+                    self._classify(full_name, value, changes)
+                    self._changed[full_name] = (attributes, name, _copied(value))
 
         return changes
 
@@ -113,6 +126,7 @@ class StateSnapshot:
             for name, copy in self._copies.items():
                 self._parameters[name].copy_(copy)
 
+            # A buffer may have been replaced by another tensor.
             for name, (buffer, old) in self._buffers.items():
                 path, _, key = name.rpartition(".")
                 self._model.get_submodule(path)._buffers[key] = buffer
@@ -125,9 +139,11 @@ class StateSnapshot:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
+            # Attributes that are new are removed, and the others get their old values.
             for (_, attributes), copies in zip(self._owners, self._attributes, strict=True):
                 for name in _own_names(attributes) - copies.keys():
                     del attributes[name]
+
                 for name, (value, old) in copies.items():
                     attributes[name] = value
                     if old is not _NOT_COPIED and not _same(value, old):
@@ -176,6 +192,7 @@ def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: in
         copies[name] = (value, _NOT_COPIED)
         if value is not model and sum(t.nbytes for t in _tensors(value)) <= max_bytes:
             copies[name] = (value, _copied(value))
+
     return copies
 
 
@@ -227,20 +244,26 @@ def _same(value: Any, old: Any) -> bool:
         case Tensor():
             equal = isinstance(old, Tensor) and value.shape == old.shape and value.dtype == old.dtype
             return equal and checksums([value]) == checksums([old])
+
         case nn.Module():
             state = value.state_dict()
             return isinstance(old, dict) and all(name in state and _same(state[name], t) for name, t in old.items())
+
         case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
             return _same_generator(_copied(value), old)
+
         case dict():
             same_keys = isinstance(old, dict) and value.keys() == old.keys()
             return same_keys and all(_same(inner, old[key]) for key, inner in value.items())
+
         case list() | tuple():
             same_length = isinstance(old, list) and len(value) == len(old)
             return same_length and all(_same(a, b) for a, b in zip(value, old, strict=True))
+
         case None | bool() | int() | float() | str():
             # `value != value` is true for NaN only.
             return type(value) is type(old) and (value == old or value != value)
+
         case _:
             return False
 
@@ -256,25 +279,33 @@ def _restored(value: Any, old: Any) -> Any:
     match value:
         case Tensor() if value.shape == old.shape:
             value.copy_(old)
+
         case nn.Module():
             state = value.state_dict()
             for name, t in old.items():
                 state[name].copy_(t)
+
         case torch.Generator():
             value.set_state(old)
+
         case np.random.Generator():
             value.bit_generator.state = old
+
         case np.random.RandomState():
             value.set_state(old)
+
         case random.Random():
             value.setstate(old)
+
         case dict():
             for key in value.keys() - old.keys():
                 del value[key]
             for key, inner in old.items():
                 value[key] = _restored(value.get(key), inner)
+
         case list():
             value[:] = [_restored(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
+
         case _:
             return value if old is _NOT_COPIED or isinstance(value, tuple) else old
 

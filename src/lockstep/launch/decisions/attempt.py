@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -96,37 +95,38 @@ class Attempt:
 
     def _located(self, failure: Failure) -> Failure:
         """Return a failure that another rank recorded, with host, step and phase of the rank at fault."""
-        views = {view.rank: view for views in self.watchdog.views.values() for view in views}
-        view = None if failure.rank is None else views.get(failure.rank)
-        host = self._host_of(failure.rank) if failure.rank in self.ranks else ""
-        return replace(failure, host=host, step=view.step if view else None, phase=view.phase if view else None)
+        if failure.rank is None or failure.rank not in self.ranks:
+            return replace(failure, host="", step=None, phase=None)
+
+        located = replace(failure, host=self._host_of(failure.rank), step=None, phase=None)
+        for node_views in self.watchdog.views.values():
+            for view in node_views:
+                if view.rank == failure.rank:
+                    return replace(located, step=view.step, phase=view.phase)
+
+        return located
 
     def overdue(self, stuck: Sequence[RankView] = ()) -> Failure:
         """Return the failure of ranks that were asked to save and did not exit; `stuck` are ranks that did not move."""
+
+        # Ranks that move, and take too long.
         if not stuck:
             late = self.running
             text = plural(
-                len(late), "rank did not stop in time and was killed", "ranks did not stop in time and were killed"
+                len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
             )
             first = min(late)
-            return Failure(first, self._host_of(first), time.time(), "SIGKILL", text, origin="signal")
+            return Failure.noticed(Kind.OVERDUE, text, first, self._host_of(first))
 
+        # Ranks that do not move: the one to name is one that waits for no other.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        return Failure(
-            longest.rank,
-            longest.host,
-            time.time(),
-            "SIGKILL",
-            text,
-            origin="signal",
-            step=longest.step,
-            phase=longest.phase,
-        )
+        where = {"step": longest.step, "phase": longest.phase}
+        return Failure.noticed(Kind.OVERDUE, text, longest.rank, longest.host, **where)
 
-    def count_stopped_by(self, failure: Failure) -> int:
-        """Return how many ranks are stopped because of a failure of other ranks."""
+    def count_killed_by(self, failure: Failure) -> int:
+        """Return how many ranks are killed because of a failure of other ranks."""
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
         failed = {failure.rank}
         if failure.noticed_as(Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:

@@ -84,6 +84,7 @@ def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
         (shares[number], place, number) for place, number in enumerate(bounds) if bounds[number].most > shares[number]
     ]
     heapq.heapify(room)
+
     for _ in range(ranks - sum(shares.values())):
         share, place, number = heapq.heappop(room)
         shares[number] = share + 1

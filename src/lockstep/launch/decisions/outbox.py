@@ -15,6 +15,12 @@ from lockstep.launch.wire.messages import Announce, Message
 # How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
 LINES_PER_S = 8
 
+# How the nodes that had no line of their own are summed up: one node, several nodes.
+SUMMARIES = {
+    "joined": ("more node joined", "more nodes joined"),
+    "lost": ("more node was lost", "more nodes were lost"),
+}
+
 
 class Outbox:
     """A queue of commands, with a method for each kind that is issued in several places."""
@@ -23,9 +29,11 @@ class Outbox:
         self._logs = logs  # the folder of the ranks' logs
         self._commands: list[Command] = []
 
-        # When a line about a node was last the first one of its second, how many came since, and what was not said.
+        # Lines about single nodes: when the current second began, and how many lines it has had.
         self._second_began = -math.inf
         self._lines = 0
+
+        # What happened to nodes that had no line, as in SUMMARIES -> their hosts.
         self._unsaid: dict[str, list[str]] = {}
 
     def take(self) -> list[Command]:
@@ -42,9 +50,10 @@ class Outbox:
         self.put(Announce(f"lockstep: {text}"))
 
     def say_of_node(self, what: str, host: str, text: str, now: float) -> None:
-        """Say that a node has joined or was lost; if many do within a second, the rest is summed up in one line."""
+        """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
         if now - self._second_began >= 1.0 and not self._unsaid:
-            self._second_began, self._lines = now, 0
+            self._second_began = now
+            self._lines = 0
 
         self._lines += 1
         if self._lines <= LINES_PER_S:
@@ -54,29 +63,41 @@ class Outbox:
 
     def sum_up(self, now: float, nodes: int) -> None:
         """Say once a second what was left out; `nodes` are there now."""
-        if self._unsaid and now - self._second_began >= 1.0:
-            for what, hosts in self._unsaid.items():
-                verb = what if len(hosts) > 1 else what.replace("were", "was")
-                named = some_names(hosts)
-                self.say(f"{plural(len(hosts), 'more node')} {verb} ({named}); {plural(nodes, 'node')} now")
-            self._unsaid = {}
-            self._second_began, self._lines = now, 0
+        if not self._unsaid or now - self._second_began < 1.0:
+            return
+
+        for what, hosts in self._unsaid.items():
+            one, several = SUMMARIES[what]
+            self.say(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
+
+        self._unsaid = {}
+        self._second_began = now
+        self._lines = 0
 
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))
 
-    def announce_failure(self, failure: Failure, attempt: int | None, stopped: int, verdict: str = "") -> None:
+    def announce_failure(self, failure: Failure, attempt: int | None, killed: int, verdict: str = "") -> None:
         """Announce a failure on the screens of all nodes, and log it.
 
-        `stopped` is the number of other ranks that are stopped because of it, `verdict` says what follows.
+        `killed` is the number of other ranks that are killed because of it, `verdict` says what follows.
         """
         lines = [failure.text()]
+
+        # An error for the user says what to do, and nothing is to be looked up.
         if not failure.for_user:
-            victims = f"{plural(stopped, 'other rank was', 'other ranks were')} stopped." if stopped else ""
+            facts = []
+            if killed:
+                facts.append(f"{plural(killed, 'other rank was', 'other ranks were')} killed.")
 
             # Rank 0 wrote to the terminal: its output is on the screen already.
-            log = f"Log of rank {failure.rank}: {self._logs / f'rank-{failure.rank}.log'}" if failure.rank else ""
-            lines += [f"  {text}" for text in (f"{victims} {log}".strip(), verdict) if text]
+            if failure.rank:
+                facts.append(f"Log of rank {failure.rank}: {self._logs / f'rank-{failure.rank}.log'}")
+
+            if facts:
+                lines.append(f"  {' '.join(facts)}")
+            if verdict:
+                lines.append(f"  {verdict}")
 
         self.put(Announce("\n".join(lines)))
 

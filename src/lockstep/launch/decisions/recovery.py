@@ -33,16 +33,11 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What follows once all ranks are gone: the end of the job, or another attempt.
+class Refusal:
+    """Why the job is not restarted, and the exit code that it ends with."""
 
-    If the job was asked to stop, neither follows: it ends as preempted.
-    """
-
-    end: JobEnd | None = None
-
-    # Log a `restart` event when the next attempt starts, because its size is not known before.
-    log_restart: bool = False
+    reason: str
+    code: ExitCode = ExitCode.FAILED
 
 
 class Recovery:
@@ -60,64 +55,78 @@ class Recovery:
         # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[Attempt, Counter[int]] | None = None
 
-    def decide(self, failure: Failure, situation: Situation, end_as_preempted: bool = False) -> Decision:
-        """Announce the failure of an attempt, and decide whether another one follows.
+        # Whether the next attempt is logged as a restart when it starts; its size is not known before.
+        self.log_restart = False
 
-        `end_as_preempted`: if the job was asked to stop, it ends as preempted even if nothing was saved.
+    def decide(self, failure: Failure, situation: Situation, nothing_to_save: bool = False) -> JobEnd | None:
+        """Announce the failure of an attempt, and return how the job ends once all ranks are gone.
+
+        Returns None if another attempt follows, and if the job ends as preempted because it was asked to.
+        `nothing_to_save`: no training would be lost if the job ended now without a checkpoint.
         """
         attempt = situation.attempt
-        nothing_is_lost = end_as_preempted or situation.saved is not None or attempt.any_preempted
+        can_be_resumed = nothing_to_save or situation.saved is not None or attempt.any_preempted
         if self._resize_may_be_at_fault(failure, situation):
-            return self._return_to_size(failure, attempt)
+            self._return_to_size(failure, attempt)
+            return None
 
         if failure.for_user:
             # The same program would run into the same error, and the message already says what to do.
             self._announce(failure, attempt)
-            return Decision(JobEnd(ExitCode.REFUSED, failure))
+            return JobEnd(ExitCode.REFUSED, failure)
 
-        if situation.preempt_signal and nothing_is_lost:
-            # The job was stopping anyway: it ends as preempted, and not as failed.
-            self._announce(failure, attempt, "the job was asked to stop: not restarted")
-            return Decision()
+        if situation.preempt_signal and can_be_resumed:
+            # The job was ending anyway: it ends as preempted, and not as failed.
+            self._announce(failure, attempt, "not restarted: the job was asked to save and exit")
+            return None
 
-        if reason := self._refusal(failure, situation):
-            return self._end(failure, situation, reason)
+        if refusal := self._refusal(failure, situation):
+            self._announce_end(failure, situation, refusal)
+            return JobEnd(refusal.code, failure)
 
-        return self._restart(failure, situation)
+        self._restart(failure, situation)
+        self.log_restart = True
+        return None
 
     def _announce(self, failure: Failure, attempt: Attempt, verdict: str = "") -> None:
-        self._outbox.announce_failure(failure, attempt.number, attempt.count_stopped_by(failure), verdict)
+        self._outbox.announce_failure(failure, attempt.number, attempt.count_killed_by(failure), verdict)
 
     # ---- the end, or a restart ----
 
-    def _refusal(self, failure: Failure, situation: Situation) -> str | None:
+    def _refusal(self, failure: Failure, situation: Situation) -> Refusal | None:
         """Return why the job is not restarted, or None if it is."""
         if situation.preempt_signal:
-            return f"the job was asked to stop ({situation.preempt_signal})"
+            return Refusal(f"the job was asked to save and exit ({situation.preempt_signal})")
 
         # After a takeover the other nodes have yet to join.
-        too_few = self._cluster.too_few if situation.attempt.started_here else None
-        return too_few or self.restarts.refusal(failure, situation.progress, situation.settings, situation.now)
+        if situation.attempt.started_here and (too_few := self._cluster.too_few):
+            return Refusal(too_few, situation.settings.code_if_nodes_are_missing)
 
-    def _end(self, failure: Failure, situation: Situation, reason: str) -> Decision:
+        reason = self.restarts.refusal(failure, situation.progress, situation.settings, situation.now)
+        return Refusal(reason) if reason else None
+
+    def _announce_end(self, failure: Failure, situation: Situation, refusal: Refusal) -> None:
         """Announce that the job is not restarted. It ends when all ranks of this attempt are gone."""
         # With nothing saved, the same error would most likely recur, so no command is suggested.
         hopeless = situation.saved is None and failure.likely_to_repeat
         hint = "" if hopeless else f". {situation.how_to_continue}"
-        self._announce(failure, situation.attempt, f"not restarted: {reason}{hint}")
+        self._announce(failure, situation.attempt, f"not restarted: {refusal.reason}{hint}")
 
-        missing = reason == self._cluster.too_few
-        return Decision(JobEnd(situation.settings.code_if_nodes_are_missing if missing else ExitCode.FAILED, failure))
-
-    def _restart(self, failure: Failure, situation: Situation) -> Decision:
+    def _restart(self, failure: Failure, situation: Situation) -> None:
         """Count the restart and announce it. The next attempt starts when all ranks of this one are gone."""
-        attempt, saved, now = situation.attempt, situation.saved, situation.now
-        node, local_rank = (None, None) if failure.rank is None else attempt.ranks.get(failure.rank, (None, None))
-        slot = None if local_rank is None else (failure.host, local_rank)
-        self.restarts.count(failure, slot, saved, now)
-        if node is not None and self.restarts.keeps_failing(failure):
-            self._cluster.shrink(node)
-            self.restarts.end_streak()
+        attempt = situation.attempt
+        saved = situation.saved
+        now = situation.now
+
+        # Count it. A node with a slot that keeps failing runs one rank fewer.
+        if failure.rank is None or failure.rank not in attempt.ranks:
+            self.restarts.count(failure, None, saved, now)
+        else:
+            node, local_rank = attempt.ranks[failure.rank]
+            self.restarts.count(failure, (failure.host, local_rank), saved, now)
+            if self.restarts.keeps_failing(failure):
+                self._cluster.shrink(node)
+                self.restarts.end_streak()
 
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         what = plural(self._cluster.world_size, "rank") if attempt.started_here else "the nodes that are left"
@@ -130,7 +139,6 @@ class Recovery:
             verdict += f"; with a higher limit for step {failure.step}, phase {failure.phase}"
 
         self._announce(failure, attempt, verdict)
-        return Decision(log_restart=True)
 
     # ---- a resize that fails ----
 
@@ -157,14 +165,15 @@ class Recovery:
         same_nodes = counts.keys() == self._cluster.wanted.keys()
         return situation.attempt.number == last.next_number and same_nodes and not situation.progress
 
-    def _return_to_size(self, failure: Failure, attempt: Attempt) -> Decision:
+    def _return_to_size(self, failure: Failure, attempt: Attempt) -> None:
         """Announce the failure, and have the next attempt run as many ranks as before the resize."""
         assert self._before_resize is not None
-        refused = self._cluster.world_size
-        self._cluster.wanted = dict(self._before_resize[1])
+        failed_size = self._cluster.world_size
+        _, counts = self._before_resize
+        self._cluster.wanted = dict(counts)
         self._before_resize = None
-        world_size = self._cluster.world_size
+
         self._announce(failure, attempt)
-        self._outbox.say(f"not resized to {plural(refused, 'rank')}: continuing with {plural(world_size, 'rank')}")
-        self._log_resize(refused)
-        return Decision()
+        sizes = f"not resized to {plural(failed_size, 'rank')}: continuing with "
+        self._outbox.say(sizes + plural(self._cluster.world_size, "rank"))
+        self._log_resize(failed_size)

@@ -44,10 +44,12 @@ class Restarts:
 
     def as_fields(self, now: float) -> dict[str, Any]:
         """Return the fields of a `CoordinatorState`. Times become ages, because the clocks of two machines differ."""
+        # Only the last few culprits can still make a streak.
+        culprits = self._culprits[-TIMES_IN_A_ROW:]
         return {
             "restarts": self.total,
             "recent": [now - moment for moment in within_last_hour(self._times, now)],
-            "culprits": [[list(slot) if slot else None, saved] for slot, saved in self._culprits[-TIMES_IN_A_ROW:]],
+            "culprits": [[slot and list(slot), saved] for slot, saved in culprits],
             "hang_places": [[step, phase, count] for (step, phase), count in self.hang_places.items()],
         }
 

@@ -1,6 +1,7 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-It is told what happens, it issues commands, and nothing here starts a process or waits. An attempt is a set of ranks
+Its methods are called with what happens, and issue commands; nothing here starts a process or waits for one. All that
+is read from the disk is the step of the newest checkpoint, where a decision depends on it. An attempt is a set of ranks
 that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
@@ -8,15 +9,15 @@ checkpoint, unless there is a reason not to.
 
     JOIN --all nodes that may join, or enough nodes and no new one for 3 s--> RUN
     JOIN --too few nodes in time--> OVER
-    JOIN --a node is lost after an attempt, and too few remain--> OVER
-    JOIN --a signal, or an end that was planned at the takeover--> OVER
+    JOIN --too few nodes are left after an attempt--> OVER
+    JOIN --a signal, a zygote that cannot import, or an end that was planned at the takeover--> OVER
     RUN, COLLECT_STACKS, PREEMPT --all ranks have finished--> OVER
     RUN --no rank advances--> COLLECT_STACKS --stacks have arrived, or time is up--> RUN, or KILL if it is a hang
     COLLECT_STACKS --a rank raises--> RUN, with a deadline for an earlier failure to arrive
     RUN, COLLECT_STACKS --signal, resize or new node--> PREEMPT --all ranks have saved--> OVER, or JOIN
     RUN, COLLECT_STACKS --a rank was preempted by a signal of its own--> PREEMPT
     RUN, COLLECT_STACKS, PREEMPT --a failure, or a second Ctrl-C--> KILL
-    any phase but OVER --a zygote cannot import--> KILL
+    RUN, COLLECT_STACKS, PREEMPT, KILL --a zygote cannot import--> KILL
     KILL --all ranks are gone, or their nodes are given up--> JOIN (the next attempt) or OVER
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what
@@ -30,6 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from lockstep.errors import ExitCode, Preempted, plural
 from lockstep.launch.decisions.attempt import Attempt
@@ -106,17 +108,20 @@ ACTIVE = (JobPhase.RUN, JobPhase.COLLECT_STACKS, JobPhase.PREEMPT)
 class JobStateMachine:
     """The state of a job.
 
-    Public methods are told what has happened and issue commands; `take` returns the commands. `committed` returns the
-    newest checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is the last state of a lost
-    coordinator.
+    The public methods are called when something has happened, and issue commands; `take` returns the commands.
+    `committed` returns the newest checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is
+    the last state of a lost coordinator.
     """
 
     def __init__(
         self, job: Job, committed: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
     ):
         state = inherited or CoordinatorState([])
+
         self.job = job
         self.committed = committed
+
+        # The parts of the decision: the nodes, the failures, the commands, and the ranks that run now.
         self.cluster = Cluster(job.nnodes, now)
         self._outbox = Outbox(job.run_dir / "logs")
         self.recovery = Recovery(self.cluster, self._outbox, state, now)
@@ -130,13 +135,10 @@ class JobStateMachine:
         # job; a second Ctrl-C sets it at once.
         self._planned_end: JobEnd | None = None
 
-        # See `Decision.log_restart`.
-        self._log_restart = False
-
         # Until then `tick` neither starts an attempt nor ends the job: the old rank 0 may still be alive.
         self._not_before = now if inherited is None else now + FENCE_S
 
-        # RUN has a deadline only once a rank has failed; until then the watchdog covers it. OVER has none.
+        # RUN has a deadline only while it waits for a cause; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.JOIN
         self._deadline = now + JOIN_S
 
@@ -181,11 +183,23 @@ class JobStateMachine:
 
     def node_joined(self, node: Node, now: float) -> None:
         """A node has joined. Running ranks are asked to save, so that the next attempt can include it."""
+        self._add_node(node, now)
+        self._ask_to_include_node(now)
+
+    def node_returned(self, old: int, node: Node, now: float) -> None:
+        """Node `old` has made a new connection, under a new number, before the loss of its old one was noticed."""
+        # Add it first: a job that needs all its nodes would end if one were missing for a moment.
+        self._add_node(node, now)
+        self.node_lost(old, "has lost its connection and made a new one", now)
+        self._ask_to_include_node(now)
+
+    def _add_node(self, node: Node, now: float) -> None:
         self.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}"
             self._outbox.say_of_node("joined", node.host, text, now)
 
+    def _ask_to_include_node(self, now: float) -> None:
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
             self._outbox.say("asking the ranks to save, to continue with the new node")
             self._preempt(now)
@@ -202,40 +216,46 @@ class JobStateMachine:
         self._not_started.discard(node)
         self._outbox.put(DropNode(node))
 
-        # The failure names the first lost rank, so that repeated failures of one slot are counted.
+        # The failure names a lost rank, from which `Attempt.count_killed_by` finds the node.
         lost = [rank for rank in self.attempt.ranks_on(node) if rank not in self.attempt.exits]
         failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
         if self.job_phase in ACTIVE and lost:
             self._fail(failure, now)
             return
 
-        # Between two attempts, or after its ranks ended, losing a node matters only if too few remain.
-        self._outbox.say_of_node("were lost", host, failure.message, now)
-        if self.cluster.too_few and self.attempt.started_here:
-            self._planned_end = self._planned_end or JobEnd(self.settings.code_if_nodes_are_missing, failure)
-            if self.job_phase is JobPhase.JOIN:
-                self._outbox.say(f"not restarted: {self.cluster.too_few}. {self._how_to_continue}")
-                self._end(self._planned_end)
+        # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
+        self._outbox.say_of_node("lost", host, failure.message, now)
+        if self.job_phase is JobPhase.JOIN and self.attempt.started_here:
+            self._end_if_too_few()
 
         self._continue_if_killed(now)
 
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self.attempt.number is None:
-            self._outbox.announce_failure(failure, None, stopped=0)
+            self._outbox.announce_failure(failure, None, killed=0)
             return
 
-        # Whether the ranks had trained is not known here.
-        self._decide(failure, now, end_as_preempted=True)
-        if self._log_restart:
+        # The ranks are gone already, so a job that was asked to exit ends as preempted.
+        self._decide(failure, now, nothing_to_save=True)
+        if self.recovery.log_restart:
             self._say_who_is_missing(now)
 
     def _wait_for_nodes(self, now: float) -> None:
-        """End the job if that is planned; else start the next attempt as soon as enough nodes have joined."""
+        """After an attempt, end the job if that is planned or too few nodes are left, or start the next attempt.
+
+        If more nodes may join, the next attempt starts a little later (`Cluster.ready`).
+        """
         self._enter(JobPhase.JOIN, now + JOIN_S)
         self._end_or_start(now)
         if self.job_phase is JobPhase.JOIN:
-            self._say_who_is_missing(now)
+            self._end_if_too_few()
+
+    def _end_if_too_few(self) -> None:
+        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
+        if too_few := self.cluster.too_few:
+            self._outbox.say(f"not restarted: {too_few}. {self._how_to_continue(self.committed())}")
+            self._end(JobEnd(self.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, too_few)))
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
@@ -267,8 +287,10 @@ class JobStateMachine:
         hosts = {node: self.cluster.nodes[node].host for node in counts}
         number = self.attempt.next_number
         self.attempt = Attempt(number, counts, hosts, self.committed(), watchdog)
-        if self._log_restart:
-            self._log_restart = False
+
+        # Only now is it known how many ranks restart.
+        if self.recovery.log_restart:
+            self.recovery.log_restart = False
             ranks = self.cluster.world_size
             self._outbox.log("restart", attempt=number, ranks=ranks, step=self.attempt.started_from)
 
@@ -285,7 +307,7 @@ class JobStateMachine:
         self.attempt.exits[message.rank] = rank_exit
 
         # No later exit can explain this one, so decide now.
-        if rank_exit.is_root:
+        if rank_exit.cannot_be_a_consequence:
             self._fail(self.attempt.root_failure(), now)
             return
 
@@ -309,6 +331,11 @@ class JobStateMachine:
         if self.attempt.all_exited:
             self._all_exited(now)
 
+    @property
+    def _waits_for_cause(self) -> bool:
+        """Whether a rank has failed, and the exit of a peer that failed first may still arrive."""
+        return not self.attempt.all_clean
+
     def _all_exited(self, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         if not self.attempt.all_clean:
@@ -325,12 +352,16 @@ class JobStateMachine:
         first = min(self.attempt.ranks_on(node), default=None)
         failure = Failure.noticed(Kind.ZYGOTE, message.why, first, self.cluster.nodes[node].host)
 
+        # A zygote that cannot import would not import on the next attempt either.
         if message.hopeless and self.job_phase is not JobPhase.OVER:
-            stopped = self.attempt.count_stopped_by(failure) if self.job_phase in ACTIVE else 0
+            killed = self.attempt.count_killed_by(failure) if self.job_phase in ACTIVE else 0
             verdict = "not restarted: it would end the same way"
             self._planned_end = JobEnd(ExitCode.FAILED, failure)
-            self._outbox.announce_failure(failure, self.attempt.number, stopped, verdict)
-            self._kill_ranks(now)
+            self._outbox.announce_failure(failure, self.attempt.number, killed, verdict)
+
+            # In JOIN there are no ranks, and `tick` ends the job.
+            if self.job_phase is not JobPhase.JOIN:
+                self._kill_ranks(now)
         elif message.attempt == self.attempt.number and self.job_phase in ACTIVE:
             self._fail(failure, now)
 
@@ -352,7 +383,7 @@ class JobStateMachine:
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
         # After a failure the other ranks stand still. That is not a hang, and the failure will be announced soon.
-        if not self.attempt.all_clean:
+        if self._waits_for_cause:
             return
 
         # Ranks that do not move will not save either.
@@ -361,7 +392,8 @@ class JobStateMachine:
             if stuck:
                 # Before the first step there is nothing to save.
                 trained = any(view.steps_done for view in stuck)
-                self._fail(self.attempt.overdue(stuck), now, end_as_preempted=not trained)
+                self._fail(self.attempt.overdue(stuck), now, nothing_to_save=not trained)
+
             return
 
         if self.job_phase is not JobPhase.RUN:
@@ -376,8 +408,8 @@ class JobStateMachine:
     def stacks_received(self, node: int, message: Stacks, now: float) -> None:
         """A node answered with its ranks' stacks. When all nodes have, the hang can be judged."""
         if message.attempt == self.attempt.number and self.job_phase is JobPhase.COLLECT_STACKS:
-            self.attempt.watchdog.stacks |= message.stacks
-            self.attempt.watchdog.collectives |= message.collectives
+            self.attempt.watchdog.stacks |= message.stack_of
+            self.attempt.watchdog.collectives |= message.collectives_of
             self._unanswered.discard(node)
             if not self._unanswered:
                 self._judge_hang(now)
@@ -404,17 +436,15 @@ class JobStateMachine:
         self._preempt_signal = self._preempt_signal or signal
 
         match self.job_phase:
-            case JobPhase.JOIN:
-                self._end_preempted()
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
-                self._outbox.say("stopped at once")
+                self._outbox.say("second Ctrl-C: killing the ranks")
                 self._planned_end = JobEnd(self._preempted_code)
                 self._kill_ranks(now)
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:
-                self._outbox.say(f"{signal}: asking {plural(len(self.attempt.ranks), 'rank')} to save and stop")
+                self._outbox.say(f"{signal}: asking {plural(len(self.attempt.ranks), 'rank')} to save and exit")
                 self._preempt(now)
             case _:
-                pass  # the job is ending anyway
+                pass  # `tick` ends the job: in JOIN, or once the ranks are gone
 
     def _is_second_sigint(self, node: int, now: float) -> bool:
         """Note a SIGINT. Return whether Ctrl-C was typed again: one that was sent to all nodes counts once."""
@@ -449,10 +479,12 @@ class JobStateMachine:
     def _preempt(self, now: float) -> None:
         """Have the ranks save and exit; `tick` kills them when the grace period is over."""
         self._enter_preempt(now)
-        self._order(Preempt)
+        self._order(partial(Preempt, signal=self._preempt_signal))
 
     def _enter_preempt(self, now: float) -> None:
-        self._enter(JobPhase.PREEMPT, now + self.settings.restart.grace)
+        # A failure that has happened is still announced in time.
+        deadline = now + self.settings.restart.grace
+        self._enter(JobPhase.PREEMPT, min(self._deadline, deadline) if self._waits_for_cause else deadline)
         self._preempted_at = now
 
     @property
@@ -461,10 +493,22 @@ class JobStateMachine:
 
     def _end_preempted(self) -> None:
         step = self.committed()
-        saved = "stopped before anything was saved" if step is None else f"saved at step {step}"
+        if step is None:
+            saved = "ended before anything was saved"
+        elif self._has_saved(step):
+            saved = f"saved at step {step}"
+        else:
+            saved = f"ended without another save; the newest checkpoint is of step {step}"
+
         self._outbox.say(f"{saved}; to resume: {self.job.resume_command}")
         self._outbox.log("preempted", signal=self._preempt_signal, step=step)
         self._end(JobEnd(self._preempted_code))
+
+    def _has_saved(self, step: int) -> bool:
+        """Return whether the last attempt has saved the newest checkpoint, which is of this step."""
+        # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
+        attempt = self.attempt
+        return attempt.number is not None and (step != attempt.started_from or attempt.any_preempted)
 
     # ---- time ----
 
@@ -493,7 +537,8 @@ class JobStateMachine:
         match self.job_phase:
             case JobPhase.JOIN:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {JOIN_S:.0f} s"
-                self._outbox.say(f"{problem}; {self.cluster.bounds.least} are needed. {self._how_to_continue}")
+                how = self._how_to_continue(self.committed())
+                self._outbox.say(f"{problem}; {self.cluster.bounds.least} are needed. {how}")
                 failure = Failure.noticed(Kind.NODE, problem)
                 self._end(JobEnd(self.settings.code_if_nodes_are_missing, failure))
 
@@ -505,7 +550,7 @@ class JobStateMachine:
                 for node in sorted(self._unanswered):
                     self.node_lost(node, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
 
-            case JobPhase.PREEMPT if self.attempt.all_clean:
+            case JobPhase.PREEMPT if not self._waits_for_cause:
                 # Ranks that were asked to save take too long.
                 self._fail(self.attempt.overdue(), now)
 
@@ -517,21 +562,21 @@ class JobStateMachine:
 
     # ---- failures ----
 
-    def _fail(self, failure: Failure, now: float, end_as_preempted: bool = False) -> None:
-        """Announce the failure, decide what follows and kill all ranks."""
-        self._decide(failure, now, end_as_preempted)
+    def _fail(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
+        """Announce the failure, decide what follows and kill all ranks. `nothing_to_save`: see `Recovery.decide`."""
+        self._decide(failure, now, nothing_to_save)
         self._kill_ranks(now)
 
-    def _decide(self, failure: Failure, now: float, end_as_preempted: bool) -> None:
+    def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> None:
         saved = self.committed()
-        situation = Situation(self.attempt, saved, self.settings, self._preempt_signal, self._how_to_continue, now)
-        decision = self.recovery.decide(failure, situation, end_as_preempted)
-        self._planned_end = decision.end or self._planned_end
-        self._log_restart |= decision.log_restart
+        how = self._how_to_continue(saved)
+        situation = Situation(self.attempt, saved, self.settings, self._preempt_signal, how, now)
+        if ending := self.recovery.decide(failure, situation, nothing_to_save):
+            self._planned_end = ending
 
-    @property
-    def _how_to_continue(self) -> str:
-        how = "start over" if self.committed() is None else "resume"
+    def _how_to_continue(self, saved: int | None) -> str:
+        """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""
+        how = "start over" if saved is None else "resume"
         return f"To {how}: {self.job.resume_command}"
 
     def _kill_ranks(self, now: float) -> None:
@@ -555,7 +600,7 @@ class JobStateMachine:
         self._enter(JobPhase.OVER)
         self._outbox.put(replace(ending, restarts=self.recovery.restarts.total))
 
-    def _order(self, order: type[Preempt | Kill | CollectStacks]) -> None:
+    def _order(self, order: Callable[[int], Preempt | Kill | CollectStacks]) -> None:
         """Send an order about this attempt to all nodes that have ranks of it."""
         if self.attempt.number is not None:
             self._outbox.send(self._nodes_of_attempt(), order(self.attempt.number))

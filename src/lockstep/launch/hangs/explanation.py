@@ -59,16 +59,16 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     ahead = ranks_ahead(suspicion, evidence.findings)
     awaited = ahead or _awaited(suspicion, evidence, groups)
     culprit = suspicion.views[awaited[0]] if awaited else max(suspicion.views.values(), key=lambda view: view.age)
-    detail = [
-        *_stacks_of(awaited, suspicion, evidence.stacks),
-        *(
-            f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective"
-            for rank in evidence.holders[:MAX_RANKS_NAMED]
-        ),
-        *_groups_of(groups, awaited, suspicion),
-        *evidence.findings.lines,
-        *([suspicion.remedy] if suspicion.remedy else []),
-    ]
+
+    # The most telling lines come first.
+    detail = _stacks_of(awaited, suspicion, evidence.stacks)
+    for rank in evidence.holders[:MAX_RANKS_NAMED]:
+        detail.append(f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective")
+
+    detail += _groups_of(groups, awaited, suspicion)
+    detail += evidence.findings.lines
+    if suspicion.remedy:
+        detail.append(suspicion.remedy)
 
     return Failure.noticed(
         Kind.HANG,
@@ -88,10 +88,16 @@ def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[
         holders = set(evidence.holders)
         return [rank for rank in awaited if rank in holders] or awaited
 
-    # If the phases do not show it, the collectives may. If they do not either, the ranks with the rarest stack are
-    # named, if one stack is rarer than all others.
-    one_is_smallest = len(groups) > 1 and len(groups[0][1]) < len(groups[1][1])
-    return evidence.holders or evidence.findings.late or (groups[0][1] if one_is_smallest else [])
+    # If the phases do not show it, the collectives may.
+    if evidence.holders or evidence.findings.late:
+        return evidence.holders or evidence.findings.late
+
+    # If they do not either, the ranks with the rarest stack are named, if one stack is rarer than all others.
+    members = [ranks for _, ranks in groups]
+    if len(members) > 1 and len(members[0]) < len(members[1]):
+        return members[0]
+
+    return []
 
 
 def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) -> str:
@@ -102,6 +108,7 @@ def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) ->
     behind = suspicion.views.keys() - ahead
     others = max((suspicion.views[rank] for rank in sorted(behind)), key=lambda view: view.step)
     first = suspicion.views[ahead[0]]
+
     verb = "is" if len(ahead) == 1 else "are"
     counts = (
         f"{entered[first.rank]} collectives by step {first.step}, "
@@ -118,6 +125,7 @@ def _who(suspicion: Suspicion, awaited: list[int]) -> str:
     if not awaited:
         return f"cannot tell which rank is at fault, all are waiting: {_describe(next(iter(suspicion.views.values())))}"
 
+    # Several ranks: those that the others wait for, or all, if each is busy with something of its own.
     head = "the others wait for these" if len(awaited) < len(suspicion.views) else "no rank is waiting for another"
     named = [suspicion.views[rank] for rank in awaited[:MAX_RANKS_NAMED]]
     parts = [f"rank {view.rank} on {view.host}, {_describe(view)}" for view in named]
@@ -161,6 +169,7 @@ def _groups_of(
 ) -> list[str]:
     lines = []
     named = set(awaited)
+
     for frames, members in groups:
         if ranks := [rank for rank in members if rank not in named]:
             phases = sorted({suspicion.views[rank].phase for rank in ranks})

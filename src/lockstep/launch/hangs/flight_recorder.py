@@ -34,6 +34,12 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Torch's name for the group of all ranks.
 DEFAULT_GROUP = "default_pg"
 
+# What is read of an entry of the recorder.
+FIELDS = (
+    *("process_group", "collective_seq_id", "is_p2p", "profiling_name"),
+    *("input_sizes", "input_dtypes", "retired", "state"),
+)
+
 # Collectives whose inputs must have equal sizes on all ranks.
 EQUAL_SIZES = {"all_reduce", "allreduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
@@ -88,6 +94,11 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
                 answers[rank] = answer["entries"]
 
     return answers
+
+
+def comparable(entries: list[Any]) -> list[Any]:
+    """Return the entries with what `analyse` reads: times and threads differ between ranks that do the same."""
+    return [{key: entry[key] for key in FIELDS if key in entry} for entry in entries if isinstance(entry, dict)]
 
 
 @dataclass(frozen=True)
@@ -153,30 +164,50 @@ History = dict[int, dict[int, Collective]]
 
 
 def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
+    """Return the collectives of each process group. Ranks that share a list of entries share what is made of it."""
     groups: dict[str, History] = {}
+    made: dict[int, dict[str, dict[int, Collective]]] = {}
     for rank, entries in sorted(dumps.items()):
-        for entry in entries:
-            short, description = entry["process_group"]
-            name = description if description not in ("", "undefined") else short
-            if not entry.get("is_p2p"):
-                # Every rank belongs to the default group, including a rank that entered none of its collectives.
-                if name not in groups:
-                    groups[name] = {member: {} for member in sorted(dumps)} if description == DEFAULT_GROUP else {}
-                groups[name].setdefault(rank, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
+        if id(entries) not in made:
+            made[id(entries)] = _entered(entries)
+
+        for name, entered in made[id(entries)].items():
+            # Every rank belongs to the default group, including a rank that entered none of its collectives.
+            if name not in groups:
+                groups[name] = {member: {} for member in sorted(dumps)} if name == DEFAULT_GROUP else {}
+            groups[name][rank] = entered
 
     return groups
 
 
+def _entered(entries: list[dict[str, Any]]) -> dict[str, dict[int, Collective]]:
+    """Return the collectives that a rank entered, by process group and number."""
+    found: dict[str, dict[int, Collective]] = {}
+    for entry in entries:
+        short, description = entry["process_group"]
+        name = description if description not in ("", "undefined") else short
+        if not entry.get("is_p2p"):
+            found.setdefault(name, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
+
+    return found
+
+
 def _mismatch(history: History) -> str | None:
     """Describe the earliest collective that is not the same on all ranks; later differences follow from it."""
-    for number in sorted(set().union(*history.values())):
+    # Ranks that share their collectives are looked at once.
+    sharing: dict[int, list[int]] = {}
+    for rank, entered in history.items():
+        sharing.setdefault(id(entered), []).append(rank)
+    different = [(history[ranks[0]], ranks) for ranks in sharing.values()]
+
+    for number in sorted(set().union(*(entered for entered, _ in different))):
         seen: dict[tuple[str, ...], list[int]] = {}
-        for rank, entered in history.items():
+        for entered, ranks in different:
             if number in entered:
-                seen.setdefault(entered[number].signature, []).append(rank)
+                seen.setdefault(entered[number].signature, []).extend(ranks)
 
         if len(seen) > 1:
-            parts = [f"{listed_ranks(ranks)} did {history[ranks[0]][number]}" for ranks in seen.values()]
+            parts = [f"{listed_ranks(sorted(ranks))} did {history[min(ranks)][number]}" for ranks in seen.values()]
             return f"collective {number} differs: {'; '.join(parts)}"
 
     return None

@@ -27,6 +27,7 @@ SIGNAL = signal.SIGUSR2
 MAX_LOADERS = 4
 
 # Lines of faulthandler's output.
+_THREAD_NUMBER = re.compile(r"(?m)(?<=^Thread )0x[0-9a-f]+|(?<=^Current thread )0x[0-9a-f]+")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
@@ -132,11 +133,19 @@ def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, s
     return answers
 
 
+def comparable(text: str) -> str:
+    """Return the stacks of a process without the numbers of its threads, which differ between equal stacks."""
+    return _THREAD_NUMBER.sub("0x0", text)
+
+
 def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     """Group ranks by the stacks of their main threads, the smallest group first. Ranks without a stack are left out."""
     groups: dict[tuple[Frame, ...], list[int]] = {}
+    parsed: dict[str, tuple[Frame, ...]] = {}  # many ranks have the same text
     for rank, text in sorted(stacks.items()):
-        if frames := main_thread(text):
+        if text not in parsed:
+            parsed[text] = main_thread(text)
+        if frames := parsed[text]:
             groups.setdefault(frames, []).append(rank)
 
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))

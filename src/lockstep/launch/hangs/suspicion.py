@@ -151,6 +151,7 @@ class Peers:
     def __init__(self, views: Iterable[RankView]):
         self.none_waits = True
         self.longest: dict[str, float] = {}  # phase -> the longest stay of any rank
+
         for view in views:
             self.none_waits = self.none_waits and not view.traits.waits
             for phase, seconds in view.longest.items():

@@ -34,6 +34,10 @@ _DIGITS = 20
 # many times before treating it as an error.
 _TRIES = 5
 
+# So many nodes take over one after another; with more of them, the last would wait longer than nodes look for a
+# coordinator.
+MOST_STAGGERED = 10
+
 
 @dataclass(frozen=True)
 class Term:
@@ -95,7 +99,7 @@ class TermFile:
     def __init__(self, path: Path):
         # The user's code may change the working folder.
         self.path = Path(os.path.abspath(path))
-        self._folder = folder_identity(self.path.parent)
+        self._folder_identity = folder_identity(self.path.parent)
 
     def superseded(self) -> bool:
         """Return whether the file was removed from its folder, which the node that begins the next term does."""
@@ -104,7 +108,7 @@ class TermFile:
             os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
             # If the whole run folder was removed, no other node has taken over.
-            return folder_identity(self.path.parent) == self._folder
+            return folder_identity(self.path.parent) == self._folder_identity
         except OSError:
             pass  # a disk error says nothing about other nodes
 
@@ -141,17 +145,20 @@ class HeldTerm(TermFile):
 def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
-    Returns None if another node has begun that term, or a later one.
+    Returns None if another node has begun that term, or a later one, and if term `after` has no file any more: then
+    the job has ended.
     """
     numbers = _term_numbers(run)
     number = max(numbers, default=0) + 1 if after is None else after + 1
-    if any(other >= number for other in numbers):
+    if any(other >= number for other in numbers) or (after is not None and after not in numbers):
         return None
 
     # A link is created once, complete with its contents, on network file systems too.
     draft = run / f".coordinator.{secrets.token_hex(4)}.tmp"
     path = _term_path(run, number)
     draft.write_bytes(_digits(0) + json.dumps({"host": host, "address": address}).encode())
+
+    # The link succeeds on one node only.
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -159,12 +166,13 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTer
     finally:
         draft.unlink(missing_ok=True)
 
-    # `after` may be long out of date: a newer term may already exist.
-    if any(other > number for other in _term_numbers(run)):
+    # Since the first look, the job may have ended, or a newer term may have begun.
+    numbers = _term_numbers(run)
+    if any(other > number for other in numbers) or (after is not None and after not in numbers):
         path.unlink(missing_ok=True)
         return None
 
-    for other in _term_numbers(run):
+    for other in numbers:
         if other < number:
             _term_path(run, other).unlink(missing_ok=True)
 
@@ -217,7 +225,7 @@ class CounterWatch:
         self._since = 0.0
 
         # Whether the counter has changed since the first look at this term.
-        self.alive = False
+        self.has_grown = False
 
     def look(self, term: int, counter: str, now: float) -> None:
         """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
@@ -230,14 +238,14 @@ class CounterWatch:
         if self._seen is None:
             self._since = now
         elif self._seen[1] != counter:
-            self._since, self.alive = now, True
+            self._since, self.has_grown = now, True
 
         self._seen = (term, counter)
 
     def reset(self) -> None:
         """Forget what was seen; the next look starts over."""
         self._seen = None
-        self.alive = False
+        self.has_grown = False
 
     def still_for(self, now: float) -> float:
         """Return for how many seconds the counter is known to stand still."""
@@ -249,7 +257,7 @@ class TakeoverWatch(CounterWatch):
 
     `number` is the node's own number, `members` are the numbers of all nodes. The counter may stand still for
     `patience` seconds. Each node waits `stagger` seconds longer than the node numbered below it, so that they do not
-    compete.
+    compete. From the node after `MOST_STAGGERED` others on, all wait equally long; the term file admits one of them.
     """
 
     def __init__(self, number: int, members: list[int], patience: float, stagger: float):
@@ -266,13 +274,17 @@ class TakeoverWatch(CounterWatch):
         super().reset()
         self._majority_since = None
 
+    def lives(self, now: float) -> bool:
+        """Return whether the coordinator is known to live: its counter has grown, and not too long ago."""
+        return self.has_grown and self.still_for(now) < self._patience
+
     def reason(self, cut_off: set[int], now: float) -> str | None:
         """Return why this node takes over now, or None. `cut_off` are the nodes that cannot reach the coordinator."""
         if self._seen is None:
             return None
 
         lower_members = sum(COORDINATOR < number < self._number for number in self._members)
-        if self.still_for(now) >= self._patience + lower_members * self._stagger:
+        if self.still_for(now) >= self._patience + self._longer_than(lower_members):
             return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
 
         # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
@@ -286,4 +298,8 @@ class TakeoverWatch(CounterWatch):
             self._majority_since = now
 
         lower_cut_off = sum(number < self._number for number in cut_off)
-        return "most nodes cannot reach it" if now - self._majority_since >= lower_cut_off * self._stagger else None
+        return "most nodes cannot reach it" if now - self._majority_since >= self._longer_than(lower_cut_off) else None
+
+    def _longer_than(self, lower_nodes: int) -> float:
+        """Return how many seconds this node waits, so that this many nodes with lower numbers may go first."""
+        return min(lower_nodes, MOST_STAGGERED) * self._stagger

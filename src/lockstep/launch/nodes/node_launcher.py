@@ -6,7 +6,6 @@ has an `Agent`, which runs the node's ranks and stays the same when another node
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -19,9 +18,9 @@ from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
-from lockstep.launch.nodes.search import ONE_LOG, CoordinatorRole, Membership, NextStep, Search
+from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
-from lockstep.launch.terminal import say
+from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.door import Door, find_secret
 from lockstep.launch.wire.lines import wait_readable
@@ -56,6 +55,9 @@ class NodeLauncher:
         # None until the node belongs to the job.
         self._membership: Membership | None = None
 
+        # When this node has reconnected to the coordinator of that term.
+        self._reconnects: list[float] = []
+
         # Whether the job has ended while this node coordinated it.
         self.ended_job = False
 
@@ -74,7 +76,7 @@ class NodeLauncher:
                 self._agent.close()
 
     def _search(self) -> Search:
-        return Search(self._job, self._name, self._signals, self._secret)
+        return Search(self._job, self._name, self._signals, self._secret, self._reconnects)
 
     def _coordinate(self, role: CoordinatorRole) -> NextStep:
         """Coordinate the job until it ends, or until another node has taken over."""
@@ -85,9 +87,12 @@ class NodeLauncher:
         self._agent.term_file = role.held_term.path
         address = local_address(role.listener)
         hub = Hub(Door.for_nodes(role.listener, self._secret, self._job.nnodes.most))
+
         with role.resources:
             job = replace(self._job, join=term.address)
             coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.held_term, role.inherited)
+
+            # After a takeover, the state machine decides whether the job restarts.
             if role.failure:
                 event = {"event": "takeover", "term": term.number, "node": term.host, "address": term.address}
                 append_event(self._job.run_dir, {**event, "from": role.failure.host})
@@ -99,9 +104,9 @@ class NodeLauncher:
 
         # The successor has not received the signals that this launcher received: they are sent again.
         self._signals[:0] = coordinator.received_signals
-        say("lockstep: another node has taken over this job while this one did not answer: the ranks here were stopped")
+        say("lockstep: another node took over this job while this node did not answer; the ranks here were killed")
         self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search().after_loss(self._membership, "it was superseded")
+        return self._search().after_loss(self._membership, "this node was superseded")
 
     # ---- following ----
 
@@ -114,7 +119,7 @@ class NodeLauncher:
                 return self._carry_out_orders(self._agent, connection, orders)
             except ConnectionLost as lost:
                 if self._agent is not None:
-                    self._agent.stop()
+                    self._agent.kill_ranks()
 
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership
@@ -122,7 +127,12 @@ class NodeLauncher:
                     address = last.term.address if last else ""
                     return self._search().end_alone(str(lost), address, ExitCode.FAILED)
 
-                return self._search().after_loss(last, str(lost)) if last else self._search().find_coordinator()
+                if last is None:
+                    return self._search().find_coordinator()
+
+                where = f"{last.term.host} ({last.term.address})"
+                say(f"lockstep: the coordinating node {where} is lost: {lost}; the ranks here were killed")
+                return self._search().after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[Message]:
         """Join the job and adopt the coordinator's choices. Returns the first orders."""
@@ -137,6 +147,7 @@ class NodeLauncher:
         welcome: Welcome | None = None
         state: CoordinatorState | None = None
         orders: list[Message] = []
+
         while welcome is None or state is None:
             for message in received(connection):
                 match message:
@@ -166,20 +177,24 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
-        reconnects = last.reconnects if last is not None and last.term == welcome.term else []
-        self._membership = Membership(welcome.term, welcome.number, state, local_address, reconnects)
+        if last is not None and last.term != welcome.term:
+            self._reconnects.clear()
+
+        self._membership = Membership(welcome.term, welcome.number, state, local_address)
 
     def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
         assert self._membership is not None
         next_beat = 0.0
+
+        # Carry out what has arrived, send what has happened, then wait for more.
         while True:
             for message in orders:
                 match message:
                     case JobEnd():
                         return message
                     case Announce():
-                        if ONE_LOG not in os.environ:
+                        if not shares_log():
                             say(message.text)
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)

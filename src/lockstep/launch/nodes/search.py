@@ -6,36 +6,32 @@ over. The files in the run folder say which (`election.py`).
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch.decisions.restarts import within_last_hour
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import Job, parse_address
+from lockstep.launch.jsonl import EVENTS
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.run_dir import break_locks, hold, remove_old_requests
-from lockstep.launch.terminal import say
+from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.wire.connections import (
     LOST_AFTER_S,
     Connection,
     NoAnswer,
     address_of,
-    claim,
+    bind_join_address,
     is_taken,
     listen_at,
     reach,
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.proof import Secret
-
-# Environment variable: the launchers of all nodes write to the same log. What concerns the job is then printed by the
-# coordinating node only, and not once for each node; and the command that resumes the job is typed once.
-ONE_LOG = "LOCKSTEP_ONE_LOG"
 
 # How long a node tries to reach the coordinating node.
 CONNECT_S = 300.0
@@ -71,14 +67,13 @@ class Membership:
     number: int  # the node's number in that term
     state: CoordinatorState  # the last one that was received
     local_address: str  # this machine's address on the connection to the coordinator
-    reconnects: list[float] = field(default_factory=list)  # when this node has reconnected to that coordinator
 
 
 @dataclass
 class CoordinatorRole:
     """What a node needs to coordinate: a listening socket, its term, and the state of the previous coordinator."""
 
-    resources: ExitStack  # holds the run folder, and after a takeover the listening socket, until it is closed
+    resources: ExitStack  # holds the run folder and the listening socket until it is closed
     listener: socket.socket
     held_term: HeldTerm
     inherited: CoordinatorState | None = None
@@ -90,14 +85,18 @@ NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
-    """The search of one node for its coordinator: when the node starts, and after it has lost the coordinator."""
+    """The search of one node for its coordinator: when the node starts, and after it has lost the coordinator.
 
-    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
+    `reconnects` has the times at which this node has reconnected to the coordinator of its term, and gets new ones.
+    """
+
+    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret, reconnects: list[float]):
         self._job = job
         self._name = name
         self._signals = signals
         self._secret = secret
         self._addresses = job.addresses
+        self._reconnects = reconnects
 
         # Why the last try to reach a coordinator, or to become one, failed.
         self._last_problem = ""
@@ -106,23 +105,24 @@ class Search:
 
     def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
-        began = now = last_not_taken = time.monotonic()
+        began = time.monotonic()
+        now = began
+        last_not_taken = began  # when no other program was last seen at this machine's own port
         announced = False
         watch = CounterWatch()
+
         while now - began < CONNECT_S:
             if self._signals:
-                return self._stopped()
+                return self._end_on_signal()
 
             # The node that binds the first address coordinates a new job. But it may be returning to a job that another
             # node has taken over: first try the other addresses and the one in the run folder.
             listener = self._claim_first()
             term, readable = self._newest_term()
-            others = self._addresses[1:] if listener else self._addresses
-            if term and not (listener and term.address == address_of(listener)):
-                others = [*others, term.address]
-            if connection := self._reach(*others):
+            if connection := self._reach(*self._other_addresses(listener, term)):
                 if listener:
                     listener.close()
+
                 return connection
 
             # A term file whose counter stands still was left by a job that has died.
@@ -130,6 +130,8 @@ class Search:
                 watch.look(term.number, election.read_counter(self._job.run_dir, term.number), now)
             else:
                 watch.reset()
+
+            # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
             if listener and free and (role := self._start_job(listener)):
                 return role
@@ -147,12 +149,7 @@ class Search:
             if listener or not is_taken(self._addresses[0]):
                 last_not_taken = now
             elif free and now - last_not_taken > TAKEN_S:
-                # It may be a node of an earlier job that ends slowly: another try makes sense.
-                raise PeersMissing(
-                    f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
-                    f"what listens there is not a launcher of this job: no answer of one within {TAKEN_S:.0f} s",
-                    "use a free port, the same on all nodes",
-                )
+                raise self._port_is_taken()
 
             time.sleep(RETRY_S)
             now = time.monotonic()
@@ -163,6 +160,23 @@ class Search:
             f"start the same command on the node that has the address {self._addresses[0]}",
         )
 
+    def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
+        """Return where a coordinator may listen, without the address that this node has bound itself."""
+        addresses = self._addresses[1:] if listener else list(self._addresses)
+        is_own = term and listener and term.address == address_of(listener)
+        if term and not is_own:
+            addresses.append(term.address)
+
+        return addresses
+
+    def _port_is_taken(self) -> PeersMissing:
+        # What listens there may be a node of an earlier job that ends slowly: another try makes sense.
+        return PeersMissing(
+            f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
+            f"no launcher of this job answered there within {TAKEN_S:.0f} s",
+            "use a free port, the same on all nodes",
+        )
+
     def _claim_first(self) -> socket.socket | None:
         """Bind the first address of --join, if it is this machine's."""
         # Where a platform numbers its machines, only number 0 may be meant, even if others could bind the address.
@@ -170,13 +184,14 @@ class Search:
             return None
 
         try:
-            return claim(self._addresses[0])
+            return bind_join_address(self._addresses[0])
         except UserError as error:
             # The name of a lost machine may no longer resolve, and a platform may publish a name only after the start.
             term, readable = self._newest_term()
             self._last_problem = f"{error.problem}: {error.found}"
             if len(self._addresses) > 1 or term or not readable or self._job.node is not None:
                 return None
+
             raise
 
     def _newest_term(self) -> tuple[Term | None, bool]:
@@ -199,6 +214,8 @@ class Search:
     def _start_job(self, listener: socket.socket) -> CoordinatorRole | None:
         """Begin a term of a job that no other node coordinates. Returns None if another node was faster."""
         with ExitStack() as resources:
+            resources.callback(listener.close)
+
             # This comes first: it raises if another job holds the folder, whose term file must stay.
             resources.enter_context(hold(self._job.run_dir))
             remove_old_requests(self._job.run_dir)
@@ -212,41 +229,41 @@ class Search:
             self._last_problem = error.strerror or str(error)
             return None
 
-    def _stopped(self) -> JobEnd:
+    def _end_on_signal(self) -> JobEnd:
         """End because of a signal, while this node has no connection to a coordinator."""
-        say(f"lockstep: {self._signals[0]}: stopped while no node coordinates; to resume: {self._job.resume_command}")
+        say(f"lockstep: {self._signals[0]}: ended while no node coordinates; to resume: {self._job.resume_command}")
         return JobEnd(Preempted.code_of(self._signals[0]))
 
     # ---- after the coordinator was lost ----
 
     def after_loss(self, last: Membership, why: str) -> NextStep:
         """Reconnect to the coordinator, join its successor, or become the successor, as the run folder says."""
-        where = f"{last.term.host} ({last.term.address})"
-        say(f"lockstep: the coordinating node {where} is lost: {why}; the ranks here were stopped")
-
         watch = TakeoverWatch(last.number, last.state.numbers, LOST_AFTER_S, STAGGER_S)
-        began = last_seen = now = time.monotonic()
+        began = time.monotonic()
+        now = began
+        last_seen = began  # when there was last a term file, or a folder that could not be read
+
         while now - began < CONNECT_S:
             term, readable = self._newest_term()
+
             if term is not None:
                 last_seen = now
                 if next_step := self._look_at_term(term, last, watch, now, why):
                     return next_step
             elif readable and now - last_seen >= GONE_S:
-                # There has been no term file for a while: the job is over.
-                return self.end_alone(why, last.term.address)
+                return self._job_has_ended()
             else:
                 # A folder that cannot be read says nothing about the job.
                 if not readable:
                     last_seen = now
                 watch.reset()
 
-            # Checked last: if a successor exists, join it and pass the signal on, rather than stop here. A successor
+            # Checked last: if a successor exists, join it and pass the signal on, rather than end here. A successor
             # whose counter stands still is lost as well.
             newer = term is not None and term.number > last.term.number
             has_successor = newer and watch.still_for(now) < LOST_AFTER_S
             if self._signals and not (has_successor and now - began < DELIVER_S):
-                return self._stopped()
+                return self._end_on_signal()
 
             time.sleep(RETRY_S)
             now = time.monotonic()
@@ -259,31 +276,36 @@ class Search:
         """Act on the newest term: connect to its coordinator or take over. Returns None to wait and look again."""
         run_dir = self._job.run_dir
         watch.look(term.number, election.read_counter(run_dir, term.number), now)
-        still_lives = term.number == last.term.number and watch.alive
-        if still_lives and len(within_last_hour(last.reconnects, now)) >= MAX_RECONNECTS:
+        lives = watch.lives(now)
+        still_lives = term.number == last.term.number and lives
+
+        # Each return interrupts the training of all nodes.
+        if still_lives and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
             return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
-        if connection := self._reconnect(term, last, watch.alive):
+        if connection := self._reconnect(term, last, lives):
             return connection
 
+        # The coordinator lives, but this node cannot reach it; if most nodes say so, one of them takes over.
         if still_lives:
             election.write_cut_off_file(run_dir, term.number, last.number)
 
-        reason = watch.reason(election.cut_off_nodes(run_dir, term.number), time.monotonic())
+        # Seconds spent on connecting do not count, because the counter was not watched meanwhile.
+        reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
         return self._take_over(term, last, f"{why}, and {reason}") if reason and not self._signals else None
 
-    def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
+    def _reconnect(self, term: Term, last: Membership, lives: bool) -> Connection | None:
         """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
         is_successor = term.number > last.term.number
-        connection = self._reach(term.address) if is_successor or alive else None
+        connection = self._reach(term.address) if is_successor or lives else None
         if connection is None:
             return None
 
         if is_successor:
             say(f"lockstep: {term.host} ({term.address}) has taken over: joining it")
         else:
-            last.reconnects.append(time.monotonic())
+            self._reconnects.append(time.monotonic())
 
         return connection
 
@@ -297,10 +319,12 @@ class Search:
                 self._last_problem = error.strerror or str(error)
                 return None
 
+            # The term file decides: only one node can create it.
             held_term = self._try_term(term.number, listener)
             if held_term is None:
                 return None
 
+            # The locks are those of the lost coordinator.
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
@@ -318,9 +342,17 @@ class Search:
 
         return local_address, port
 
+    def _job_has_ended(self) -> JobEnd:
+        """End this launcher, because there has been no term file for a while."""
+        text = f"the job has ended, and this node did not learn how: see {self._job.run_dir / EVENTS}"
+        say(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
+
+        # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
+        return JobEnd(ExitCode.RESTART, Failure.noticed(Kind.NODE, text, host=self._name))
+
     def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
-        text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were stopped"
-        everywhere = "" if ONE_LOG in os.environ else ", on every node"
+        text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were killed"
+        everywhere = "" if shares_log() else ", on every node"
         say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
         return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))

@@ -1,9 +1,9 @@
 """The TCP connections that carry messages between the launchers of a job.
 
 `Connection` and `Hub` never block, except that `Hub.close` waits up to DRAIN_S for the other nodes to hang up. `reach`
-blocks for a few seconds at most. A coordinator binds one address only: an address of `--join` (`claim`), or after a
-takeover the successor's own (`listen_at`). Messages have a size limit, and a message is believed only from a node that
-has proven that it knows the job's secret (`door.py`).
+blocks for a few seconds at most. A coordinator binds one address only: an address of `--join` (`bind_join_address`), or
+after a takeover the successor's own (`listen_at`). Messages have a size limit, and a message is believed only from a
+node that has proven that it knows the job's secret (`door.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from lockstep.errors import UserError
@@ -70,6 +69,9 @@ class Connection:
         self._unsent = b""
         self.last_received = now
 
+        # Why nothing can be sent any more. `receive` raises it when all messages that have arrived were returned.
+        self._send_error: ConnectionLost | None = None
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -79,17 +81,18 @@ class Connection:
         return local_address(self._socket)
 
     def send(self, message: Message) -> None:
-        """Send as much as the socket takes; the rest goes with the next `send` or `receive`."""
+        """Send as much as the socket takes; the rest goes with the next `send` or `receive`, which reports errors."""
         self.send_line(encode(message))
 
     def send_line(self, line: bytes) -> None:
         """Send a message that is encoded already."""
-        self._unsent += self._seal.sign(line)
-        self._flush()
+        if self._send_error is None:
+            self._unsent += self._seal.sign(line)
+            self._flush()
 
     @property
     def blocked(self) -> bool:
-        """Whether the socket has not taken everything yet."""
+        """Whether the socket has not taken everything: not yet, or because the connection broke."""
         return bool(self._unsent)
 
     def _flush(self) -> None:
@@ -100,30 +103,32 @@ class Connection:
         except BlockingIOError:
             # A peer that never reads must not fill our memory.
             if len(self._unsent) > LARGEST:
-                raise ConnectionLost("it has stopped reading") from None
+                self._send_error = ConnectionLost("it has stopped reading")
         except OSError as error:
-            raise _broken(error) from error
+            self._send_error = _broken(error)
 
     def receive(self, now: float) -> list[Message]:
         """Return the complete messages that have arrived.
 
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
-        self._flush()
         try:
             messages = [decode(self._seal.check(line + b"\n")) for line in self._lines.read()]
         except (ValueError, RecursionError) as error:
             raise Garbled(f"it sent something that is not one of our messages ({error})") from error
 
-        # Messages that came with the end of the connection are handled first; the next call reports the loss.
+        # Messages that came before the end of the connection are handled first; a later call reports the loss.
         if messages:
             self.last_received = now
+        elif self._send_error is not None:
+            raise self._send_error
         elif self._lines.ended:
             error = self._lines.error
             raise _broken(error) if error else ConnectionLost("the connection was closed")
         elif now - self.last_received > LOST_AFTER_S:
             raise ConnectionLost(f"no heartbeat for {LOST_AFTER_S:.0f} s")
 
+        self._flush()
         return messages
 
     def close(self) -> None:
@@ -148,7 +153,7 @@ class Hub:
         self._blocked: set[int] = set()
         self._next_look = -math.inf
 
-        # The number that the newest connection got; the coordinating node has none.
+        # The number that the newest connection got. Connections are numbered from COORDINATOR + 1 on.
         self._last = COORDINATOR
 
     def sockets(self, now: float) -> list[Any]:
@@ -174,6 +179,7 @@ class Hub:
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         received: list[tuple[int, Message | ConnectionLost]] = []
+
         for number in self._to_read(now):
             connection = self._connections[number]
             try:
@@ -199,12 +205,12 @@ class Hub:
         self.send_to_all([number], message)
 
     def send_to_all(self, numbers: Iterable[int], message: Message) -> None:
-        """Send a message. A node that cannot be reached is reported by the next poll, which tries to send again."""
+        """Send a message. A node that cannot be reached is reported by a later poll."""
         line = encode(message)
+
         for number in numbers:
             if number in self._connections:
-                with suppress(ConnectionLost):
-                    self._connections[number].send_line(line)
+                self._connections[number].send_line(line)
                 if self._connections[number].blocked:
                     self._blocked.add(number)
 
@@ -221,6 +227,7 @@ class Hub:
         if self._door:
             self._door.close()
 
+        # The messages that still arrive are read, and dropped.
         deadline = time.monotonic() + DRAIN_S
         while self._connections and (left := deadline - time.monotonic()) > 0:
             wait_readable([self._ready], left)
@@ -228,10 +235,11 @@ class Hub:
 
         for number in list(self._connections):
             self.drop(number)
+
         self._ready.close()
 
 
-def claim(address: str) -> socket.socket | None:
+def bind_join_address(address: str) -> socket.socket | None:
     """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
     host, port = parse_address(address)
 
@@ -252,13 +260,15 @@ def claim(address: str) -> socket.socket | None:
         raise UserError(
             f"--join {address}: this address cannot be bound",
             os.strerror(error.errno or 0),
-            "use an address and a port that one node may use",
+            "use an address of one node, and a port that is free there",
         ) from None
 
 
 def is_taken(address: str) -> bool:
     """Return whether this machine has an address of --join, and something else listens at its port."""
     host, port = parse_address(address)
+
+    # Port 0 shows whether the address is this machine's, the real port whether it is in use.
     for wanted, free in ((0, True), (port, False)):
         try:
             here = as_others_reach_it(host)

@@ -96,6 +96,7 @@ def _make_secret(path: Path) -> None:
     if os.path.lexists(path):
         return
 
+    # The file appears complete, and readable by this user alone.
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -115,7 +116,9 @@ def _read_secret(path: Path) -> Secret:
     except OSError as error:
         why = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise UserError(
-            f"the job's secret cannot be read from {path}", f"{why}", f"name a file in {SECRET_FILE}, or remove it"
+            f"the job's secret cannot be read from {path}",
+            f"{why}",
+            f"set {SECRET_FILE} to a file that you may read, or remove {path}",
         ) from None
 
     with os.fdopen(fd, "rb") as file:
@@ -258,6 +261,7 @@ class Door:
         if now >= self._closed_until:
             self._accept(now)
 
+        # Each stranger proves that it knows the secret, is turned away, or has time left.
         admitted = []
         for stranger in list(self._strangers):
             try:

@@ -74,11 +74,56 @@ class ZygoteLost(Message):
 
 
 @dataclass(frozen=True)
-class Stacks(AttemptMessage):
-    """The answer to `CollectStacks`: the stack of each rank, and its last entries in the flight recorder."""
+class SameStack:
+    """Ranks of a node with one stack; an empty one if they did not answer."""
 
-    stacks: dict[int, str]
-    collectives: dict[int, list]
+    ranks: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class SameCollectives:
+    """Ranks of a node with the same last entries in the flight recorder."""
+
+    ranks: list[int]
+    entries: list
+
+
+@dataclass(frozen=True)
+class Stacks(AttemptMessage):
+    """The answer to `CollectStacks`. Most ranks of a node are at the same place, and what they have in common is sent
+    once: on a thousand nodes, everything about every rank would be half a gigabyte."""
+
+    stacks: list[SameStack]
+    collectives: list[SameCollectives]
+
+    @staticmethod
+    def of(attempt: int, stacks: dict[int, str], collectives: dict[int, list]) -> Stacks:
+        """Make the message from the stack of each rank, and from the entries of each rank that has answered."""
+        entries = {rank: json.dumps(entries) for rank, entries in collectives.items()}
+        return Stacks(
+            attempt,
+            [SameStack(ranks, text) for text, ranks in _by_value(stacks).items()],
+            [SameCollectives(ranks, json.loads(text)) for text, ranks in _by_value(entries).items()],
+        )
+
+    @property
+    def stack_of(self) -> dict[int, str]:
+        """Rank -> its stack."""
+        return {rank: same.text for same in self.stacks for rank in same.ranks}
+
+    @property
+    def collectives_of(self) -> dict[int, list]:
+        """Rank -> its entries. Ranks that have the same ones share a list."""
+        return {rank: same.entries for same in self.collectives for rank in same.ranks}
+
+
+def _by_value(texts: dict[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+
+    return found
 
 
 @dataclass(frozen=True)
@@ -121,9 +166,9 @@ class CoordinatorState(Message):
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
     restarts: int = 0
-    recent: list[float] = field(default_factory=list)
-    culprits: list = field(default_factory=list)
-    hang_places: list = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
+    culprits: list = field(default_factory=list)  # [slot, newest checkpoint] of the last restarts
+    hang_places: list = field(default_factory=list)  # [step, phase, how many attempts hung there]
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
 
@@ -178,6 +223,8 @@ class Start(AttemptMessage):
 @dataclass(frozen=True)
 class Preempt(AttemptMessage):
     """Ask the ranks to save a checkpoint and exit."""
+
+    signal: str | None = None  # the signal that asks for it; None if the job goes on with other ranks
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,7 @@ class StoreServer:
             except (ValueError, KeyError, TypeError) as error:
                 # The signature is right, so this is a mistake of the rank, which gets to know it.
                 answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
+
             client.answer(answer)
 
     def _carry_out(self, what: str, request: dict[str, Any]) -> Any:
@@ -151,21 +152,28 @@ class StoreServer:
             case "set":
                 values[request["key"]] = b64decode(request["value"])
                 return None
+
             case "add":
                 total = int(values.get(request["key"], b"0")) + request["amount"]
                 values[request["key"]] = b"%d" % total
                 return total
+
             case "append":
                 values[request["key"]] = values.get(request["key"], b"") + b64decode(request["value"])
                 return None
+
             case "compare_set":
                 return _text(self._compare_set(request["key"], b64decode(request["expected"]), request["desired"]))
+
             case "check":
                 return all(key in values for key in request["keys"])
+
             case "delete":
                 return values.pop(request["key"], None) is not None
+
             case "count":
                 return len(values)
+
             case _:
                 raise ValueError(f"{what!r} is not a request")
 
@@ -181,6 +189,8 @@ class StoreServer:
             return
 
         missing = next((key for key in waiting.keys if key not in self._values), None)
+
+        # Answer if everything is there or time is up; otherwise wait for the first key that is missing.
         if missing is None:
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
             client.waiting = None

@@ -1,22 +1,30 @@
 """Sinks: where the records of a run go.
 
 A sink gets every record of rank 0: metrics, and events, which have the key `event`. `metrics.jsonl` and
-`events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[csv]`). To add one, write a class and
-enter it in SINKS. In a pod of Kubeflow, which offers an address for it, progress is reported there as well.
+`events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[tensorboard]`), and run on threads of
+their own. To add one, write a class and enter it in SINKS. In a pod of Kubeflow, which offers an address for it,
+progress is reported there as well.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import unknown_name
+from lockstep.errors import UserError, unknown_name
 from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
 from lockstep.observe.sinks import kubeflow
+from lockstep.observe.sinks.background import BackgroundSink
 from lockstep.observe.sinks.csv_sink import CsvSink
+from lockstep.observe.sinks.mlflow_sink import MlflowSink
+from lockstep.observe.sinks.prometheus import PrometheusSink
+from lockstep.observe.sinks.tensorboard_sink import TensorBoardSink
+from lockstep.observe.sinks.trackio_sink import TrackioSink
+from lockstep.observe.sinks.wandb_sink import WandbSink
 
-__all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "read_jsonl"]
+__all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "check_sinks", "read_jsonl"]
 
 
 class Sink(Protocol):
@@ -29,7 +37,31 @@ class Sink(Protocol):
         """Release what the sink holds. No record follows."""
 
 
-SINKS: dict[str, Callable[[Path], Sink]] = {"csv": CsvSink}  # name -> function of the run folder
+# Name -> function of the run folder.
+SINKS: dict[str, Callable[[Path], Sink]] = {
+    "csv": CsvSink,
+    "mlflow": MlflowSink,
+    "prometheus": PrometheusSink,
+    "tensorboard": TensorBoardSink,
+    "trackio": TrackioSink,
+    "wandb": WandbSink,
+}
+
+# The sinks whose package is not installed with Lockstep. Each package is also the name of an extra.
+PACKAGES = ("mlflow", "tensorboard", "trackio", "wandb")
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """Refuse sinks that do not exist, or whose package is missing. Imports none of them: that can take seconds."""
+    for name in names:
+        if name not in SINKS:
+            raise unknown_name("log.sinks", name, SINKS)
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"log.sinks=[{name}] needs the package {name}, which is not installed",
+                "",
+                f"pip install 'lockstep-train[{name}]', or leave {name} out of log.sinks",
+            )
 
 
 class RunJsonl:
@@ -55,29 +87,24 @@ class SinkList:
 
         Without `run_dir` the names are only checked: all ranks must refuse an unknown one, but only rank 0 writes.
         """
-        self._report = report
-        self._sinks: dict[str, Sink] = {}
-        for name in names:
-            if name not in SINKS:
-                raise unknown_name("log.sinks", name, SINKS)
-            if run_dir is not None:
-                self._sinks[name] = SINKS[name](run_dir)
+        self._sinks: list[Sink] = []
+        chosen = list(dict.fromkeys(names))
+        check_sinks(chosen)
+        if run_dir is None:
+            return
 
-        if run_dir is not None and kubeflow.is_offered():
-            self._sinks["kubeflow"] = kubeflow.KubeflowSink(report)
+        for name in chosen:
+            self._sinks.append(BackgroundSink(name, SINKS[name](run_dir), report))
+
+        # This one has a thread of its own, which sends only the newest state.
+        if kubeflow.is_offered():
+            self._sinks.append(kubeflow.KubeflowSink(report))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._call("write", record)
+        for sink in self._sinks:
+            sink.write(record)
 
     def close(self) -> None:
-        self._call("close")
-        self._sinks = {}
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                getattr(sink, method)(*arguments)
-            except Exception as error:
-                # It is not called again: a service that is down would cost its timeout at every record.
-                del self._sinks[name]
-                self._report(f"the sink {name} failed and gets no more records: {type(error).__name__}: {error}")
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.observe.console import Display
-from lockstep.observe.formats import flat, number
+from lockstep.observe.formats import number
+from lockstep.observe.sinks.scalars import scalars
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file
@@ -35,9 +36,6 @@ LAST_S = 5.0
 # The limits of the API: metrics in one status, and characters of a name or a value.
 MOST_METRICS = 256
 LONGEST = 64
-
-# These say when a line was written, which the status says itself.
-LEFT_OUT = ("time", "step")
 
 
 def is_offered() -> bool:
@@ -69,7 +67,7 @@ class KubeflowSink:
                 self._progress.track(record)
                 self._metrics |= metrics_of(record)
             case "eval":
-                self._metrics |= {f"eval_{name}"[:LONGEST]: text for name, text in metrics_of(record).items()}
+                self._metrics |= metrics_of(record)
             case "end":
                 self._progress.track(record)
             case _:
@@ -92,6 +90,7 @@ class KubeflowSink:
         if steps:
             step = number(self._progress.last.get("step")) or 0
             status["progressPercentage"] = max(0, min(100, math.floor(100 * step / steps)))
+
         if left is not None:
             status["estimatedRemainingSeconds"] = math.ceil(left)
 
@@ -105,6 +104,7 @@ class KubeflowSink:
             with self._changed:
                 self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())
                 status, self._status = self._status, None
+
             if status is None:
                 return
 
@@ -121,13 +121,9 @@ class KubeflowSink:
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the finite numbers of a record, by the names that a task gave them, as text."""
-    found: dict[str, str] = {}
-    for key, value in flat(record).items():
-        figure = number(value)
-        if figure is not None and math.isfinite(figure) and key not in LEFT_OUT:
-            found[key.removeprefix("metrics.")[:LONGEST]] = f"{figure:.6g}"
-    return found
+    """Return the finite numbers of a record as text, by the names that a task gave them."""
+    finite = {name: value for name, value in scalars(record).items() if math.isfinite(value)}
+    return {name.replace("/", "_")[:LONGEST]: f"{value:.6g}" for name, value in finite.items()}
 
 
 def send(status: Mapping[str, Any]) -> None:

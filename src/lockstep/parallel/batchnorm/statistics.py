@@ -107,8 +107,11 @@ class RunningStatistics:
         # Everything below stays on the device: the host does not wait for it.
         values_before, updates_before = self._values, self._updates
         self._read_buffers()
+
+        # A layer may run several times in a micro-batch, or not at all.
         runs = self._updates - updates_before
         ran = runs > 0
+
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
@@ -128,6 +131,7 @@ class RunningStatistics:
         is_mean = self._cumulative[self._layer_of]
         before = torch.where(is_mean, updates_before[self._layer_of], decay[self._layer_of])
         after = torch.where(is_mean, self._updates[self._layer_of], 1.0)
+
         self._sum = self._sum * decay[self._layer_of] + (self._values * after - values_before * before)
         self._weight = self._weight * decay + torch.where(self._cumulative, runs, 1 - decay)
         self._local_updates = self._local_updates + runs
@@ -208,6 +212,7 @@ class RunningStatistics:
         self._versions = self._versions_now()
         self._counter_versions = [layer.num_batches_tracked._version for layer in self.layers]
 
+        # The momentum of a layer may change between two steps.
         momenta = tuple(layer.momentum for layer in self.layers)
         if momenta != self._momenta:
             cumulative = [momentum is None for momentum in momenta]

@@ -79,6 +79,7 @@ class _Normalise(torch.autograd.Function):
         normalised = (values - mean.view(shape)) * scale.view(shape)
         output = normalised if weight is None else normalised * weight.to(values.dtype).view(shape)
         output = output if bias is None else output + bias.to(values.dtype).view(shape)
+
         ctx.save_for_backward(normalised, scale, weight, total)
         ctx.others, ctx.shape, ctx.dtype = others, shape, input.dtype
         ctx.mark_non_differentiable(mean, squares, total)
@@ -101,6 +102,7 @@ class _Normalise(torch.autograd.Function):
 
         if weight is None:
             return grad_input.to(ctx.dtype), None, None, None
+
         return grad_input.to(ctx.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None
 
 

@@ -43,6 +43,7 @@ def dry_run(
 
                 if [tensor._version for tensor in trial.inputs] != versions:
                     return [], "it changes its inputs in place"
+
                 side_effect = _side_effect(trial, before)
                 if side_effect:
                     return [], side_effect

@@ -230,6 +230,7 @@ class GraphedCall(Link):
         shapes = ["x".join(map(str, t.shape)) or "1" for t in tensors[:4]]
         variant = Variant(f"{mode}, {' '.join(shapes)}", torch.is_grad_enabled())
 
+        # A call that can never be captured is run eagerly from the start.
         unfit = [t for t in tensors if t.device.type != self.device.type or t.layout != torch.strided]
         if unfit:
             self._refuse(variant, f"an argument is on the {unfit[0].device.type}, or sparse")

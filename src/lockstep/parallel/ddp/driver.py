@@ -17,7 +17,7 @@ from lockstep.errors import UserError, some_names
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.wrapper import Wrapper
-from lockstep.parallel.driver import Driver, Progress, backward, broadcast_model, no_gradient, sum_with_word
+from lockstep.parallel.driver import Driver, Progress, broadcast_model, no_gradient, run_engine, sum_with_word
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.task import MicroBatch
@@ -157,11 +157,16 @@ class DDPDriver(Driver):
 
     def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
         super().before_forward(micro, progress)
+
+        # What the forward of this micro-batch calls, and reaches, is recorded anew.
         replica = self._replica
         calls = replica._lockstep_calls
         calls.any = calls.with_gradients = False
+
+        # Setting an attribute of a module is slow, so it is set only if it changes.
         if replica.require_backward_grad_sync != progress.is_last_micro_batch:
             replica.require_backward_grad_sync = progress.is_last_micro_batch
+
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -186,12 +191,12 @@ class DDPDriver(Driver):
 
         # Before the last backward of the step, gradients only accumulate on this rank.
         if word is None:
-            backward((total,), (grad_output,))
+            run_engine((total,), (grad_output,))
             return
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, factor=self.to_sum)
-        backward((total, self._word_parameter), (grad_output, packed))
+        run_engine((total, self._word_parameter), (grad_output, packed))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
         # DDP has reduced everything in the last backward.

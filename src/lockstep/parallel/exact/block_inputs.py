@@ -72,6 +72,7 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value) if value.requires_grad else value
 
+    # A container is copied only if something in it was replaced.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         after = {name: _replace(item, change) for name, item in before.items()}
@@ -86,6 +87,7 @@ def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         items = [_replace(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
+
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
     return value

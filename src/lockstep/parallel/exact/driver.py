@@ -124,10 +124,13 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
             self._push_gradients()
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
-        ranks, rank = self.runtime.world.size, self.runtime.world.rank
-        ranges = [rank_range(self._total, r, ranks) for r in range(ranks)]
+        world = self.runtime.world
+
+        # The roots of every rank follow from the number of micro-batches; `first` is the index of this rank's first
+        # root among all of them.
+        ranges = [rank_range(self._total, rank, world.size) for rank in range(world.size)]
         roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
-        first = sum(len(roots) for roots in roots_by_rank[:rank])  # the index of this rank's first root among all
+        first = sum(len(roots) for roots in roots_by_rank[: world.rank])
 
         # Whether a root has a gradient for a parameter [roots, parameters]. Adding zeros for a missing gradient instead
         # would turn -0.0 into 0.0.
@@ -170,17 +173,20 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
         sizes = [p.numel() for p in parameters]
         width = -(-sum(sizes) // ranks)  # elements of the slice that each rank owns
 
-        # Every rank receives all terms of its own slice, ordered by rank and then by root.
+        # One row for each of this rank's roots: the gradients of all parameters, one after another.
         rows = parameters[0].new_zeros(len(local_roots), ranks * width)
         for row, gradients in zip(rows, local_roots, strict=True):
             torch.cat([gradients[id(p)].flatten() for p in parameters], out=row[: sum(sizes)])
 
+        # Every rank receives all terms of its own slice, ordered by rank and then by root.
         to_send = rows.view(len(local_roots), ranks, width).transpose(0, 1).flatten()
         counts = [sum(flags) for flags in _split(present, [len(roots) for roots in roots_by_rank])]
         received = to_send.new_empty(sum(counts) * width)
-        splits = [count * width for count in counts], [len(local_roots) * width] * ranks
-        dist.all_to_all_single(received, to_send, *splits, group=self.runtime.collectives.group)
+        receive_sizes = [count * width for count in counts]
+        send_sizes = [len(local_roots) * width] * ranks
+        dist.all_to_all_single(received, to_send, receive_sizes, send_sizes, group=self.runtime.collectives.group)
 
+        # Add the terms of this rank's slice along the tree. A root without gradients has none.
         tree: TreeSum[Tensor | None] = TreeSum(_add_present)
         terms = iter(received.view(-1, width))
         all_roots = [root for roots in roots_by_rank for root in roots]
@@ -189,6 +195,8 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
 
         local_sum = tree.finish()
         assert local_sum is not None, "some root has a gradient"
+
+        # All ranks get the sums of all slices.
         summed = self.runtime.collectives.gather(local_sum).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
@@ -216,6 +224,7 @@ class OrderedFSDPDriver(FSDPDriver):
     def many_forwards(self) -> Iterator[str | None]:
         for reduction in self._reductions:
             reduction.in_a_step = False
+
         try:
             with super().many_forwards() as warning:
                 yield warning

@@ -22,6 +22,7 @@ def row_norms(tensor: Tensor) -> Tensor:
     # The CPU kernel sums each row separately, in the same way for any number of rows.
     if rows.device.type == "cpu":
         return torch.linalg.vector_norm(rows, dim=1).double()
+
     return _sum_by_halves(rows.double().square()).sqrt()
 
 

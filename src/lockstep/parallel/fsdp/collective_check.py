@@ -138,6 +138,7 @@ def _not_check(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> User
 
     named = []
     silent = []
+
     for (rank, verb, names), (_, _, peer_names) in ((first, second), (second, first)):
         only = [name for name in names if name not in peer_names]
         if only:

@@ -65,6 +65,7 @@ class FSDPDriver(ShardedDriver):
         else:
             if axes is None:
                 broadcast_model(model, runtime.collectives)
+
             for block in separate_blocks:
                 shard(block)
 
@@ -96,6 +97,7 @@ class FSDPDriver(ShardedDriver):
         # its gradient may come in parts; for a linear hook that makes no difference.
         named = zip(self.names, self.parameters, strict=True)
         by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
+
         for module in self._sharded_modules():
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
@@ -328,7 +330,7 @@ def check_scalars(model: nn.Module, config: RunConfig) -> None:
 def check_offload(config: FSDPConfig, runtime: Runtime) -> None:
     if config.offload and runtime.device.type == "cpu":
         raise UserError(
-            "fsdp.offload=true has no effect on a CPU: everything lies in host memory already",
+            "fsdp.offload=true has no effect on a CPU: everything is in host memory already",
             "",
             "leave fsdp.offload out",
         )

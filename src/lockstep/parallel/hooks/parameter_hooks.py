@@ -73,6 +73,8 @@ class ParameterHooks:
         # Gather even if this rank's hook was removed, because the other ranks may wait in the same collective.
         full = full_tensor(parameter.detach()) if self.reads_parameter else None
         changed = self(full_tensor(grad), lambda: nn.Parameter(full if full is not None else parameter.detach()))
+
+        # Hooks get the full gradient. Of the result each rank keeps its own shard.
         if isinstance(grad, DTensor):
             shard = shard_of(grad)
             ranges = zip(shard.offset, shard.local.shape, strict=True)
@@ -101,7 +103,9 @@ def check_hooks(hooks: Mapping[str, ParameterHooks], model: nn.Module, runtime: 
     # Compare even if this rank has no hooks: another rank may have some.
     parameters = dict(model.named_parameters())
     local_counts = {name: [len(h.on_gradient), len(h.after_accumulation)] for name, h in hooks.items()}
+
     first, *others = runtime.collectives.gather_json(local_counts)
+
     for rank, counts in enumerate(others, start=1):
         for name in sorted(first.keys() | counts.keys()):
             if first.get(name) != counts.get(name):

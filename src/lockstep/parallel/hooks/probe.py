@@ -42,12 +42,14 @@ def call_hooks(on_gradient: Hooks, after_accumulation: Hooks, grad: Tensor, para
         full.grad = grad
         for hook in list(after_accumulation.values()):
             hook(full)
+
         changed = full.grad
     finally:
         full.grad = earlier
 
     if changed is None:
         raise ValueError("a hook set the gradient to None")
+
     return changed
 
 
@@ -60,6 +62,7 @@ def problem_with(on_gradient: Hooks, after_accumulation: Hooks, parameter: nn.Pa
         changed = call_hooks(on_gradient, after_accumulation, grad, lambda: parameter)
         if changed.shape != grad.shape or changed.dtype != grad.dtype or changed.device != grad.device:
             raise TypeError(f"it returned {_describe(changed)} for {_describe(grad)}")
+
         return changed.clone()
 
     hooks = [*on_gradient.values(), *after_accumulation.values()]
@@ -143,19 +146,26 @@ def _references(item: Any) -> list[Any]:
         case types.FunctionType():
             defaults = [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
             return [*(item.__closure__ or ()), *defaults, *_globals_of(item).values()]
+
         case types.CellType():
             return [item.cell_contents] if _is_set(item) else []
+
         case types.MethodType():
             return [item.__self__, item.__func__]
+
         case functools.partial():
             return [item.func, item.args, item.keywords]
+
         case dict():
             return list(item.values())
+
         case list() | tuple() | set() | frozenset() | deque():
             return list(item)
+
         case nn.Module():
             left_out = ("_parameters", "_modules")
             return [value for name, value in vars(item).items() if name not in left_out]
+
         case Tensor() | types.ModuleType() | type() | str() | bytes() | None:
             return []
 
@@ -202,6 +212,7 @@ def _restorer(item: Any) -> Callable[[], None] | None:
             return functools.partial(_refill_list, item, list(item))
         case Tensor() if not isinstance(item, nn.Parameter) and not item.is_meta and item.numel() <= MAX_ELEMENTS:
             return functools.partial(_rewrite, item, item._version, item.detach().clone())
+
     return None
 
 

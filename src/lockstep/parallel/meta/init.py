@@ -72,6 +72,8 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
         return
 
     _check_strategy(config)
+
+    # Every parameter must have a recorded value, and no other.
     for name, p in model.named_parameters():
         if is_lazy(p):
             raise UserError(
@@ -110,7 +112,7 @@ def fill_model(
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise different_weights(
-            f"model() gives rank {differing[0]} other weights than rank 0",
+            f"model() gives rank {differing[0]} different weights than rank 0",
             "construct the same model on every rank",
         )
 
@@ -137,6 +139,7 @@ class _Filling:
         inside = [sum(map(_nbytes, m.parameters())) for m in model.modules() if id(m) in self.blocks]
         largest = max([sum(map(_nbytes, model.parameters())) - sum(inside), *inside])
         limit = max(MAX_BLOCKS_HELD * largest, SMALL_BYTES)
+
         for name, p in model.named_parameters():
             peak = memories.recipe(p).peak
             if peak > limit:

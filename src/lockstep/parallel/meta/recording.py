@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.errors import UserError
@@ -102,17 +102,20 @@ def recording() -> Iterator[None]:
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if is_lazy(parameter):
             return None
+
         with torch._C.DisableTorchFunction(), recorder.paused():
             if parameter.is_meta:
                 return None
             if parameter not in empty:
                 empty[parameter] = recorder.to_meta(parameter)
+
             return empty[parameter]
 
     hook = register_module_parameter_registration_hook(to_meta)  # pyrefly: ignore[bad-argument-type]
     try:
         with hook, recorder, _PretendHost():
             yield
+
         recorder.check_exposed()
     except UserError:
         raise
@@ -132,6 +135,8 @@ class _PretendHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.GETTERS and memories.is_empty(args[0]):
             return self.GETTERS[func]
+
+        # From now on, the content is compared whenever it is used.
         if func in self.EXPOSING:
             memory = memories.of(args[0])
             if memory:
@@ -140,6 +145,7 @@ class _PretendHost(TorchFunctionMode):
         # torch would convert the number to a tensor on the meta device, where its value is lost.
         if func is Tensor.__setitem__ and isinstance(args[2], int | float | complex) and memories.is_empty(args[0]):
             args = *args[:2], torch.tensor(args[2], dtype=args[0].dtype, device=CPU)
+
         return func(*args, **(kwargs or {}))
 
 
@@ -197,15 +203,18 @@ class _Recorder(TorchDispatchMode):
         """Run a call on the host, record it without running it, or run it with empty arguments materialized."""
         tensors = tensors_in((args, kwargs))
         to_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
-        if not to_meta and not any(memories.is_empty(tensor) for tensor in tensors):
+        some_are_empty = any(memories.is_empty(tensor) for tensor in tensors)
+        if not to_meta and not some_are_empty:
             return self._on_host(func, args, kwargs, tensors)
+
         if _name(func).startswith("_foreach_") and len(args[0]) > 1:
             return self._split_foreach(func, args, kwargs)
 
+        # After `set_` the tensor uses another memory, which has its own value.
         if _name(func) == "set_":
-            # The tensor now uses another memory, which has its own value.
             for tensor in tensors[1:]:
                 self._empty(tensor)
+
             return func(*_without_memory(args), **kwargs)
 
         # A call that returns Python numbers, or writes into a tensor with memory, needs the actual values.
@@ -224,7 +233,9 @@ class _Recorder(TorchDispatchMode):
         repeatable = func.namespace in ("aten", "prims") and all(_is_known(tensor) for tensor in tensors)
         written = _written_tensors(func, args, kwargs)
         call = self._record_call(func, args, kwargs, written) if repeatable else None
+
         result = func(*args, **kwargs)
+
         if call:
             self._record_results(call, written, result)
         else:
@@ -298,32 +309,32 @@ class _Recorder(TorchDispatchMode):
 
     def _record_call(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Call:
         """Return a record of a call that is about to run, from which it can be replayed."""
-        crosses = any(memories.is_empty(tensor) for tensor in tensors_in((args, kwargs)))
-
-        # If the call overwrites all of a memory without reading it, its earlier calls need not be replayed.
-        overwritten = None
-        memory = memories.of(written[0]) if _name(func) in OVERWRITES and len(written) == 1 else None
-        if memory:
-            others = [t for t in tensors_in((args, kwargs)) if t is not written[0]]
-            if covers(View.of(written[0]), memory) and all(memories.of(t) is not memory for t in others):
-                overwritten = written[0]
+        tensors = tensors_in((args, kwargs))
+        crosses = any(memories.is_empty(tensor) for tensor in tensors)
+        overwritten = _overwritten(func, tensors, written)
 
         def record(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 operand = self._operand(leaf, crosses)
                 return operand._replace(value=None) if leaf is overwritten else operand
+
             if isinstance(leaf, torch.Generator):
                 return GeneratorState(leaf.get_state())
+
             return CPU if _is_device(leaf, "meta") else leaf
 
         # Record the arguments and the generator before the call, which may change both.
         uses_default_generator = torch.Tag.nondeterministic_seeded in func.tags and not _generator_in(args, kwargs)
         args, kwargs = tree_map(record, (args, kwargs))
         state = torch.get_rng_state() if uses_default_generator else None
+
         call = Call(next(_numbers), func, args, kwargs, state)
         call.unset = _name(func) in ALLOCATIONS
-        tree_map(lambda leaf: call.operands.append(leaf) if is_leaf(leaf) else None, (args, kwargs), is_leaf=is_leaf)
-        call.operands = [operand for operand in call.operands if isinstance(operand, Operand)]
+
+        # Every tensor among the arguments must be computed before the call is replayed.
+        leaves = tree_leaves((args, kwargs), is_leaf=is_leaf)
+        call.operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
+
         return call
 
     def _operand(self, tensor: Tensor, crosses: bool) -> Operand:
@@ -391,6 +402,27 @@ class _Recorder(TorchDispatchMode):
                 memory.value = None
 
 
+def _overwritten(func: Any, tensors: list[Tensor], written: list[Tensor]) -> Tensor | None:
+    """Return the tensor whose whole memory a call overwrites without reading it, or None.
+
+    Earlier calls on that memory need not be replayed.
+    """
+    if _name(func) not in OVERWRITES or len(written) != 1:
+        return None
+
+    target = written[0]
+    memory = memories.of(target)
+    if memory is None or not covers(View.of(target), memory):
+        return None
+
+    # The call reads the memory if another argument is a view of it.
+    for tensor in tensors:
+        if tensor is not target and memories.of(tensor) is memory:
+            return None
+
+    return target
+
+
 def _name(func: Any) -> str:
     return func._schema.name.split("::")[1]
 
@@ -437,9 +469,13 @@ def _without_memory(tree: Any) -> Any:
         if isinstance(leaf, Tensor):
             if leaf.device.type == "meta":
                 return leaf
-            memory, storage = memories.of(leaf), torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
+
+            # The copy on the meta device stands for the same memory.
+            storage = torch.UntypedStorage(leaf.untyped_storage().nbytes(), device="meta")
+            memory = memories.of(leaf)
             if memory and memory.empty:
                 memories.add(storage, memory)
+
             return View.of(leaf).tensor(storage)
 
         if isinstance(leaf, torch.device) and leaf.type not in ("cpu", "meta"):
@@ -451,6 +487,7 @@ def _without_memory(tree: Any) -> Any:
 
         if isinstance(leaf, torch.Generator):
             return None  # kernels of the meta device accept no CPU generator
+
         return META if _is_device(leaf, "cpu") else leaf
 
     return tree_map(without, tree)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def different_weights(found: str, fix: str) -> UserError:
     """Return the error for a constructor whose weights cannot be reproduced."""
-    return UserError("init=meta would start from other weights than init=host", found, f"{fix}; or set init=host")
+    return UserError("init=meta would start from different weights than init=host", found, f"{fix}; or set init=host")
 
 
 class View(NamedTuple):
@@ -102,10 +102,12 @@ class Call:
 
             return leaf.make() if isinstance(leaf, GeneratorState) else leaf
 
+        # Draw the same random numbers as when the call was recorded.
         args, kwargs = tree_map(argument, (self.args, self.kwargs), is_leaf=is_leaf)
         if self.state is not None:
             torch.set_rng_state(self.state)
 
+        # A function without a recorded state must draw none.
         before = torch.get_rng_state()
         outputs = tensors_in(self.function(*args, **kwargs))
         if self.state is None and not torch.equal(torch.get_rng_state(), before):
@@ -116,11 +118,15 @@ class Call:
 
         for index, memory, view in self.results:
             result = outputs[index]
+
             # Some functions return other strides on the meta device than on the CPU.
             if View.of(result) != view or result.untyped_storage().nbytes() != memory.nbytes:
                 result = view.tensor(torch.UntypedStorage(memory.nbytes)).copy_(result)
+
+            # If these marks are still there at the end, the constructor has left elements uninitialised.
             if self.unset:
                 mark_unset(result)
+
             storages[memory] = result.untyped_storage()
 
 
@@ -138,6 +144,8 @@ class Recipe:
     def __init__(self, value: Value):
         self.value = value
         self.calls = _needed(value)
+
+        # After this call a memory can be freed. That of the result is never freed.
         self._last_use = {memory: call.number for call in self.calls for memory in _memories(call)}
         self._last_use[value.memory] = self.calls[-1].number + 1
 
@@ -149,6 +157,8 @@ class Recipe:
         for call in self.calls:
             live.update(_memories(call))
             peak = max(peak, sum(memory.nbytes for memory in live))
+
+            # As in `make`, what no later call uses is freed at once.
             live = {memory for memory in live if self._last_use[memory] > call.number}
 
         return peak
@@ -161,12 +171,15 @@ class Recipe:
         """Replay the calls and return a view of the result, on the CPU. The generators do not advance."""
         storages: dict[Memory, torch.UntypedStorage] = {}
         state = torch.get_rng_state()
+
         try:
             with torch.no_grad():
                 for call in self.calls:
                     call.run(storages)
                     for value in call.values:
                         _compare(value, storages)
+
+                    # Free what no later call uses.
                     for memory in _memories(call):
                         if self._last_use[memory] <= call.number:
                             del storages[memory]
@@ -183,6 +196,7 @@ def _needed(value: Value) -> list[Call]:
     """Return the calls that a value depends on, in order."""
     calls: dict[int, Call] = {}
     pending = [value.call]
+
     while pending:
         call = pending.pop()
         if call.number not in calls:
@@ -209,17 +223,22 @@ def _compare(value: Value, storages: dict[Memory, torch.UntypedStorage]) -> None
 
 def covers(view: View, memory: Memory) -> bool:
     """Whether a view is contiguous and covers all of its memory."""
+    # The elements of a contiguous tensor are counted from the last dimension up.
     count = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if size != 1 and stride != count:
             return False
+
         count *= size
+
     return view.offset == 0 and count * view.dtype.itemsize == memory.nbytes
 
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return up to 64 elements. Reading all of a large tensor would allocate pages that were never written."""
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    # Flattening copies a tensor that is not contiguous, so only its first row is sampled.
+    source = tensor.detach() if tensor.is_contiguous() else tensor.detach()[:1]
+    flat = source.reshape(-1)
     return flat[:: max(1, flat.numel() // 64)].clone()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,19 +72,18 @@ class PipelineDriver(ShardedDriver):
         # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
         tp_size = self.mesh.sizes["tp"]
         plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
+
         count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
         stages, used = make_stages(model, task, config, data, count, runtime.device)
+
         by_tensor = stages_by_tensor(model, used)
-        pp_ranks = {name: {stage % ranks for stage in users} for name, users in by_tensor.items()}
+
         _check_norms(model, by_tensor)
         _broadcast_one_by_one(model, runtime)
 
         # From here on, this rank keeps only the tensors of its own stages, and the buffers that they may write into.
         local_stages = stages[position::ranks]
-        held = {name for name, users in pp_ranks.items() if not users or position in users}
-        mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
-        buffers = model.named_buffers(remove_duplicate=False)
-        kept = held | {name for name, buffer in buffers if id(buffer) in mutable}
+        pp_ranks, held, kept = _place_tensors(model, by_tensor, local_stages, ranks, position)
         keep_only(model, kept, runtime.device)
 
         # In the same order as in apply.py: tensor parallelism, compile, FSDP.
@@ -163,6 +162,7 @@ class PipelineDriver(ShardedDriver):
         # Gradients that do not depend on the model are allowed.
         if not inner.reaches(self.leaf_names(), tensors=self._pipeline.outputs):
             return
+
         raise UserError(
             "the loss computes gradients of the model itself, which a pipeline (mesh.pp) does not support: the rank "
             "that computes the loss holds only the last stage",
@@ -292,6 +292,28 @@ class PipelineDriver(ShardedDriver):
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
         return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+
+
+class _Placement(NamedTuple):
+    """Which ranks along pp hold the tensors of the model."""
+
+    pp_ranks: dict[str, set[int]]  # tensor -> the ranks whose stages use it; empty if no stage does: then all hold it
+    held: set[str]  # the tensors that this rank holds
+    kept: set[str]  # these, and all buffers that its stages may write into
+
+
+def _place_tensors(
+    model: nn.Module, by_tensor: Mapping[str, Collection[int]], local_stages: Sequence[Any], ranks: int, position: int
+) -> _Placement:
+    """Return where tensors are. `by_tensor` are the stages that use each, `position` is this rank's along pp."""
+    # Stages are dealt out to the ranks in turn.
+    pp_ranks = {name: {stage % ranks for stage in stages} for name, stages in by_tensor.items()}
+    held = {name for name, users in pp_ranks.items() if not users or position in users}
+
+    mutable = {id(buffer) for stage in local_stages for buffer in stage.mutable_buffers()}
+    buffers = model.named_buffers(remove_duplicate=False)
+    kept = held | {name for name, buffer in buffers if id(buffer) in mutable}
+    return _Placement(pp_ranks, held, kept)
 
 
 def _check_norms(model: nn.Module, by_tensor: Mapping[str, Collection[int]]) -> None:

@@ -78,6 +78,7 @@ def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
         # The stages run outside the loss, so a `no_grad` around the call would have no effect on them. Refuse it.
         if trains and not torch.is_grad_enabled():
             raise no_gradient()
+
         raise _ModelCalled(args, kwargs)
 
     try:
@@ -123,6 +124,7 @@ class Pipeline:
         self.shard_group = shard_group
         self.pp = pp
         self.before_forward = before_forward
+
         self.count = len(stages)
 
         # Round robin: with several stages per rank, consecutive stages are on different ranks.
@@ -158,6 +160,7 @@ class Pipeline:
             shape = shapes[group[0]]
             if is_new:
                 _, self._stage_inputs[shape] = self._forward_once(inputs[group[0]])
+
             self._prepare(shape, len(group)).run([(micros[n], inputs[n]) for n in group], loss_fn, progress)
 
     def step_flags(self) -> list[bool]:
@@ -311,6 +314,7 @@ class _ScheduledStage(nn.Module):
         compute_loss = partial(pipeline.loss, self._loss_fn, micro.data)
         total: Tensor | None = None
         pipeline.outputs = leaves
+
         try:
             loss = compute_loss(output)
             grad_output = self._progress.record(loss)  # may replace loss.total, by an injected fault

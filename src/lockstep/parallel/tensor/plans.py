@@ -168,6 +168,7 @@ def recognise(model: nn.Module) -> dict[str, LayerStyle]:
     for name, layer in model.named_modules():
         if features(layer) is None:
             continue
+
         parts = name.split(".")
         for count in range(1, min(len(parts), MAX_PARTS) + 1):
             inside.setdefault(".".join(parts[:-count]), set()).add(".".join(parts[-count:]))

@@ -59,9 +59,11 @@ def library_text(max_bytes: int, root: Path | None = None) -> str:
     root = root or Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     room = max_bytes
+
     for path in source_files(root):
         if room <= 0:
             break
+
         texts.append(path.read_text(encoding="utf-8", errors="replace")[:room])
         room -= len(texts[-1])
 

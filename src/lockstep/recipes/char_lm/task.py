@@ -135,10 +135,13 @@ class CharLM(Task):
         return Loss(total, weight, {"accuracy": (logits.argmax(-1) == targets).sum()})
 
     def show(self, model: Any) -> str:
-        """Return the prompt and 300 characters that the model appends, always with the same random numbers."""
+        """Return the prompt and what the model appends, always with the same random numbers.
+
+        It appends 300 characters, or three times its context if that is less: a tiny model would take too long.
+        """
         prompt = encode(PROMPT).long()[None].to(model.head.weight.device)
-        generator = torch.Generator().manual_seed(1)
-        return decode(model.generate(prompt, count=300, temperature=0.6, top_k=40, generator=generator)[0])
+        generator, count = torch.Generator().manual_seed(1), min(300, 3 * self.context)
+        return decode(model.generate(prompt, count=count, temperature=0.6, top_k=40, generator=generator)[0])
 
     def _cross_entropy(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Tensor, Tensor]:
         """Return the summed cross entropy of `batch` (B, T + 1), its weight, logits (B*T, V) and targets (B*T)."""

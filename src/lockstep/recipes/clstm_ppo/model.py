@@ -189,6 +189,7 @@ class WindowReader(nn.Module):
         inputs = [shape.features, *[hidden] * (shape.cascade - 1)]
         self.lstms = nn.ModuleList(nn.LSTM(size, hidden, batch_first=True) for size in inputs)
 
+        # Attention between the LSTMs makes sense only if there are several.
         several = shape.cascade if shape.cascade > 1 else 0
         self.attentions = nn.ModuleList(
             nn.MultiheadAttention(hidden, ATTENTION_HEADS, batch_first=True) for _ in range(several)
@@ -205,11 +206,13 @@ class WindowReader(nn.Module):
             return self.out(read_daily(self.lstms[0], x)[-1])
         if not x.is_cuda and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
             raise no_half_lstm()
+
         for number, lstm in enumerate(self.lstms):
             # (n, W, hidden)
             x = torch.stack(read_daily(lstm, x), dim=1) if x.is_cuda else lstm(x)[0]
             if self.attentions:
                 x = x + self.attentions[number](x, x, x, need_weights=False)[0]
+
         return self.out(x[:, -1])
 
 

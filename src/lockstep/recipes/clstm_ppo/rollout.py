@@ -118,6 +118,7 @@ def advantages(rewards: Tensor, values: Tensor, days: Days, discount: float, tra
     ends = torch.cat([days["starts"][:, 1:], days["over"][:, None]], dim=1)
     estimates = []
     later = torch.zeros_like(values[:, 0])
+
     for day in reversed(range(rewards.shape[1])):
         continues = _like(~ends[:, day], later)
 
@@ -149,6 +150,7 @@ class RunningStats:
         for part_count, part_mean, part_squares in parts:
             if part_count == 0:
                 continue
+
             total = count + part_count
 
             # Differences of means, and never sums of squares, which would lose their digits.

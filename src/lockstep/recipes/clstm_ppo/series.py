@@ -197,6 +197,7 @@ def read_prices(path: Path) -> Tensor:
     rows = _read_rows(path)
     symbols = sorted({symbol for _, symbol, _, _ in rows})
     table: dict[str, dict[str, float]] = {}
+
     for date, symbol, close, line in rows:
         before = table.setdefault(date, {}).setdefault(symbol, close)
         if before != close:
@@ -256,8 +257,10 @@ def _price(path: Path, text: str, line: int) -> float:
     except (TypeError, ValueError):
         # Refused below, in the same words as a number that cannot be a price.
         price = math.nan
+
     if not 0 < price < math.inf:
         raise UserError(
             f"the close {text!r} in line {line} of {path} is not a price", "", "give every row a price above 0"
         )
+
     return price

@@ -298,6 +298,7 @@ class Rollouts:
             rows = slice(cohort.first, cohort.first + size)
             for name in ("episode", "day", "position"):
                 setattr(cohort.market, name, parts[name][rows].clone())
+
             cohort.market.draw()
             cohort.state = parts["hidden"][rows].clone(), parts["cell"][rows].clone()
             cohort.discounted = parts["discounted"][rows].clone()

@@ -279,6 +279,7 @@ class ClstmPpo(Task):
         # Only a generated market has a best policy to compare with.
         if best := self._baselines.get("bayes"):
             metrics["of_bayes"] = score / best
+
         return Loss(-score, len(batch[0]), metrics)
 
     def play_test_episodes(self, agent: Agent, episodes: Tensor) -> Played:

@@ -51,11 +51,13 @@ def _update(
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (offset < size) & (tl.load(skip) == 0)
 
+    # The gradient is divided here, so that no kernel of its own is needed.
     grad = tl.load(grads + offset, mask=inside, other=0.0) / tl.load(divisor)
     mean = tl.load(means + offset, mask=inside, other=0.0)
     square = tl.load(squares + offset, mask=inside, other=0.0)
     p = tl.load(weights + offset, mask=inside, other=0.0)
 
+    # Unlike Adam's quotient, atan2 needs no epsilon.
     mean += (grad - mean) * rest1
     square = square * beta2 + grad * grad * rest2
     angle = libdevice.atan2(mean * tl.load(correction), tl.sqrt_rn(square))

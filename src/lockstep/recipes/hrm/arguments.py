@@ -23,6 +23,7 @@ def overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             raise UserError(f"the argument {argument!r} is not key=value", "", "give arguments such as lr=1e-4")
 
+        # A value that is not JSON is text.
         try:
             values[key] = json.loads(text)
         except ValueError:

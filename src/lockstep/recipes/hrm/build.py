@@ -138,6 +138,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"{unknown[0]}={values[unknown[0]]} is not known", "", f"use one of {', '.join(known)}")
         if "out" not in values:
             raise UserError("build needs out=FOLDER, the folder to write to", "", "set out=FOLDER")
+
         build(Build(**values))
     except UserError as error:
         print(f"build: {error}", file=sys.stderr)

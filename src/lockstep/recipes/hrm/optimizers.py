@@ -44,6 +44,7 @@ class AdamATan2(torch.optim.Optimizer):
         params = list(params)
         if fused is None:
             fused = all(p.is_cuda for p in params)
+
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": fused})
 
     @property

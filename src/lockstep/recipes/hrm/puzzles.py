@@ -94,6 +94,7 @@ def _sudoku_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     training, test = (Puzzles.single(grids + 1, solutions + 1, symbols=n + 2) for grids, solutions in pairs)
     if options.augment:
         training.augment = partial(move_sudoku, n)
+
     return training, test
 
 
@@ -119,6 +120,7 @@ def _maze_splits(options: PuzzleOptions) -> tuple[Puzzles, Puzzles]:
     training, test = splits
     if options.augment:
         training.augment = turn_randomly
+
     return training, test
 
 
@@ -203,6 +205,7 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
                 distance[near] = distance[cell] + 1
                 queue.append(near)
                 came_from[near] = []
+
             if distance[near] == distance[cell] + 1:
                 came_from[near].append(cell)
 

@@ -111,6 +111,7 @@ class Solver:
                 bit = candidates[cell]
                 if not bit:
                     return False
+
                 done[cell] = True
 
                 # A peer is listed when it becomes single, and again when nothing is left of it.
@@ -184,6 +185,7 @@ def puzzle(n: int, holes: int | None, rng: random.Random) -> tuple[Grid, Grid]:
         for cell in rng.sample(range(n * n), n * n):
             if empty == holes:
                 break
+
             clues[cell] = 0
             if Solver(n).other_solution(tuple(clues), cell, solution[cell]):
                 clues[cell] = solution[cell]
@@ -274,6 +276,7 @@ def load_shipped(train: int, test: int) -> tuple[Pair, Pair]:
             f"set a task.train_size and task.test_size of {len(puzzles)} together; or task.holes=50, or your own "
             "task.data_path",
         )
+
     return (puzzles[:train], solutions[:train]), (puzzles[-test:], solutions[-test:])
 
 
@@ -304,6 +307,7 @@ def _moves(n: int) -> np.ndarray:
     # Transposed, boxes stay boxes because they are square.
     if all_symmetries:
         moves += [grid.T for grid in moves]
+
     return np.stack([grid.reshape(-1) for grid in moves])
 
 
@@ -336,6 +340,7 @@ def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     # Only square boxes stay boxes in a transposed grid.
     if height == width and random.random() < 0.5:
         cells = cells.T
+
     return cells.reshape(-1), np.array([0, *_random_order(list(range(1, n + 1)))], dtype=np.uint8)
 
 
@@ -357,6 +362,7 @@ def _random_order(left: list[int]) -> list[int]:
         bits = count.bit_length()
         while (chosen := draw(bits)) >= count:
             pass
+
         order.append(left[chosen])
         left[chosen] = left[-1]
         left.pop()

@@ -121,4 +121,5 @@ def _across_devices(
     """
     if home == reader_device:
         return module
+
     return lambda x, *wire: module(x.to(home), *wire).to(reader_device)

@@ -148,9 +148,12 @@ class ReaderTraining:
         options = self.options
         while progress.step < options.most_steps:
             self._step()
+
+            # A reader that is good enough is finished.
             if progress.step % options.validate_every == 0 and self._validate():
                 self.saved.unlink(missing_ok=True)
                 return {"steps": progress.step, "text_accuracy": progress.accuracy}
+
             if progress.step % options.save_every == 0:
                 save_progress(self.reader, self.optimizer, progress, self.saved)
 

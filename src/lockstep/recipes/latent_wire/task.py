@@ -193,6 +193,7 @@ class LatentWire(Task):
         rows = len(reads[0].answered.cost)
         device = batch["context"].device
         total = torch.zeros((), device=device)
+
         for number, read in enumerate(reads):
             total = total + read.answered.cost.sum().to(device) + DRIFT * rows * read.drift.to(device)
 

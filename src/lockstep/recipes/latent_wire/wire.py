@@ -229,6 +229,7 @@ class WireModel(nn.Module):
         for reader in self.readers:
             if reader.fixed_device is None:
                 blocks += reader.blocks  # pyrefly: ignore[unsupported-operation]
+
         for block in blocks:
             block.compile(*args, dynamic=False, **kwargs)
 

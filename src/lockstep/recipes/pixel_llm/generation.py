@@ -36,6 +36,7 @@ def generate(
         word = images.new_full((len(images), 1), BOS, dtype=torch.int64)
         ended = torch.zeros_like(word, dtype=torch.bool)
         written = []
+
         for _ in range(max_len):
             logits = next_word(model(images, word, cache))
             chosen = _sampled(logits, temperature, top_k, top_p, generator) if temperature else logits.argmax(-1)
@@ -44,6 +45,7 @@ def generate(
             word = chosen[:, None].masked_fill(ended, PAD)
             ended = ended | (word == EOS)
             written.append(word)
+
         return torch.cat(written, dim=1)
 
 
@@ -73,6 +75,7 @@ def _sampled(
     chance, order = nn.functional.softmax(logits, dim=-1).sort(dim=-1, descending=True)
     if top_p is not None:
         chance = chance.masked_fill(chance.cumsum(-1) - chance >= top_p, 0.0)
+
     return order.gather(1, torch.multinomial(chance, 1, generator=generator))[:, 0].to(device)
 
 
@@ -87,6 +90,7 @@ def _beam_search(model: nn.Module, images: Tensor, max_len: int, beam: int) -> T
     rows = torch.arange(batch, device=device)[:, None]
     cache.pick(rows.expand(batch, beam).flatten())
     written = word[:, :, None]  # (B, beam, words so far)
+
     for _ in range(max_len - 1):
         logits = next_word(model(images, word.reshape(-1, 1), cache)).log_softmax(-1)
         vocabulary = logits.shape[-1]

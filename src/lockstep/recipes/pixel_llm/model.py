@@ -252,6 +252,7 @@ class Captioner(nn.Module):
 
         if cache is not None:
             cache.length += ids.shape[1]
+
         return self.head(self.norm(x))
 
 
@@ -264,4 +265,5 @@ def _conv_stem(width: int) -> nn.Sequential:
             nn.GroupNorm(8, outputs),
             nn.GELU(),
         ]
+
     return nn.Sequential(*layers)

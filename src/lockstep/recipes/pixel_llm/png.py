@@ -74,6 +74,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         # A damaged picture must not be trained on.
         if zlib.crc32(kind + body) != checksum:
             raise ValueError(f"its part {kind.decode('latin-1')} is damaged")
+
         yield kind, body
         at += 12 + length
 
@@ -99,6 +100,7 @@ def _decode(data: bytes) -> Bytes:
         palette = np.frombuffer(parts.get(b"PLTE", b""), np.uint8).reshape(-1, 3)
         if pixels.size and int(pixels.max()) >= len(palette):
             raise ValueError("a pixel has a colour that is not in its palette")
+
         pixels = palette[pixels[:, :, 0]]
 
     # Grey becomes three equal channels; alpha is dropped.

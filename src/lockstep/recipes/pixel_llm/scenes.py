@@ -237,15 +237,18 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
         # The caption: the relation to the thing before, then the thing itself.
         if i:
             parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
+
         parts.append(Part("a"))
         if kind.says_size:
             parts.append(Part(size_names[i], "size"))
         if kind.textures:
             parts.append(Part(thing.texture, "texture"))
+
         parts += [Part(thing.colour, "colour"), Part(thing.shape, "shape")]
 
     if place:
         parts += [Part("in"), Part("the"), Part(place, "place")]
+
     return Scene(tuple(things), tuple(parts))
 
 
@@ -289,6 +292,7 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
             # If there is no room left, begin again with the first thing.
             if spot is None:
                 break
+
             spots.append(spot)
         else:
             return spots

@@ -161,6 +161,7 @@ class PixelLLM(Task):
             for slot in self.kind.slots:
                 places = (sample.slots == SLOT_NUMBERS[slot]) & rows[:, None]
                 scores[f"{split}_{slot}"] = ((right & places).sum(), places.sum())
+
             for count in counts:
                 with_count = rows & (sample.things == count)
                 scores[f"{split}_exact_{count}"] = ((exact & with_count).sum(), with_count.sum())

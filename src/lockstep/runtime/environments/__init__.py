@@ -82,7 +82,7 @@ def detect(env: Mapping[str, str]) -> World:
         torchrun.refuse_half_a_set(env)
     elif nodes.several:
         raise UserError(
-            f"{nodes.platform} runs this command on {nodes.count} machines, and this process is no rank",
+            f"{nodes.platform} runs this command on {nodes.count} machines, and this process is not a rank",
             "without a launcher on each machine, each of these processes would train alone",
             "use `lockstep train TARGET --nproc auto`, or torchrun; to train alone on each machine, set "
             "LOCKSTEP_ENVIRONMENT=none",
@@ -135,11 +135,14 @@ def place(
 
 
 def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
-    nproc, nnodes, join = typed.nproc, typed.nnodes, typed.join
-    if switched_off(env) or (nnodes is not None and (join is not None or nnodes == "1")):
-        return typed
+    nproc = typed.nproc
+    nnodes = typed.nnodes
+    join = typed.join
 
-    if typed.here and rank_of(env) is not None:
+    # Where nothing is left to add, or must not be, the command is taken as it was typed.
+    is_complete = nnodes == "1" or (nnodes is not None and join is not None)
+    is_rank = typed.here and rank_of(env) is not None
+    if switched_off(env) or is_complete or is_rank:
         return typed
 
     nodes = _first(NODES, env)
@@ -151,14 +154,15 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
     # used too; one process on one machine needs no launcher.
     if nproc == "auto" or (nproc is None and (nodes.several or nodes.nproc != "1")):
         nproc = nodes.nproc or nproc
+
     if not nodes.several:
         source = f"processes from {nodes.platform}: {nproc}" if nproc != typed.nproc else ""
         return Placement(nproc, nnodes, join, source=source)
 
     if nproc is None:
         raise UserError(
-            f"{nodes.platform} runs this command on {nodes.count} machines, and says no number of processes",
-            "no --nproc",
+            f"{nodes.platform} runs this command on {nodes.count} machines, and no number of processes is given",
+            "there is no --nproc",
             "add --nproc auto; to train alone on each machine, set LOCKSTEP_ENVIRONMENT=none",
         )
 

@@ -44,9 +44,11 @@ def read_own_job(env: Mapping[str, str]) -> Nodes | None:
     number = whole_number(env, COMPLETION_INDEX) if COMPLETION_INDEX in env else None
     platform = NNODES if number is None else "an indexed Job"
     require(platform, env, (NNODES,))
+
     count, most = count_or_range(env, NNODES)
     if count != "1":
         require(platform, env, (NNODES, JOIN))
+
     if number is not None:
         check_number(f"{COMPLETION_INDEX}={number}", number, f"{NNODES}={count}", most)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 # The folder that a rank shares with its launcher, for heartbeats, failure records, stacks and settings.
-FOLDER = "LOCKSTEP_FOLDER"
+FOLDER = "LOCKSTEP_ATTEMPT_FOLDER"
 
 # The number of the rank's attempt, counted from 0.
 ATTEMPT = "LOCKSTEP_ATTEMPT"

@@ -26,7 +26,7 @@ FAMILIES = {
     "a PMI launcher": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 }
 
-# Which start of mpirun this is, where its processes are told.
+# Variables that identify this start of mpirun, or its batch job.
 JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lockstep.errors import UserError, plural
 from lockstep.runtime.world import whole_number
 
-# Ports for a rendezvous that nobody has named, below the ports that systems assign automatically (32768 and up on
+# Ports for a rendezvous without a given port, below the ports that systems assign automatically (32768 and up on
 # Linux).
 FIRST_PORT = 10_000
 PORTS = 20_000

@@ -107,6 +107,7 @@ def _wait_for_server(world: World, limit: timedelta) -> None:
     """Wait until something listens where rank 0 should: torch would not say what is wrong with the address."""
     where = f"{world.master_addr}:{world.master_port}"
     began, noted = time.monotonic(), False
+
     while True:
         try:
             socket.create_connection((world.master_addr, world.master_port), CONNECT_S).close()
@@ -122,6 +123,7 @@ def _wait_for_server(world: World, limit: timedelta) -> None:
                 problem,
                 "start all ranks; set MASTER_ADDR to the machine of rank 0, by a name that every machine knows",
             )
+
         if waited > PATIENCE_S and not noted:
             noted = True
             _note(f"rank {world.rank} waits for rank 0 at {where} ({problem}), up to {limit.total_seconds():g} s")
@@ -148,6 +150,7 @@ def _meet(store: dist.Store, world: World, limit: timedelta) -> None:
                 f"{world.size} ranks are announced by {world.launcher or 'the environment'}",
                 "start all ranks, or look at the output of those that are missing",
             )
+
         if waited > PATIENCE_S and not noted and world.rank == 0:
             noted = True
             missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
@@ -293,6 +296,7 @@ class _Line:
 def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _Line:
     """Connect and prove that this rank knows the key; try again while the server has too many connections."""
     deadline = time.monotonic() + timeout.total_seconds()
+
     while True:
         connection = socket.create_connection(address, timeout.total_seconds())
         try:
@@ -302,6 +306,7 @@ def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _L
             connection.close()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no proof within {timeout}") from None
+
             time.sleep(0.05)
         except NotProven as why:
             connection.close()

@@ -169,6 +169,23 @@ def test_an_error_after_progress_is_restarted_once(stage):
     assert last[0].restarts == 1
 
 
+@pytest.mark.parametrize("then", ["signal", "resize", "join"])
+def test_what_follows_an_error_does_not_delay_its_announcement(then):
+    stage = Stage(Bounds(1, 2, 2), Bounds(1, 2))
+    stage.tick(3.1)
+    stage.exit(0, 1, message="the real one")
+    stage.tick(0.5)
+    match then:
+        case "signal":
+            stage.state_machine.preempt_requested("SIGTERM", stage.now)
+        case "resize":
+            stage.state_machine.resize_requested(1, stage.now)
+        case "join":
+            stage.join(1)
+    stage.tick(0.6)
+    assert "the real one" in stage.said
+
+
 def test_a_user_error_is_never_restarted(stage):
     stage.saved = 5
     stage.exit(0, 1, for_user=True, message="asked\n  found: x\n  do: y")
@@ -233,6 +250,7 @@ def test_a_stop_request(stage, name, code):
     stage.state_machine.preempt_requested(name, stage.now)
     stage.tick()
     assert stage.sent(Preempt) == [0]
+    assert [command.message.signal for command in stage.of(Send) if isinstance(command.message, Preempt)] == [name]
     stage.saved = 12
     stage.exit(0, 75)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
@@ -242,6 +260,38 @@ def test_a_stop_request(stage, name, code):
     assert stage.said == "lockstep: saved at step 12; to resume: type it again"
     assert stage.of(JobEnd) == [JobEnd(code)]
     assert stage.of(LogEvent)[0].event == {"event": "preempted", "signal": name, "step": 12}
+
+
+def test_a_stop_request_whose_save_fails_does_not_claim_to_have_saved():
+    """The newest checkpoint is the one that the attempt started from."""
+    stage = Stage(saved=100)
+    stage.tick()
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.exit(0, 1, message="No space left on device")
+    stage.tick(1.1)
+    said = stage.said
+    stage.ranks_gone()
+    stage.tick()
+    assert "saved at step" not in said + stage.said
+    assert "ended without another save; the newest checkpoint is of step 100; to resume: type it again" in stage.said
+    assert stage.of(JobEnd)[0].code == 75
+
+
+def test_a_stop_request_before_the_first_step_has_saved_where_it_started():
+    stage = Stage(saved=100)
+    stage.tick()
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    for rank in range(2):
+        stage.exit(rank, 75)
+    stage.tick()
+    assert "saved at step 100; to resume" in stage.said
+
+
+def test_a_stop_request_before_the_first_attempt_has_saved_nothing():
+    stage = Stage(nnodes=TWO, saved=100)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.tick()
+    assert "ended without another save; the newest checkpoint is of step 100" in stage.said
 
 
 def test_a_stop_request_to_a_job_that_finishes_first(stage):
@@ -258,7 +308,7 @@ def test_ranks_that_do_not_stop_are_killed(stage):
     assert not stage.sent(Kill)
     stage.tick(2)
     assert stage.sent(Kill) == [0]
-    assert "2 ranks did not stop in time and were killed" in stage.said
+    assert "2 ranks did not exit in time and were killed" in stage.said
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
@@ -317,7 +367,7 @@ def test_a_stop_request_between_two_attempts(stage):
 def test_a_kill_after_a_stop_request_is_not_restarted(stage):
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
-    assert "the job was asked to stop (SIGTERM)" in stage.said
+    assert "the job was asked to save and exit (SIGTERM)" in stage.said
 
 
 def test_ranks_that_were_signalled_directly(stage):
@@ -464,18 +514,43 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
 
+def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
+    stage = Stage(TWO, TWO)
+    stage.join(1)
+    assert stage.tick()[-1] == StartAttempt(0, {0: 2, 1: 2})
+    stage.state_machine.node_returned(1, Node(2, "host-1", TWO), stage.now)
+    stage.tick()
+    assert "node 1 (host-1) has lost its connection and made a new one" in stage.said
+    assert "restarting 4 ranks" in stage.said
+    assert not stage.sent(Preempt)  # the ranks are killed: those of the node are lost
+    assert stage.sent(Kill) == [0]
+    stage.ranks_gone()
+    assert stage.tick()[-1] == StartAttempt(1, {0: 2, 2: 2})
+
+
+def test_a_node_that_returns_between_two_attempts_is_not_missing():
+    stage = Stage(TWO, Bounds(2, 3))
+    stage.join(1)
+    stage.tick(3.1)
+    stage.exit(0, -9)
+    stage.ranks_gone(0)  # and node 1 does not answer any more
+    stage.state_machine.node_returned(1, Node(2, "host-1", TWO), stage.now)
+    assert not [stage.tick(), stage.of(JobEnd)][1]
+    assert stage.tick(3.1)[-1] == StartAttempt(1, {0: 2, 2: 2})
+
+
 def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
     """The other ranks of a lost node, or of a node whose zygote died, did not survive to be stopped."""
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
+    assert "2 other ranks were killed" in [stage.tick(), stage.said][1]
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
-    assert "2 other ranks were stopped" in [stage.tick(), stage.said][1]
+    assert "2 other ranks were killed" in [stage.tick(), stage.said][1]
     stage = Stage(TWO)
     stage.tick()
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
@@ -527,6 +602,45 @@ def test_a_node_lost_while_the_others_stop():
     stage.state_machine.node_lost(2, "vanished", stage.now)
     stage.ranks_gone(0)
     assert [stage.tick(), stage.of(JobEnd)][1][0].code == ExitCode.RESTART
+
+
+def test_a_restart_that_a_lost_node_prevents_is_called_off_aloud():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    stage.exit(1, -9)
+    assert "restarting 2 ranks" in [stage.tick(), stage.said][1]
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.ranks_gone(0)
+    stage.tick()
+    assert "not restarted: 1 node left, and 2 needed. To start over: type it again" in stage.said
+    (ending,) = stage.of(JobEnd)
+    assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
+
+
+def test_a_node_that_returns_before_the_other_ranks_are_gone_is_not_missed():
+    stage = nodes(3, 3, 3)
+    stage.tick()
+    stage.exit(1, -9)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.join(3)
+    stage.ranks_gone(0, 2)
+    stage.tick()
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1, 2: 1, 3: 1})]
+
+
+def test_a_node_lost_after_its_ranks_saved_for_a_resize_is_missed():
+    stage = Stage(Bounds(1, 2), TWO)
+    stage.join(1)
+    stage.tick()
+    stage.state_machine.resize_requested(2, stage.now)
+    for rank in (2, 3):
+        stage.exit(rank, 75)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    for rank in (0, 1):
+        stage.exit(rank, 75)
+    stage.tick()
+    assert "not restarted: 1 node left, and 2 needed" in stage.said
+    assert [ending.code for ending in stage.of(JobEnd)] == [ExitCode.RESTART]
 
 
 def test_a_node_lost_while_the_job_waits_for_more():
@@ -670,6 +784,18 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
     assert new.of(JobEnd) == [JobEnd(75)]
 
 
+@pytest.mark.parametrize(("what", "code"), [("signal", 75), ("zygote", 1)])
+def test_no_job_ends_while_the_old_rank_0_may_still_save(stage, what, code):
+    new = taken_over(stage)
+    new.tick(0.1)
+    if what == "signal":
+        new.state_machine.preempt_requested("SIGTERM", new.now)
+    else:
+        new.state_machine.zygote_lost(0, ZygoteLost(None, "no torch", True), new.now)
+    assert not [new.tick(2.8), new.of(JobEnd)][1]
+    assert [ending.code for ending in [new.tick(0.2), new.of(JobEnd)][1]] == [code]
+
+
 def test_a_coordinator_lost_before_the_first_attempt():
     stage = nodes(2, 2, 1)
     new = taken_over(stage, Bounds(2, 2))
@@ -723,7 +849,7 @@ def stuck(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stuck(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks(0, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.stacks_received(0, Stacks.of(0, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -868,7 +994,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stuck(stage)
-    stage.state_machine.stacks_received(0, Stacks(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
+    stage.state_machine.stacks_received(0, Stacks.of(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 

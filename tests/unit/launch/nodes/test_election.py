@@ -37,6 +37,21 @@ def test_a_node_that_slept_through_two_terms_begins_none(tmp_path):
     assert not last.superseded()
 
 
+def test_a_job_that_has_ended_is_not_continued(tmp_path):
+    first = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
+    first.end()
+    assert begin_term(tmp_path, first.term.number, "host-b", "10.0.0.2:29400") is None
+    assert election.newest(tmp_path) is None
+
+
+def test_a_job_may_end_between_the_look_and_the_link(tmp_path, monkeypatch):
+    begin_term(tmp_path, None, "a", "10.0.0.1:29400")
+    seen = iter([[1], [2]])
+    monkeypatch.setattr(election, "_term_numbers", lambda run: next(seen))
+    assert begin_term(tmp_path, 1, "b", "10.0.0.2:29400") is None
+    assert not (tmp_path / ".coordinator-2").exists()
+
+
 def test_a_faster_node_may_come_between_the_look_and_the_link(tmp_path, monkeypatch):
     begin_term(tmp_path, None, "a", "10.0.0.1:29400")
     seen = iter([[1], [1, 3]])  # term 2 has come and gone, and term 3 has begun
@@ -115,11 +130,27 @@ def test_a_dead_coordinator_is_replaced_by_the_lowest_number():
     assert "no sign of life in the run folder for 7 s" in made[3].reason(set(), 107.0)
 
 
+def test_the_last_of_many_nodes_does_not_wait_for_minutes():
+    """If the nodes with lower numbers are lost as well, a node of a large job still takes over soon."""
+    last, members = watch(1000, list(range(1001))), set(range(1001))
+    assert last.reason(set(), 124.0) is None
+    assert "no sign of life" in last.reason(set(), 125.0)
+
+    # The coordinator lives, but no node can reach it.
+    last.look(1, "1", 126.0)
+    assert last.reason(members, 126.0) is None
+    for second in range(127, 146):
+        last.look(1, str(second), float(second))
+        assert last.reason(members, float(second)) is None
+    last.look(1, "146", 146.0)
+    assert last.reason(members, 146.0) == "most nodes cannot reach it"
+
+
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
     made = watch(1, [0, 1])
     for second in range(1, 60):
         made.look(1, str(second), 100.0 + second)
-        assert made.alive
+        assert made.lives(100.0 + second)
         assert made.reason({1}, 100.0 + second) is None
 
 
@@ -163,12 +194,20 @@ def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
     assert election.cut_off_nodes(tmp_path, 1) == set()
 
 
+def test_a_counter_that_has_stopped_is_no_sign_of_life():
+    made = watch(1, [0, 1])
+    made.look(1, "1", 101.0)
+    assert made.lives(105.9)
+    made.look(1, "1", 106.0)
+    assert not made.lives(106.0)
+
+
 def test_a_count_that_cannot_be_read_stands_for_nothing():
     made = watch(1, [0, 1])
     made.look(1, "", 104.0)
     assert made.reason(set(), 200.0) is None
     made.look(1, "0", 200.0)
-    assert not made.alive
+    assert not made.has_grown
     assert made.reason(set(), 204.0) is None
     assert made.reason(set(), 205.0)
 
@@ -190,12 +229,12 @@ def test_a_counter_that_cannot_be_read_is_no_sign_of_life():
     """It grew before. Now nothing is known of it, and a node must not be told that it is cut off from a live one."""
     made = watch(1, [0, 1])
     made.look(1, "1", 101.0)
-    assert made.alive
+    assert made.has_grown
     made.look(1, "", 102.0)
-    assert not made.alive
+    assert not made.has_grown
     made.look(1, "1", 103.0)
-    assert not made.alive
+    assert not made.has_grown
     made.look(1, "2", 104.0)
-    assert made.alive
+    assert made.has_grown
     made.reset()
-    assert not made.alive
+    assert not made.has_grown

@@ -45,7 +45,7 @@ def test_the_node_that_coordinates_ends_the_job(node, tmp_path, monkeypatch):
     assert node.ended_job
 
 
-def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch):
+def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch, capfd):
     """Its own coordinator had taken the signal, and could no longer do anything about it."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
     superseded = SimpleNamespace(run=lambda: None, received_signals=["SIGTERM"], state=CoordinatorState([[0, 1]]))
@@ -57,3 +57,8 @@ def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(n
         assert node._coordinate(CoordinatorRole(ExitStack(), listener, term)) is connection
     assert reached == [("127.0.0.1:29401",)]
     assert node._signals == ["SIGTERM"]  # which is sent on the new connection
+
+    # It does not report its own loss.
+    said = capfd.readouterr().err
+    assert "another node took over this job" in said
+    assert "is lost" not in said

@@ -14,7 +14,7 @@ from lockstep.launch.nodes import search as module
 from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
 from lockstep.launch.wire.connections import LOST_AFTER_S
-from lockstep.launch.wire.messages import CoordinatorState
+from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.proof import Secret
 from ports import free_port
 
@@ -56,15 +56,17 @@ def last():
 def search(tmp_path, monkeypatch):
     """The search of a node that can reach no other node."""
     job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
-    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
+    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"), [])
     monkeypatch.setattr(made, "_reach", lambda *addresses: None)
     return made
 
 
-def test_a_job_is_over_when_its_record_is_gone_for_a_while(search, last, clock):
+def test_a_job_is_over_when_its_record_is_gone_for_a_while(search, last, clock, capfd):
     began = clock.now
     ending = search.after_loss(last, "no answer")
     assert ending.code == ExitCode.RESTART
+    assert "the job has ended, and this node did not learn how" in capfd.readouterr().err
+    assert "events.jsonl" in ending.failure.message
     assert GONE_S <= clock.now - began < GONE_S + 1
 
 
@@ -75,6 +77,7 @@ def test_a_moment_without_a_record_is_not_the_end_of_a_job(search, last, clock, 
 
     def take_over():
         if clock.now - began > GONE_S / 2 and not election.newest(tmp_path):
+            election.begin_term(tmp_path, None, "host-a", ADDRESS)
             election.begin_term(tmp_path, 1, "host-b", "127.0.0.1:29401")
 
     clock.meanwhile = take_over
@@ -136,11 +139,38 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
     assert search.after_loss(last, "no answer") is connection
 
 
+def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search, last, clock, tmp_path, monkeypatch):
+    """Its counter grew after the connection was lost, and then stopped."""
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    began, cut_off = clock.now, []
+
+    def dies_soon():
+        if clock.now - began < 1:
+            term.beat()
+
+    clock.meanwhile = dies_soon
+    monkeypatch.setattr(election, "write_cut_off_file", lambda *arguments: cut_off.append(clock.now))
+    role = search.after_loss(last, "no answer")
+    with role.resources:
+        assert role.held_term.term.number == 2
+    assert 0 < max(cut_off) - began < 1 + LOST_AFTER_S
+
+
+def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last, clock, tmp_path, monkeypatch):
+    """The counter grows all the time, but this node does not look while it tries to connect."""
+    term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
+    lives(clock, term)
+    monkeypatch.setattr(search, "_reach", lambda *addresses: clock.sleep(LOST_AFTER_S + 4))
+    ending = search.after_loss(last, "no answer")
+    assert isinstance(ending, JobEnd)
+    assert election.newest(tmp_path).number == 1
+
+
 def test_a_signal_ends_a_node_that_finds_no_coordinator(search, last, clock, tmp_path, capfd):
     election.begin_term(tmp_path, None, "host-a", ADDRESS)
     search._signals.append("SIGTERM")
     assert search.after_loss(last, "no answer").code == 75
-    assert "stopped while no node coordinates" in capfd.readouterr().err
+    assert "ended while no node coordinates" in capfd.readouterr().err
 
 
 def test_a_signal_waits_for_a_successor_that_does_not_answer_at_once(search, last, clock, tmp_path, monkeypatch):
@@ -191,7 +221,7 @@ def test_a_name_that_a_platform_has_yet_to_publish_is_waited_for(search, clock, 
     def unknown(address):
         raise UserError(f"--join {address}: the host nobody is not known here", "not found", "")
 
-    monkeypatch.setattr(module, "claim", unknown)
+    monkeypatch.setattr(module, "bind_join_address", unknown)
     with pytest.raises(UserError, match="the host nobody is not known here"):
         search.find_coordinator()
 

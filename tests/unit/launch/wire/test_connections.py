@@ -19,12 +19,22 @@ from lockstep.launch.wire.connections import (
     Hub,
     NoAnswer,
     address_of,
-    claim,
+    bind_join_address,
     listen_at,
     reach,
 )
 from lockstep.launch.wire.door import Door
-from lockstep.launch.wire.messages import Announce, CoordinatorState, Message, NodeBeat, Refused, Start, Welcome, encode
+from lockstep.launch.wire.messages import (
+    Announce,
+    CoordinatorState,
+    JobEnd,
+    Message,
+    NodeBeat,
+    Refused,
+    Start,
+    Welcome,
+    encode,
+)
 from lockstep.runtime.rendezvous import proof
 from lockstep.runtime.rendezvous.proof import Seal, Secret
 from ports import free_port
@@ -83,6 +93,18 @@ def test_last_words_are_heard_before_the_end(line):
         received(made)
 
 
+def test_last_words_are_heard_although_nothing_can_be_sent_any_more(line):
+    made, there = line
+    there.say(JobEnd(0))
+    there.socket.close()
+    for _ in range(3):  # the first one is answered with a reset, and the next ones fail
+        made.send(NodeBeat())
+        time.sleep(0.05)
+    assert received(made) == [JobEnd(0)]
+    with pytest.raises(ConnectionLost, match="broke"):
+        received(made)
+
+
 @pytest.mark.parametrize("how", ["forged", "repeated", "left out", "sent back"])
 def test_only_what_the_peer_said_is_heard(line, how):
     made, there = line
@@ -123,8 +145,12 @@ def test_a_message_without_end_is_cut_off(line, monkeypatch):
 def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
     monkeypatch.setattr(connections, "LARGEST", 1000)
     made, _ = line
+    made.send(Announce("x" * 50_000_000))
+    waiting = len(made._unsent)
+    made.send(Announce("x" * 1000))
+    assert len(made._unsent) == waiting  # nothing more is kept for it
     with pytest.raises(ConnectionLost, match="stopped reading"):
-        made.send(Announce("x" * 50_000_000))
+        received(made)
 
 
 def connected(hub: Hub, address: str, *sources: str | None) -> list[Connection]:
@@ -144,8 +170,8 @@ def address():
 
 
 def test_one_claims_the_address_and_the_others_connect(address):
-    listener = claim(address)
-    assert claim(address) is None
+    listener = bind_join_address(address)
+    assert bind_join_address(address) is None
     hub = Hub(Door(listener, SECRET))
     lines = connected(hub, address, None, "127.0.0.2")
     for line in lines:
@@ -169,7 +195,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(connections, "DRAIN_S", 120.0)
     monkeypatch.setattr(connections, "LOST_AFTER_S", 120.0)
-    hub = Hub(Door(claim(address), SECRET))
+    hub = Hub(Door(bind_join_address(address), SECRET))
     (line,) = connected(hub, address, None)
     line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):
@@ -231,16 +257,16 @@ def test_a_refusal_is_an_error_for_the_user(line, node):
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
 def test_an_address_that_every_machine_could_bind_is_refused(host):
     with pytest.raises(UserError, match="names no machine"):
-        claim(f"{host}:29400")
+        bind_join_address(f"{host}:29400")
 
 
 def test_an_address_of_another_machine_is_not_ours():
-    assert claim("192.0.2.1:29400") is None
+    assert bind_join_address("192.0.2.1:29400") is None
 
 
 def test_an_unknown_address():
     with pytest.raises(UserError, match="--join"):
-        claim("no.such.host.invalid:29400")
+        bind_join_address("no.such.host.invalid:29400")
 
 
 def test_a_coordinator_that_does_not_answer(address):
@@ -249,7 +275,7 @@ def test_a_coordinator_that_does_not_answer(address):
 
 
 def test_an_address_whose_port_is_taken(address):
-    with claim(address) as taken, listen_at(*taken.getsockname()) as other:
+    with bind_join_address(address) as taken, listen_at(*taken.getsockname()) as other:
         assert address_of(taken) == address
         assert address_of(other) != address
         assert address_of(other).startswith("127.0.0.1:")

@@ -16,8 +16,8 @@ from lockstep.launch.wire.messages import (
     CoordinatorState,
     Hello,
     JobEnd,
+    Kill,
     NodeBeat,
-    Preempt,
     RankExited,
     Stacks,
     Start,
@@ -36,7 +36,7 @@ MESSAGES = [
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
-    Stacks(3, {0: "line\nline"}, {0: [{}]}),
+    Stacks.of(3, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
     NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
     Announce("text with \u00e9"),
@@ -94,10 +94,10 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
 
 def test_a_message_may_derive_from_any_message():
     @dataclass(frozen=True)
-    class PreemptSoon(Preempt):
+    class KillSoon(Kill):
         seconds: float
 
-    assert decode(encode(PreemptSoon(3, 1.5))) == PreemptSoon(3, 1.5)
+    assert decode(encode(KillSoon(3, 1.5))) == KillSoon(3, 1.5)
 
 
 def test_differences_are_named():

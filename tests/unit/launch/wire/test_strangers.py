@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.wire import door
-from lockstep.launch.wire.connections import claim, reach
+from lockstep.launch.wire.connections import bind_join_address, reach
 from lockstep.launch.wire.door import Door, find_secret
 from lockstep.runtime.rendezvous import proof
 from lockstep.runtime.rendezvous.proof import NotProven, Secret
@@ -91,7 +91,7 @@ class Meeting:
 
     def __init__(self):
         self.join = f"127.0.0.1:{free_port()}"
-        self.door = Door(claim(self.join), OURS)
+        self.door = Door(bind_join_address(self.join), OURS)
         self.admitted = []
         self._open = True
         self._thread = threading.Thread(target=self._serve)

@@ -122,6 +122,7 @@ class ForwardStage(Stage):
         self.model = model
         self.first = first
         self.last = last
+
         self._interceptor = interceptor
         self._outputs = outputs
         self._foreign_buffers = list(foreign_buffers)
@@ -174,6 +175,7 @@ class ForwardStage(Stage):
             output = call()
             if number == self.last and not self._ends_model:
                 raise _LeaveForward(self._to_next_stage(output))
+
             return output
 
         # Blocks of earlier stages do not run, and nothing in this stage depends on their outputs.

@@ -66,6 +66,7 @@ class _Trace:
     def __init__(self, model: nn.Module, interceptor: BlockInterceptor):
         self.model = model
         self.interceptor = interceptor
+
         self.order: list[int] = []  # the numbers of the blocks, in the order of their calls
         self.outputs: list[TracedOutput] = []
         self.needs: list[set[int]] = []  # for each segment, the ids of the parameters that it uses
@@ -177,6 +178,7 @@ def _dry_run(
 ) -> None:
     """Run every stage with NaN for all parameters that it will not have, and check that its output has no NaN."""
     passed: Any = None  # the output of the previous stage
+
     for number, (stage, tensors) in enumerate(zip(stages, used, strict=True)):
         try:
             with torch.no_grad(), autocast(), ExitStack() as stack:

@@ -1,0 +1,244 @@
+"""`lockstep bench`: measures what was asked for, prints tables, and writes results, plots and a report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ExitCode, UserError, printable
+
+if TYPE_CHECKING:
+    from lockstep.bench.options import BenchOptions
+    from lockstep.bench.pool import Pool
+    from lockstep.bench.results import Result, Section
+
+# What can be measured, in the order of `bench all`.
+KINDS = {
+    "weak": "throughput against the number of ranks, with the same batch on every rank",
+    "strong": "throughput against the number of ranks, with the same batch on all ranks together",
+    "comm": "collectives from 1 KB to 256 MB, and the communication of a step, with buckets and hooks",
+    "memory": "what a rank holds, by category and number of ranks; and whether it grows",
+    "step": "cost of a step against a hand-written loop, and against other libraries where installed",
+    "data": "samples per second of the loader, against what the model takes",
+    "checkpoint": "how long training waits for a checkpoint, write and load rates, against torch.save and DCP",
+}
+
+# `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
+SMALLER: dict[str, Any] = {"repeats": 5, "max_mb": 16.0, "megabytes": 100, "accumulation": "1", "steps": 200}
+USUAL: dict[str, Any] = {"repeats": 9, "max_mb": 256.0, "megabytes": 400, "accumulation": "1,4", "steps": 500}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the verbs of `lockstep bench`."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name, text in {**KINDS, "all": "everything above, with smaller sizes"}.items():
+        _add_measuring(kinds.add_parser(name, help=text))
+
+    compare = kinds.add_parser("compare", help="compare two results: what got faster, and what slower")
+    compare.add_argument("before", type=Path, metavar="A")
+    compare.add_argument("after", type=Path, metavar="B")
+
+    again = kinds.add_parser("report", help="make plots and report.html again, from the results of a folder")
+    again.add_argument("folder", type=Path, metavar="D")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", nargs="?", default="gpt", metavar="TARGET", help="gpt, mlp, a recipe, or FILE.py:CLASS (default gpt)"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings of the target")
+    parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+    parser.add_argument("--worlds", metavar="1,2,4,8", help="numbers of ranks (default: what this machine has)")
+    parser.add_argument("--backend", metavar="nccl,gloo", help="backends to compare (comm)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="rounds in which everything takes a turn")
+    parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="samples per step; weak: of a rank, strong: of all ranks"
+    )
+    parser.add_argument("--cores-per-rank", type=int, default=0, metavar="N", help="(default: cores / largest world)")
+    parser.add_argument("--accumulation", metavar="1,4", help="micro-batches per step (step)")
+    parser.add_argument("--max-mb", type=float, metavar="MB", help="largest message (comm)")
+    parser.add_argument("--megabytes", type=int, metavar="MB", help="size of the state (checkpoint)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of the leak check (memory)")
+    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out (step)")
+    parser.add_argument("--out", type=Path, metavar="D", help="folder of the result (default: bench/KIND-TIME)")
+
+
+def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Carry out `lockstep bench`. Returns 1 if a target was judged and missed."""
+    if options.kind == "compare":
+        from lockstep.bench.compare import compare
+
+        print(printable(compare(options.before, options.after)))
+        return ExitCode.FINISHED
+
+    if options.kind == "report":
+        from lockstep.bench.page import write_pictures_and_page
+        from lockstep.bench.results import read
+
+        print(write_pictures_and_page(read(options.folder), options.folder))
+        return ExitCode.FINISHED
+
+    return _measure(options, overrides)
+
+
+def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.bench import results
+    from lockstep.bench.hardware import OtherLoad, as_record, disturbance, this_machine
+    from lockstep.bench.page import write_pictures_and_page
+    from lockstep.bench.pool import Pool, RanksEnded
+    from lockstep.bench.projection import section_of
+
+    asked = _options(options, overrides)
+    folder = asked.out
+    assert folder is not None
+    result = results.begin(folder, shlex.join(["lockstep", *options.arguments]), as_record(this_machine()))
+    print(printable(f"hardware  {result.hardware['text']}"))
+
+    names = list(KINDS) if options.kind == "all" else [options.kind]
+    progress = Progress()
+    failed = False
+    with _ending_on_sigterm(), Pool(asked.cores_per_rank, ["lockstep.bench.ranks.scaling"]) as pool:
+        for name in names:
+            # One kind that cannot be measured here does not keep `bench all` from the others.
+            others, used = OtherLoad(), pool.cpu_seconds()
+            try:
+                sections = _kind(name, options)(pool, asked, progress.show)
+            except RanksEnded as error:
+                progress.clear()
+                print(printable(f"lockstep: bench {name}: {error}"), file=sys.stderr)
+                failed = True
+                continue
+
+            progress.clear()
+            disturbed = disturbance(others.cores(pool.cpu_seconds() - used))
+            for section in sections:
+                # Kinds that judge by times know more exactly whether their rounds were disturbed.
+                # A leak does not depend on other processes.
+                if section.name not in ("weak", "strong", "step", "leak") and not section.extra.get("refusal"):
+                    section.extra["refusal"] = disturbed
+                section.settings = _settings(section, asked)
+                result.put(section)
+                _add_facts(result, section)
+                failed |= section.failed
+                print(printable(results.text_of(section)) + "\n", flush=True)
+            # After each kind, so that an interrupted measurement leaves what it has found.
+            results.write(result, folder)
+
+    if projected := section_of(result):
+        result.put(projected)
+        print(printable(results.text_of(projected)) + "\n", flush=True)
+        results.write(result, folder)
+
+    if result.sections:
+        print(printable(f"report    {write_pictures_and_page(result, folder)}"))
+    return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """End this process on SIGTERM as on Ctrl-C: its ranks end, and its temporary folders are removed."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
+    """Return what two results must have in common to be compared."""
+    facts = section.extra.get("facts", {})
+    if section.name == "checkpoint":
+        return {"megabytes": asked.megabytes}
+    known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
+    known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}
+    return known
+
+
+def _kind(
+    name: str, options: argparse.Namespace
+) -> Callable[[Pool, BenchOptions, Callable[[str], None]], list[Section]]:
+    if name in ("weak", "strong"):
+        from lockstep.bench.kinds import scaling
+
+        return lambda pool, asked, report: [scaling.run(name, pool, asked, report)]
+
+    if name == "step":
+        from lockstep.bench.kinds import step
+
+        return lambda pool, asked, report: [step.run(pool, asked, report, peers=not options.no_peers)]
+
+    return importlib.import_module(f"lockstep.bench.kinds.{name}").run
+
+
+def _add_facts(result: Result, section: Section) -> None:
+    facts = section.extra.get("facts", {})
+    result.facts |= {key: facts[key] for key in ("torch", "device") if key in facts}
+
+
+def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOptions:
+    from lockstep.bench import options as known
+    from lockstep.config import read_layers
+
+    # A word with "=" is a setting; the target may be left out before it.
+    target, words = options.target, list(overrides)
+    if "=" in target:
+        target, words = "gpt", [target, *words]
+
+    layers = read_layers(options.config, words)
+    known.check_kind(options.kind, vars(options))
+    known.check_settings(options.kind, target, layers)
+
+    usual = SMALLER if options.kind == "all" else USUAL
+    typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
+    sizes = {**usual, **typed}
+    if options.out and options.out.exists() and not options.out.is_dir():
+        raise UserError(f"--out {options.out} is a file", "", "name a folder")
+    return known.BenchOptions(
+        target=target,
+        layers=layers,
+        worlds=known.parse_worlds(options.worlds),
+        backends=known.parse_backends(options.backend),
+        repeats=sizes["repeats"],
+        block=10 if options.block is None else options.block,
+        batch=options.batch,
+        cores_per_rank=options.cores_per_rank,
+        max_mb=sizes["max_mb"],
+        accumulation=known.parse_accumulation(sizes["accumulation"]),
+        megabytes=sizes["megabytes"],
+        steps=sizes["steps"],
+        out=options.out or Path("bench") / f"{options.kind}-{time.strftime('%Y%m%d-%H%M%S')}",
+    )
+
+
+class Progress:
+    """Shows what is being measured: one line that is overwritten on a terminal, and nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+        self._since = time.monotonic()
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            line = f"{time.monotonic() - self._since:5.0f} s  {text}"[:110]
+            sys.stderr.write("\r" + line.ljust(self._shown))
+            sys.stderr.flush()
+            self._shown = len(line)
+
+    def clear(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r" + " " * self._shown + "\r")
+            sys.stderr.flush()
+            self._shown = 0

@@ -1,0 +1,101 @@
+"""`lockstep bench compare A B`: what changed between two results, and whether the change is larger than the noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.bench.intervals import ENOUGH
+from lockstep.bench.results import Result, Section, cell, is_estimate, middle, read, table_lines
+from lockstep.errors import UserError
+
+# The columns that name a row; all others are measurements.
+LABELS = (
+    "case",
+    "loop",
+    "world",
+    "backend",
+    "operation",
+    "bytes",
+    "way",
+    "what",
+    "accumulation",
+    "workers",
+    "step",
+    "ranks",
+)
+
+# Of all other measurements less is better: times, ratios of times, and memory.
+HIGHER_IS_BETTER = {
+    *("throughput", "speedup", "scaling_efficiency", "machine_limit", "of_machine_limit", "compute_fraction"),
+    *("overlap_fraction", "algorithm_gb_s", "bus_gb_s", "loader", "headroom"),
+    *("write_mb_s", "load_mb_s"),
+}
+UNDIRECTED = {"need", "torch_loader"}  # of the model, and of torch
+
+
+def compare(before: Path, after: Path) -> str:
+    """Return the comparison as text."""
+    old, new = read(before), read(after)
+    lines = [f"A  {before}: {old.time}, {old.hardware['text']}", f"B  {after}: {new.time}, {new.hardware['text']}"]
+    if old.hardware["text"] != new.hardware["text"]:
+        lines.append("   The hardware differs: times cannot be compared, only ratios.")
+    pairs = [(one, other) for one in old.sections if (other := _named(new, one.name))]
+    for one, other in pairs:
+        _check_settings(one, other)
+        lines += ["", one.title, *_changes(one, other)]
+    if not pairs:
+        lines.append("   They have no section in common.")
+    return "\n".join(lines)
+
+
+def _check_settings(old: Section, new: Section) -> None:
+    """Refuse to compare a section with one that measured something else."""
+    for key in sorted(old.settings.keys() | new.settings.keys()):
+        one, other = old.settings.get(key), new.settings.get(key)
+        if one != other:
+            raise UserError(
+                f"the two results measured different things in {old.name}",
+                f"{key} is {one} in A and {other} in B",
+                "measure both with the same target, batch and settings",
+            )
+
+
+def _named(result: Result, name: str) -> Section | None:
+    return next((section for section in result.sections if section.name == name), None)
+
+
+def _changes(old: Section, new: Section) -> list[str]:
+    others = {_label(row): row for row in new.rows}
+    body = []
+    for row in old.rows:
+        other = others.get(_label(row))
+        for column in old.columns:
+            if other is None or column.key in LABELS or column.key not in other:
+                continue
+            a, b = row.get(column.key), other[column.key]
+            if not isinstance(middle(a), int | float) or not isinstance(middle(b), int | float) or not middle(a):
+                continue
+            unit = f" [{column.unit}]" if column.unit else ""
+            change = middle(b) / middle(a) - 1
+            body.append(
+                [_label(row), f"{column.title}{unit}", cell(a), cell(b), f"{change:+.1%}", _verdict(column.key, a, b)]
+            )
+    return table_lines(["row", "value", "A", "B", "B / A - 1", ""], body) if body else ["  nothing in common"]
+
+
+def _label(row: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {row[key]}" if key == "world" else str(row[key]) for key in LABELS if key in row)
+
+
+def _verdict(key: str, a: Any, b: Any) -> str:
+    """Return whether B is better or worse, if two confidence intervals are apart."""
+    if not (is_estimate(a) and is_estimate(b)) or a == b:
+        return "" if a != b else "the same"
+    if min(a["count"], b["count"]) < ENOUGH:
+        return f"fewer than {ENOUGH} rounds"
+    if a["high"] >= b["low"] and b["high"] >= a["low"]:
+        return "within the noise"
+    if key in UNDIRECTED:
+        return "changed"
+    return "better" if (b["median"] > a["median"]) == (key in HIGHER_IS_BETTER) else "worse"

@@ -1,0 +1,58 @@
+"""Medians with confidence intervals, of turns that were measured in alternation."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LEVEL = 0.95
+ENOUGH = 6  # values: fewer have no interval at this level, not even their whole range
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its confidence interval, or the range of the values if there are fewer than ENOUGH."""
+
+    median: float
+    low: float
+    high: float
+    count: int  # of measurements
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the median of `values` with its confidence interval; below ENOUGH values, with their range.
+
+    The interval goes from the k-th smallest value to the k-th largest one. It misses the true median only if fewer than
+    k values lie on one side of it: a binomial probability, whatever the distribution of the values is.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    cut = 0
+    if count >= ENOUGH:
+        while 2 * sum(math.comb(count, below) for below in range(cut + 2)) / 2**count <= 1 - LEVEL:
+            cut += 1
+    return Estimate(statistics.median(ordered), ordered[cut], ordered[-1 - cut], count)
+
+
+def spread_text(count: int) -> str:
+    """Return what the spread of an estimate of `count` rounds is."""
+    if count < 2:
+        return "a single round, so nothing is known about the noise"
+    return "medians with 95 % confidence intervals" if count >= ENOUGH else f"medians with the range of {count} rounds"
+
+
+def ratio(
+    these: Sequence[float], those: Sequence[float], scale: Callable[[float], float] = lambda value: value
+) -> Estimate:
+    """Return the median of the ratios of each round: noise that lasts for a round hits both of its turns alike."""
+    return estimate([scale(this / that) for this, that in zip(these, those, strict=True)])

@@ -1,0 +1,98 @@
+"""Checkpoints: how long training waits, how fast they are written and read, against torch.save and plain DCP."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.bench.hardware import describe
+from lockstep.bench.intervals import estimate, ratio, spread_text
+from lockstep.bench.options import BenchOptions
+from lockstep.bench.pool import Pool
+from lockstep.bench.results import Column, Section
+from lockstep.errors import plural
+
+BASE = "torch.save"
+
+COLUMNS = [
+    Column("way", "way"),
+    Column("world", "ranks"),
+    Column("stall_s", "training waits", "s"),
+    Column("stall_ratio", "/ torch.save"),
+    Column("written_s", "written after", "s"),
+    Column("write_mb_s", "write rate", "MB/s"),
+    Column("load_s", "loaded in", "s"),
+    Column("load_mb_s", "load rate", "MB/s"),
+]
+
+
+def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> list[Section]:
+    """Measure on the largest number of ranks, after one round to warm up."""
+    world = max(options.worlds)
+    report(f"checkpoint: {options.megabytes} MB on {world} rank(s)")
+
+    # Beside the result, on the disk that was asked for, and removed by this process: ranks may be killed.
+    disk = tempfile.TemporaryDirectory(prefix="checkpoints-of-bench-", dir=options.out.parent if options.out else None)
+    with disk as root:
+        return [_measure(Path(root).resolve(), world, pool, options, report)]
+
+
+def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
+    arguments = {"megabytes": options.megabytes, "threads": pool.cores_per_rank, "root": str(root)}
+    team = pool.start("checkpoint:measure", world, arguments)
+    try:
+        facts = team.ready()[0]
+        team.ask()
+        rounds = []
+        for number in range(options.repeats):
+            report(f"checkpoint: round {number + 1} of {options.repeats}")
+            rounds.append(team.ask())
+    finally:
+        team.close()
+
+    # Training waits for the slowest rank.
+    def slowest(way: str, index: int) -> list[float]:
+        return [max(rank["save"][way][index] for rank in ranks) for ranks in rounds]
+
+    size = facts["bytes"] / 1e6
+    rows: list[dict[str, Any]] = []
+    for way in rounds[0][0]["save"]:
+        stalls, written = slowest(way, 0), slowest(way, 1)
+        row: dict[str, Any] = {
+            "way": way,
+            "world": world,
+            "stall_s": estimate(stalls).as_dict(),
+            "stall_ratio": ratio(stalls, slowest(BASE, 0)).as_dict(),
+            "written_s": estimate(written).as_dict(),
+            "write_mb_s": estimate([size / seconds for seconds in written]).as_dict(),
+        }
+        if way in rounds[0][0]["load"]:
+            loads = [max(rank["load"][way] for rank in ranks) for ranks in rounds]
+            row["load_s"] = estimate(loads).as_dict()
+            row["load_mb_s"] = estimate([size / seconds for seconds in loads]).as_dict()
+        rows.append(row)
+
+    placement = team.placed("cpu")
+    notes = [
+        f"{size:.0f} MB of weights and AdamW moments, {world} ranks that compute meanwhile; "
+        f"{describe(placement, pool.cores_per_rank)}; file system {file_system(root)}. torch.save is written by rank "
+        "0 while the others wait, and without fsync it is only a copy to memory. Lockstep's load checks every digest; "
+        "the others check nothing. Every rank loads the whole state, from the page cache. 'written after' is the time "
+        "from the call until a rank knows that the save is complete. "
+        f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}.",
+    ]
+    title = f"Checkpoints of {size:.0f} MB on {world} rank{'s' * (world > 1)}"
+    return Section("checkpoint", title, COLUMNS, rows, notes, extra={"facts": facts, "refusal": placement.shared})
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Return the type of the file system that holds `path`, such as "ext4"."""
+    if not mounts.exists():
+        return "unknown"
+    found = [line.split()[1:3] for line in mounts.read_text().splitlines()]
+    # The longest mount point wins, and of two the later one: it lies on top.
+    holding = [(len(point), kind) for point, kind in found if path.is_relative_to(point)]
+    longest = max((length for length, _ in holding), default=0)
+    return next((kind for length, kind in reversed(holding) if length == longest), "unknown")

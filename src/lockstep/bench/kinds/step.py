@@ -1,0 +1,131 @@
+"""What a step costs against a hand-written loop: Lockstep's loops, and those of other libraries where installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.bench.hardware import OtherLoad, describe, disturbance
+from lockstep.bench.intervals import estimate, ratio, spread_text
+from lockstep.bench.options import BenchOptions, why_no_step
+from lockstep.bench.pool import Pool
+from lockstep.bench.results import Column, Section, Verdict, judged
+
+OVERHEAD = 1.15  # the most that a step may cost against the hand-written loop
+SHORT_ROUNDS = 3
+MICRO_BATCH = {"mlp": 32, "gpt": 4}
+TITLE = "Cost of a step against a hand-written loop"
+BASE, NOISE = "by hand", "by hand again"
+
+COLUMNS = [
+    Column("case", "case"),
+    Column("loop", "loop"),
+    Column("step_us", "step", "µs"),
+    Column("wall_ratio", "time / by hand"),
+    Column("cpu_ratio", "CPU time / by hand"),
+    Column("short_ratio", "run of 60 steps / by hand"),
+]
+
+Rounds = list[list[dict[str, dict[str, float]]]]  # by round, rank and loop
+
+
+def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers: bool = True) -> Section:
+    """Measure each number of ranks with each accumulation."""
+    if refusal := why_no_step(options.target, options.layers):
+        return Section("step", TITLE, COLUMNS, [], [f"Left out: {refusal}."])
+
+    rows, verdicts, notes, facts = [], [], [], {}
+    for world in options.worlds:
+        for accumulation in options.accumulation:
+            case = f"{options.target}, {world} rank{'s' * (world > 1)} x {accumulation}"
+            found, verdict, place, facts = _case(case, world, accumulation, pool, options, report, peers)
+            rows += found
+            verdicts.append(verdict)
+            notes = [place]
+
+    notes += [
+        f"A case is a model, the number of ranks and the micro-batches per step; {options.repeats} rounds of "
+        f"{options.block} steps in which all loops take turns in one process; {spread_text(options.repeats)}. "
+        "The target is judged by time. CPU time is that of all threads of all ranks.",
+        f"A run of 60 steps is a whole one, from building the model to its end, {SHORT_ROUNDS} rounds. fit and the own "
+        "loop also check the start of the training, save a checkpoint and the weights, and write a report; the loop by "
+        f"hand and the other libraries only train. '{NOISE}' is the hand-written loop a second time: its ratio shows "
+        "the noise of the measurement.",
+    ]
+    return Section(
+        "step",
+        TITLE,
+        COLUMNS,
+        rows,
+        notes,
+        verdicts,
+        {"facts": facts, "refusal": next((verdict.refusal for verdict in verdicts if verdict.refusal), "")},
+    )
+
+
+def _case(
+    case: str,
+    world: int,
+    accumulation: int,
+    pool: Pool,
+    options: BenchOptions,
+    report: Callable[[str], None],
+    peers: bool,
+) -> tuple[list[dict[str, Any]], Verdict, str, dict[str, Any]]:
+    report(f"step: {case}: starting")
+    arguments = {
+        "target": options.target,
+        "layers": options.layers,
+        "micro_batch": MICRO_BATCH[options.target],
+        "accumulation": accumulation,
+        "block": options.block,
+        "threads": pool.cores_per_rank,
+        "peers": peers,
+    }
+    team = pool.start("step:measure", world, arguments)
+    try:
+        facts = team.ready()[0]
+        others = OtherLoad()
+        rounds: Rounds = []
+        for number in range(options.repeats):
+            report(f"step: {case}: round {number + 1} of {options.repeats}")
+            rounds.append(team.ask())
+        busy = others.cores(sum(loop["cpu_seconds"] for ranks in rounds for rank in ranks for loop in rank.values()))
+        shorts: Rounds = []
+        for number in range(min(SHORT_ROUNDS, options.repeats)):
+            report(f"step: {case}: 60 steps, {number + 1} of {SHORT_ROUNDS}")
+            shorts.append(team.ask("short"))
+    finally:
+        team.close()
+
+    rows: list[dict[str, Any]] = []
+    for name in facts["loops"]:
+        rows.append(
+            {
+                "case": case,
+                "loop": name,
+                "world": world,
+                "accumulation": accumulation,
+                "step_us": estimate([1e6 * wall / options.block for wall in _walls(rounds, name)]).as_dict(),
+                "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)).as_dict(),
+                "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)).as_dict(),
+                "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)).as_dict(),
+            }
+        )
+
+    overhead = next(row["wall_ratio"] for row in rows if row["loop"] == "fit")
+    placement = team.placed(facts["device"])
+    refusal = placement.shared or disturbance(busy)
+    verdict = judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
+    return rows, verdict, describe(placement, pool.cores_per_rank) + ".", facts
+
+
+def _walls(rounds: Rounds, name: str) -> list[float]:
+    """Return the seconds of each round: those of the slowest rank."""
+    return [max(rank[name]["seconds"] for rank in ranks) for ranks in rounds]
+
+
+def _cpus(rounds: Rounds, name: str) -> list[float]:
+    """Return the CPU seconds of each round, added over ranks."""
+    return [math.fsum(rank[name]["cpu_seconds"] for rank in ranks) for ranks in rounds]

@@ -1,0 +1,130 @@
+"""The options of `lockstep bench`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep import targets
+from lockstep.errors import UserError, plural
+from lockstep.runtime.machine import available_cores, visible_gpus
+
+BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
+
+
+@dataclass
+class BenchOptions:
+    """What to measure, and how long."""
+
+    target: str = "gpt"
+    layers: list[Any] = field(default_factory=list)  # (source, values), as for `lockstep train`
+    worlds: list[int] = field(default_factory=lambda: [1, 2])
+    backends: list[str] = field(default_factory=list)  # of collectives; empty: the one for this machine
+    repeats: int = 9  # rounds
+    block: int = 10  # steps of a turn
+    batch: int | None = None  # samples per step: of a rank (weak), or of all ranks (strong); None: the target's own
+    cores_per_rank: int = 0  # 0: as many as the largest world allows
+    max_mb: float = 256.0  # the largest message, in MB
+    accumulation: list[int] = field(default_factory=lambda: [1, 4])
+    megabytes: int = 400  # of a checkpoint
+    steps: int = 500  # of the leak check
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured, and choose the cores of a rank."""
+        if self.target not in BUILT_IN_TARGETS:
+            targets.check(self.target)
+            if targets.is_script(self.target):
+                raise UserError(
+                    f"{self.target} is a script, whose loop cannot be stopped after a block of steps",
+                    "",
+                    "name a task: a recipe, or FILE.py:CLASS",
+                )
+        for name in ("repeats", "block", "batch", "max_mb", "megabytes", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or value <= 0):
+                raise UserError(f"--{name.replace('_', '-')} must be above 0", str(value), "use 1 or more")
+        if not self.worlds or not all(isinstance(world, int) and world > 0 for world in self.worlds):
+            raise UserError("the numbers of ranks are not numbers above 0", str(self.worlds), "use 1,2,4")
+        self.worlds = sorted(set(self.worlds))
+        if not isinstance(self.cores_per_rank, int) or not 0 <= self.cores_per_rank <= available_cores():
+            raise UserError(
+                f"--cores-per-rank {self.cores_per_rank} is not possible",
+                f"this process may use {plural(available_cores(), 'core')}",
+                f"use 1 to {available_cores()}, or 0 to share them out",
+            )
+        if not self.cores_per_rank:
+            self.cores_per_rank = max(1, available_cores() // max(self.worlds))
+
+
+def parse_worlds(text: str | None) -> list[int]:
+    """Return numbers of ranks; by default powers of two up to what this machine has devices or cores for."""
+    if text is None:
+        most = visible_gpus() or available_cores()
+        return [world for world in (1, 2, 4, 8) if world <= max(2, most)]
+    return sorted(set(_numbers("--worlds", text)))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"{option} {text} is not a list of numbers above 0", "", f"use {option} 1,2,4")
+    return [int(word) for word in words]
+
+
+def parse_accumulation(text: str) -> list[int]:
+    return _numbers("--accumulation", text)
+
+
+def parse_backends(text: str | None) -> list[str]:
+    names = text.split(",") if text else []
+    if unknown := [name for name in names if name not in ("nccl", "gloo")]:
+        raise UserError(f"there is no backend {unknown[0]}", "", "use --backend nccl,gloo")
+    return names
+
+
+# The kinds that an option is for. All other kinds refuse it: they would ignore it.
+FOR_KINDS = {
+    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint"),
+    "backend": ("comm",),
+    "block": ("weak", "strong", "comm", "memory", "step", "data"),
+    "batch": ("weak", "strong", "comm", "memory", "data"),
+    "accumulation": ("memory", "step"),
+    "max_mb": ("comm",),
+    "megabytes": ("checkpoint",),
+    "steps": ("memory",),
+    "no_peers": ("step",),
+}
+
+
+def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
+    """Refuse options that are for other kinds of benchmarks."""
+    for name, kinds in FOR_KINDS.items():
+        if typed.get(name) not in (None, False) and kind not in (*kinds, "all"):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"bench {kind} has no option {option}", f"it is for {', '.join(kinds)}", f"leave {option} out"
+            )
+
+
+def check_settings(kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse a target and settings that a kind of benchmark would ignore."""
+    keys = [key for _, values in layers for key in values]
+    if kind == "checkpoint" and (target != "gpt" or keys):
+        raise UserError(
+            "bench checkpoint saves tensors of its own, and takes no target and no settings",
+            keys[0] if keys else target,
+            "set their size with --megabytes",
+        )
+    if kind == "step" and (refusal := why_no_step(target, layers)):
+        raise UserError(refusal, "", f"name one of its models: {', '.join(BUILT_IN_TARGETS)}, without settings")
+
+
+def why_no_step(target: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return why `bench step` cannot measure this, or nothing: its loops are written for models of its own."""
+    if target not in BUILT_IN_TARGETS:
+        return f"bench step compares loops that are written for its own models, not {target}"
+    other = [key for _, values in layers for key in values if key.partition(".")[0] not in ("device", "task")]
+    return f"bench step compares loops with settings of their own, and takes no {other[0]}" if other else ""

@@ -1,0 +1,213 @@
+"""Teams of ranks that stay alive and take turns, so that noise hits all of them alike.
+
+A team is a number of ranks that run one generator of `lockstep.bench.ranks`. The generator yields once when it is set
+up; after that, each `ask` resumes it with a command and returns what every rank yields next. While a team waits, its
+ranks sleep. All ranks are forked from one process that has imported torch. This module imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from lockstep.bench.hardware import Placement, place
+from lockstep.errors import UserError
+from lockstep.launch.failure import Failure
+from lockstep.launch.job import PRELOAD
+from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.zygote import Zygote
+from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.machine import visible_gpus
+from lockstep.runtime.threads import wait_asleep
+
+LIMIT_S = 900.0  # for one answer
+END_S = 20.0  # for the end of a team
+STOP = "stop"  # the command that ends a generator
+
+ENTRY = "lockstep.bench.ranks.entry"
+
+
+class RanksEnded(UserError):
+    """A rank of a benchmark failed."""
+
+
+class Pool:
+    """Starts teams: `with Pool() as pool: team = pool.start(...)`."""
+
+    def __init__(self, cores_per_rank: int = 1, preload: Sequence[str] = ()) -> None:
+        self.cores_per_rank = cores_per_rank
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
+        self.codes: dict[int, int] = {}  # exit codes, by the rank's number in the zygote
+
+        # The ranks must not inherit that this process is a rank itself.
+        env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
+        env["OMP_NUM_THREADS"] = str(cores_per_rank)
+        wait_asleep(env)
+        self.zygote = Zygote(f"{ENTRY}:work", [*PRELOAD, ENTRY, *preload], env)
+        self._ranks = 0  # of all teams so far
+        self._teams = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.zygote.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(
+        self, measure: str, world: int, arguments: Mapping[str, Any], pin: bool = True, alone: bool = False
+    ) -> Team:
+        """Start a team. `measure` is MODULE:FUNCTION in `lockstep.bench.ranks`, a generator of its `arguments`.
+
+        `alone`: every rank trains by itself, as a world of one, on the cores and the GPU of its rank.
+        The first answer must still be awaited with `Team.ready`.
+        """
+        self._teams += 1
+        folder = self.folder / f"{self._teams:03}"
+        (folder / "attempt").mkdir(parents=True)
+        placement = place(world, self.cores_per_rank)
+        spec = {
+            "measure": measure,
+            "arguments": {**arguments, "folder": str(folder)},
+            "cpus": placement.cpus if pin else None,
+            "path": sys.path,
+            "folder": str(folder),
+        }
+
+        # The ranks hold the reading end of the lifeline and exit when the other end is closed.
+        reading, writing = os.pipe()
+        numbers = range(self._ranks, self._ranks + world)
+        self._ranks += world
+        team = Team(self, folder, numbers, os.fdopen(writing, "wb"), placement)
+        shared = self.zygote.env | {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            STORE_FILE: str(folder / "store"),
+            FOLDER: str(folder / "attempt"),
+        }
+        for rank, number in enumerate(numbers):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            mine = {**spec, "rank": rank}
+            if alone:
+                (folder / f"alone-{rank}").mkdir()
+                mine["arguments"] = {**arguments, "folder": str(folder / f"alone-{rank}")}
+                own = self._as_one(rank, str(folder / f"alone-{rank}" / "store"))
+            self.zygote.fork(number, shared | own, json.loads(json.dumps(mine)), folder / f"rank-{rank}.log", reading)
+        os.close(reading)
+        return team
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of all teams that were closed, of the process that forks them, and of this one."""
+        forks, here = psutil.Process(self.zygote.pid).cpu_times(), os.times()
+        ranks = forks.children_user + forks.children_system
+        return ranks + forks.user + forks.system + here.user + here.system
+
+    def _as_one(self, rank: int, store: str) -> dict[str, str]:
+        """Return the environment of a rank that is a world of one. It sees only the GPU of its rank."""
+        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", STORE_FILE: store}
+        if gpus := visible_gpus():
+            named = self.zygote.env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            own["CUDA_VISIBLE_DEVICES"] = named.split(",")[rank % gpus]
+        return own
+
+    def poll(self, seconds: float, *files: BinaryIO) -> None:
+        """Wait for an answer or for the end of a rank, and note which ranks have ended."""
+        wait_readable([self.zygote, *files], seconds)
+        for report in self.zygote.poll():
+            if "code" in report:
+                self.codes[report["rank"]] = report["code"]
+        assert self.zygote.alive, "the process that forks the ranks has exited"
+
+
+class Team:
+    """Ranks that wait for commands."""
+
+    def __init__(self, pool: Pool, folder: Path, numbers: range, lifeline: BinaryIO, placement: Placement):
+        self.placement = placement
+        self._pool = pool
+        self._folder = folder
+        self._numbers = numbers
+        self._lifeline = lifeline
+
+        # Pipes with names, one pair for each rank. Open for both directions, so that neither end sees it closed.
+        self._commands = [_pipe(folder / f"command-{rank}") for rank in range(len(numbers))]
+        self._answers = [_pipe(folder / f"answer-{rank}") for rank in range(len(numbers))]
+        self._texts = [b""] * len(numbers)
+
+    @property
+    def world(self) -> int:
+        return len(self._numbers)
+
+    def placed(self, device: str) -> Placement:
+        """Return the placement of ranks that compute on `device`, as they say themselves: "cpu", or a GPU."""
+        return place(self.world, self._pool.cores_per_rank, 0) if device.startswith("cpu") else self.placement
+
+    def ready(self) -> list[Any]:
+        """Wait until all ranks are set up and return what each of them says about that."""
+        return self._collect()
+
+    def ask(self, command: str = "turn") -> list[Any]:
+        """Resume all ranks with a command and return their answers, by rank."""
+        for pipe in self._commands:
+            pipe.write(f"{command}\n".encode())
+        return self._collect()
+
+    def close(self) -> None:
+        """End the ranks, with their process groups."""
+        for pipe in self._commands:
+            pipe.write(f"{STOP}\n".encode())
+        deadline = time.monotonic() + END_S
+        while not all(number in self._pool.codes for number in self._numbers) and time.monotonic() < deadline:
+            self._pool.poll(0.2)
+        self._release()
+
+    def _release(self) -> None:
+        self._lifeline.close()
+        for pipe in (*self._commands, *self._answers):
+            pipe.close()
+
+    def _collect(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + LIMIT_S
+        while len(found) < self.world:
+            self._pool.poll(0.5, *self._answers)
+            for rank, pipe in enumerate(self._answers):
+                self._texts[rank] += pipe.read() or b""
+                line, newline, rest = self._texts[rank].partition(b"\n")
+                if newline and rank not in found:
+                    found[rank] = json.loads(line)
+                    self._texts[rank] = rest
+            ended = [number for number in self._numbers if self._pool.codes.get(number)]
+            if ended or time.monotonic() > deadline:
+                raise self._failure(bool(ended))
+        return [found[rank] for rank in range(self.world)]
+
+    def _failure(self, ended: bool) -> RanksEnded:
+        # A rank that only lost another one fails after it.
+        self._lifeline.close()
+        if not ended:
+            return RanksEnded("a benchmark gave no answer", f"for {LIMIT_S:.0f} s", "look at the load of the machine")
+        time.sleep(0.3)
+        failures = [Failure.read(path) for path in (self._folder / "attempt").glob("rank-*.json")]
+        if failures:
+            first = min(failures, key=lambda failure: (not failure.for_user, failure.time))
+            text = first.message if first.for_user else first.text()
+            return RanksEnded(f"rank {first.rank} of {self.world} failed", text, "fix that, and measure again")
+        logs = [(self._folder / f"rank-{rank}.log").read_text(errors="replace")[-1500:] for rank in range(self.world)]
+        return RanksEnded("a rank of a benchmark was killed", "\n".join(logs), "look at the free memory of the machine")
+
+
+def _pipe(path: Path) -> BinaryIO:
+    if not path.exists():
+        os.mkfifo(path, 0o600)
+    # Unbuffered; reading returns None if nothing has come.
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)

@@ -1,0 +1,172 @@
+"""Projects a measured step to more ranks: a model with three numbers, which can be wrong and is labelled as such.
+
+A step of N ranks takes its computation plus the communication that computation does not hide. The all-reduce of B bytes
+in k buckets over a ring takes 2 (N - 1) (k latency + B / N / bandwidth). Latency and bandwidth are those of one hop,
+from a fit to measured all-reduces (`link_of_all_reduce`). The model assumes that every rank computes as fast as the
+measured one, that links of more machines are as fast as the measured ones, and that the same share of the communication
+is hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.bench.results import Column, Result, Section
+
+RANKS = (8, 64, 1024)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The time of a message: latency + bytes / bandwidth."""
+
+    latency: float  # seconds of one hop
+    bandwidth: float  # bytes per second of one hop
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (latency, bandwidth) of `seconds = latency + size / bandwidth`.
+
+    Errors count relative to the time, so that small messages set the latency and large ones the bandwidth.
+    """
+    weights = [1 / (second * second) for second in seconds]
+    total = sum(weights)
+    mean_size = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean_time = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (x - mean_size) ** 2 for w, x in zip(weights, sizes, strict=True))
+    both = sum(w * (x - mean_size) * (y - mean_time) for w, x, y in zip(weights, sizes, seconds, strict=True))
+    slope = max(1e-15, both / spread if spread else 0.0)
+    return max(0.0, mean_time - slope * mean_size), 1 / slope
+
+
+def link_of_all_reduce(world: int, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """Return the link of a ring from all-reduces of `world` ranks: 2 (N - 1) hops of 1/N of the bytes."""
+    latency, bandwidth = fit(sizes, seconds)
+    hops = 2 * (world - 1)
+    return Link(latency / hops, bandwidth * hops / world)
+
+
+def all_reduce_seconds(link: Link, ranks: int, size: float, buckets: int = 1) -> float:
+    """Return how long a ring all-reduce of `size` bytes takes on so many ranks."""
+    if ranks == 1:
+        return 0.0
+    return 2 * (ranks - 1) * (buckets * link.latency + size / ranks / link.bandwidth)
+
+
+@dataclass(frozen=True)
+class Point:
+    ranks: int
+    step: float  # seconds
+    efficiency: float  # of scaling, and the compute fraction: they are the same if computation takes no longer
+
+
+def project(
+    mode: str,
+    compute: float,
+    size: float,
+    link: Link,
+    hidden: float = 0.0,
+    buckets: int = 1,
+    ranks: Sequence[int] = RANKS,
+) -> list[Point]:
+    """Return the projected steps of a run whose step computes for `compute` seconds on one rank.
+
+    mode     "weak": each rank computes as long as the one; "strong": the ranks divide its work
+    size     bytes of gradients
+    hidden   share of the communication that computation hides, as measured; it hides no more than the backward lasts
+    """
+    found = []
+    for count in ranks:
+        work = compute / count if mode == "strong" else compute
+        communication = all_reduce_seconds(link, count, size, buckets)
+        # About two thirds of the computation is the backward, in which buckets can be reduced.
+        exposed = max(communication * (1 - hidden), communication - work * 2 / 3)
+        step = work + exposed
+        found.append(Point(count, step, work / step))
+    return found
+
+
+COLUMNS = [
+    Column("what", "scaling"),
+    Column("ranks", "ranks"),
+    Column("step_ms", "projected step", "ms"),
+    Column("efficiency", "projected efficiency"),
+    Column("measured", "measured efficiency"),
+    Column("error", "projected / measured - 1"),
+]
+
+NOTE = (
+    "A projection, not a measurement: computation as measured on one rank, a ring all-reduce with the latency and the "
+    "bandwidth of the fit to the measured all-reduces, and the measured share of communication hidden. It knows no "
+    "slower links between machines, no stragglers, no cores that slow each other down, and no loading of data. Rows "
+    "with a measured efficiency show how far the projection is off where it can be checked."
+)
+
+
+def section_of(result: Result) -> Section | None:
+    """Return the projection of a result that has weak or strong scaling and the fits of `comm`; None without them."""
+    by_name = {section.name: section for section in result.sections}
+    modes = [mode for mode in ("weak", "strong") if mode in by_name]
+    if "comm" not in by_name or not modes:
+        return None
+
+    links = by_name["comm"].extra.get("links", {})
+    rows: list[dict[str, Any]] = []
+    notes = [NOTE]
+    for mode in modes:
+        if refusal := _refusal(by_name[mode], links):
+            notes.append(f"There is no projection of {mode} scaling: {refusal}.")
+        else:
+            rows += _project_section(mode, by_name[mode], links)
+
+    # The plot shows what was measured beside it.
+    extra = {mode: by_name[mode].rows for mode in dict.fromkeys(row["what"] for row in rows)}
+    refusal = next((text for mode in modes if (text := by_name[mode].extra.get("refusal", ""))), "")
+    return Section(
+        "projection", "Projection to more ranks", COLUMNS, rows, notes, extra={"measured": extra, "refusal": refusal}
+    )
+
+
+def _refusal(section: Section, links: dict[str, Any]) -> str:
+    """Return why the model does not hold for a section, or nothing."""
+    facts = section.extra["facts"]
+    if facts["backend"] not in links:
+        return f"the all-reduce of {facts['backend']} was not measured"
+    if section.rows[0]["world"] != 1:
+        return "one rank was not measured"
+    if facts["strategy"] != "ddp":
+        return f"strategy {facts['strategy']} communicates more than one all-reduce of the gradients"
+    return ""
+
+
+def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list[dict[str, Any]]:
+    facts, first, last = section.extra["facts"], section.rows[0], section.rows[-1]
+    measured = {row["world"]: row["scaling_efficiency"]["median"] for row in section.rows}
+    # A rank of strong scaling has at least one sample.
+    most = first["global_batch"] if mode == "strong" else max(RANKS)
+    ranks = sorted({*(world for world in measured if world > 1), *(count for count in RANKS if count <= most)})
+    points = project(
+        mode,
+        compute=first["step_ms"]["median"] / 1e3,
+        size=facts["gradient_bytes"],
+        link=Link(**links[facts["backend"]]),
+        hidden=last["overlap_fraction"],
+        buckets=max(1, round(last.get("collectives", 1))),
+        ranks=ranks,
+    )
+    return [
+        {
+            "what": mode,
+            "ranks": point.ranks,
+            "step_ms": 1e3 * point.step,
+            "efficiency": point.efficiency,
+            "measured": measured.get(point.ranks),
+            "error": point.efficiency / measured[point.ranks] - 1 if point.ranks in measured else None,
+        }
+        for point in points
+    ]

@@ -1,0 +1,198 @@
+"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from lockstep.checkpoint.load import find
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.writer import SaveContext
+from lockstep.config import resolve
+from lockstep.runtime import context
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.runtime.world import World
+
+TOKEN = "be7c4"
+STEPS = 20  # of something to compute, between two saves
+
+State = dict[str, torch.Tensor]
+
+
+def make_state(megabytes: int) -> State:
+    """Return the tensors of a transformer of this size with AdamW: a third each for weights and the two moments."""
+    width = 512
+    block = {"attention": (3 * width, width), "up": (4 * width, width), "down": (width, 4 * width), "norm": (width,)}
+    state: State = {}
+    size, layer = 0, 0
+    while size < megabytes * 1_000_000:
+        for name, shape in block.items():
+            for kind in ("model", "exp_avg", "exp_avg_sq"):
+                state[f"{kind}.{layer}.{name}"] = torch.randn(shape)
+                size += state[f"{kind}.{layer}.{name}"].nbytes
+        layer += 1
+    return state
+
+
+class Training:
+    """Something for the cores to do; a step takes some milliseconds."""
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.randn(2, 400, 400)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.a = torch.tanh(self.a @ self.b)
+
+    def steps(self, count: int) -> None:
+        self.until(iter([False] * count + [True]).__next__)
+
+
+class Ways:
+    """The ways to save and to load. Each save returns (seconds that training waits, seconds until it is durable)."""
+
+    def __init__(self, root: Path, runtime: Runtime, megabytes: int):
+        self.root = root
+        self.runtime = runtime
+        self.rank, self.world = runtime.world.rank, runtime.world.size
+        self.state = make_state(megabytes)
+        self.training = Training()
+        self.storage = FileSystemStorage(root / "checkpoints")
+        if runtime.is_main:
+            self.storage.claim(TOKEN)
+        self.saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
+        self.mine: dict[str, LocalShard] = {
+            name: shard_of(tensor) for name, tensor in list(self.state.items())[self.rank :: self.world]
+        }
+        self.saver.prepare(self.mine)
+        self.save: dict[str, Callable[[int], tuple[float, float]]] = {
+            "torch.save": lambda step: self._with_torch(self._file("plain", step), durable=False),
+            "torch.save + fsync": lambda step: self._with_torch(self._file("durable", step), durable=True),
+            "DCP": self._with_dcp,
+            "DCP async": self._with_dcp_async,
+            "Lockstep": self._with_lockstep,
+        }
+        self.load: dict[str, Callable[[int], None]] = {
+            "torch.save": lambda step: self._load_with_torch(self._file("plain", step)),
+            "DCP": self._load_with_dcp,
+            "Lockstep": self._load_with_lockstep,
+        }
+
+    def barrier(self) -> None:
+        if not self.runtime.world.alone:
+            dist.barrier()
+
+    def forget(self, step: int) -> None:
+        """Delete the files of an earlier step: all ways write new files and keep the last good ones until then."""
+        if self.rank == 0:
+            for kind in ("plain", "durable"):
+                self._file(kind, step).unlink(missing_ok=True)
+            for kind in ("dcp", "dcp-async"):
+                shutil.rmtree(self.root / f"{kind}-{step}", ignore_errors=True)
+            os.sync()  # no way pays for what another one has left to be written
+        self.barrier()
+
+    def _file(self, kind: str, step: int) -> Path:
+        return self.root / f"{kind}-{step}.pt"
+
+    def _with_torch(self, path: Path, durable: bool) -> tuple[float, float]:
+        began = time.perf_counter()
+        if self.rank == 0:
+            with path.open("wb") as file:
+                torch.save(self.state, file)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+        self.barrier()  # no rank goes on before it is written
+        spent = time.perf_counter() - began
+        return spent, spent
+
+    def _with_dcp(self, step: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        dcp.save(self.state, checkpoint_id=self.root / f"dcp-{step}")
+        spent = time.perf_counter() - began
+        return spent, spent
+
+    def _with_dcp_async(self, step: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        future: Any = dcp.async_save(self.state, checkpoint_id=self.root / f"dcp-async-{step}")
+        stall = time.perf_counter() - began
+        self.training.until(future.done)
+        future.result()
+        return stall, time.perf_counter() - began
+
+    def _with_lockstep(self, step: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        moments = {name for name in self.mine if "exp_avg" in name}
+        self.saver.start(step, self.mine, {}, {"step": step}, changed_only_by_update=moments)
+        stall = time.perf_counter() - began
+        self.training.steps(STEPS)  # forward and backward of the next step
+        waited = time.perf_counter()
+        self.saver.wait_for_copy()  # before its update
+        stall += time.perf_counter() - waited
+        reports: list[Any] = []
+        self.training.until(lambda: bool(reports.extend(self.saver.take_ended(0)) or reports))
+        assert reports[0].error is None, reports[0]
+        return stall, time.perf_counter() - began
+
+    def _load_with_torch(self, path: Path) -> None:
+        loaded = torch.load(path)
+        for name, tensor in self.state.items():
+            tensor.copy_(loaded[name])
+
+    def _load_with_dcp(self, step: int) -> None:
+        dcp.load(self.state, checkpoint_id=self.root / f"dcp-{step}")
+
+    def _load_with_lockstep(self, step: int) -> None:
+        """Read with every digest checked, as a resumed run does."""
+        reader = find(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
+        assert reader is not None, "nothing was saved"
+        for name, tensor in self.state.items():
+            tensor.copy_(reader.read(name))
+
+
+def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
+    """Yield the size of the state; then for each "turn" the seconds of every way to save and to load."""
+    warnings.filterwarnings("ignore")
+    config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
+    with context.start(World.from_env(), config) as runtime:
+        # All ranks share the folder.
+        ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
+        try:
+            yield {"bytes": sum(tensor.nbytes for tensor in ways.state.values()), "torch": torch.__version__}
+            turn = 0
+            while True:
+                turn += 1
+                yield _turn(ways, turn)
+        finally:
+            ways.saver.close()
+
+
+def _turn(ways: Ways, turn: int) -> dict[str, Any]:
+    saves = {}
+    for name in list(ways.save)[:: -1 if turn % 2 else 1]:
+        ways.forget(turn - 1)
+        ways.training.steps(STEPS)
+        for tensor in ways.state.values():
+            tensor[0] += 1
+        saves[name] = ways.save[name](turn)
+        ways.barrier()
+
+    loads = {}
+    for name, load in ways.load.items():
+        ways.barrier()
+        began = time.perf_counter()
+        load(turn)
+        loads[name] = time.perf_counter() - began
+    return {"save": saves, "load": loads}

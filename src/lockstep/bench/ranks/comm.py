@@ -1,0 +1,116 @@
+"""One rank of `bench comm`: times single collectives of many sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.config import resolve
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+
+SECONDS = 0.02  # about how long one size of one operation is repeated in a round
+MOST = 20  # repetitions
+
+Call = Callable[[], Any]
+
+
+def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
+    """Yield the operations that this backend has, then for each "turn" the seconds of every operation and size."""
+    values: dict[str, Any] = {"backend": arguments["backend"], "device": arguments["device"]}
+    with context.start(World.from_env(), resolve([("bench", values)]).config) as runtime:
+        device = runtime.device
+        calls: dict[str, Call] = {}
+        missing: dict[str, str] = {}
+        for operation in OPERATIONS:
+            for size in arguments["sizes"]:
+                call = OPERATIONS[operation](size, runtime.world, device)
+                try:
+                    call()
+                except RuntimeError as error:
+                    missing[operation] = str(error).partition("\n")[0]
+                    break
+                calls[f"{operation} {size}"] = call
+
+        # Repetitions are chosen once, on rank 0, so that all ranks repeat alike.
+        counts = runtime.collectives.gather_json([_repetitions(call, device) for call in calls.values()])[0]
+        facts = {"backend": runtime.backend, "device": str(device), "missing": missing, "torch": torch.__version__}
+        yield facts
+        while True:
+            yield {
+                name: _seconds(call, count, device) for (name, call), count in zip(calls.items(), counts, strict=True)
+            }
+
+
+def _repetitions(call: Call, device: torch.device) -> int:
+    return max(1, min(MOST, int(SECONDS / max(1e-6, _seconds(call, 1, device)))))
+
+
+def _seconds(call: Call, count: int, device: torch.device) -> float:
+    """Return the seconds of one call, from all ranks together to the end on this rank."""
+    _wait(device)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    _wait(device)
+    return (time.perf_counter() - began) / count
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- operations: each makes its tensors once ----
+
+
+def _all_reduce(size: int, world: World, device: torch.device) -> Call:
+    tensor = torch.ones(size // 4, device=device)
+    return lambda: dist.all_reduce(tensor)
+
+
+def _reduce_scatter(size: int, world: World, device: torch.device) -> Call:
+    part = max(1, size // 4 // world.size)
+    whole, out = torch.ones(part * world.size, device=device), torch.empty(part, device=device)
+    return lambda: dist.reduce_scatter_tensor(out, whole)
+
+
+def _all_gather(size: int, world: World, device: torch.device) -> Call:
+    part = max(1, size // 4 // world.size)
+    whole, mine = torch.empty(part * world.size, device=device), torch.ones(part, device=device)
+    return lambda: dist.all_gather_into_tensor(whole, mine)
+
+
+def _all_to_all(size: int, world: World, device: torch.device) -> Call:
+    part = max(1, size // 4 // world.size)
+    given, taken = torch.ones(part * world.size, device=device), torch.empty(part * world.size, device=device)
+    return lambda: dist.all_to_all_single(taken, given)
+
+
+def _send_recv(size: int, world: World, device: torch.device) -> Call:
+    """Every rank sends to the next one and receives from the one before it."""
+    given, taken = torch.ones(size // 4, device=device), torch.empty(size // 4, device=device)
+
+    def call() -> None:
+        operations = [
+            dist.P2POp(dist.isend, given, (world.rank + 1) % world.size),
+            dist.P2POp(dist.irecv, taken, (world.rank - 1) % world.size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return call
+
+
+OPERATIONS: dict[str, Callable[[int, World, torch.device], Call]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
+}

@@ -1,0 +1,337 @@
+"""The loops that `bench step` compares: one written by hand, Lockstep's two, and those of other libraries.
+
+All of them train the same model with the same loss, fused AdamW, clipping by norm, a learning rate with warm-up, and a
+log line after every block. Other libraries are used as their own documentation does, on batches that this module draws:
+their data loading is not part of the comparison. Each loop is a generator that yields after every block of steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.bench.ranks.turns import by_lockstep, by_own_loop
+from lockstep.bench.ranks.workload import MANY, settings_of
+from lockstep.engine.loop import fit as engine_fit
+from lockstep.engine.setup import open_run
+from lockstep.runtime.context import Runtime
+from lockstep.runtime.environments.launcher import TORCHRUN_ID
+from lockstep.runtime.world import World
+from lockstep.task import Task
+
+WARM_UP = 100  # steps of the learning rate
+PEAK = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all loops have in common."""
+
+    task: Task
+    runtime: Runtime
+    micro_batch: int
+    accumulation: int
+    block: int
+    folder: Path
+    steps: int = MANY  # of a whole run
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    def micro_batches(self) -> Iterator[list[Tensor]]:
+        """Yield this rank's batches of random order, epoch after epoch, on the device."""
+        x, y = (tensor.to(self.device) for tensor in self.task.data().tensors)
+        world, epoch = self.runtime.world, 0
+        while True:
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank :: world.size]
+            for rows in order.split(self.micro_batch):
+                if len(rows) == self.micro_batch:
+                    rows = rows.to(self.device)
+                    yield [x[rows], y[rows]]
+            epoch += 1
+
+    def mean_loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        loss = self.task.loss(model, batch)
+        return loss.total / loss.weight
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return self.task.optimizer(model)
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.task.model()
+
+    def log(self, name: str) -> Callable[[int, Tensor], None]:
+        """Return a function that writes the mean loss of all ranks to a file, as a log line."""
+        lines = (self.folder / f"{name}-{self.runtime.world.rank}.jsonl").open("a")
+
+        def write(step: int, loss: Tensor) -> None:
+            mean = loss.detach().clone()
+            if dist.is_initialized():
+                dist.all_reduce(mean)
+            lines.write(json.dumps({"step": step, "loss": mean.item() / self.runtime.world.size}) + "\n")
+            lines.flush()
+
+        return write
+
+
+def rate(step: int) -> float:
+    return min(1.0, (step + 1) / (WARM_UP + 1)) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / MANY)))
+
+
+# ---- loops ----
+
+
+def by_hand(case: Case, name: str = "by hand") -> Iterator[None]:
+    """The loop that a careful person writes.
+
+    It divides every micro-batch's mean by the accumulation: that is wrong for ragged weights, and what people write.
+    """
+    inner = case.model().to(case.device)
+    alone = case.runtime.world.alone
+    model: Any = inner if alone else DistributedDataParallel(inner, gradient_as_bucket_view=True)
+    optimizer = case.optimizer(inner)
+    batches, write, step = case.micro_batches(), case.log(name), 0
+    while step < case.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK * rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        for part in range(case.accumulation):
+            last = part == case.accumulation - 1
+            with nullcontext() if last or alone else model.no_sync():
+                loss = case.mean_loss(model, next(batches))
+                (loss / case.accumulation).backward()
+        nn.utils.clip_grad_norm_(inner.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % case.block == 0:
+            write(step, loss)
+            yield
+
+
+def fit(case: Case, name: str = "fit") -> Iterator[None]:
+    """`lockstep.fit`, stopped after every block; a run of few steps is not stopped, and ends as every other run."""
+    if case.steps < MANY:
+        engine_fit(case.task, open_run(_settings(case, name), case.runtime, "bench", case.task.unit))
+        return
+    for _ in by_lockstep(case.task, _settings(case, name), case.runtime, case.block):
+        yield
+
+
+def own_loop(case: Case, name: str = "own loop") -> Iterator[None]:
+    """A loop around `lockstep.start`."""
+    yield from by_own_loop(case.task, _settings(case, name), case.runtime, case.block)
+
+
+def _settings(case: Case, name: str) -> Any:
+    values: dict[str, Any] = {
+        "global_batch": case.micro_batch * case.accumulation * case.runtime.world.size,
+        "micro_batch": case.micro_batch,
+        "clip.norm": 1.0,
+        "lr.peak": PEAK,
+        "lr.schedule": "cosine",
+        "lr.warmup": WARM_UP,
+        "log.every": case.block,
+        "run_dir": str(case.folder / name.replace(" ", "-")),
+        "compile": False,
+        "graph": False,
+        "precision": "fp32",
+        "threads": torch.get_num_threads(),
+        "device": case.device.type,
+        "steps": case.steps,
+    }
+    if case.steps < MANY:
+        values["checkpoint.at_end"] = ...  # as in every other run
+    return settings_of(type(case.task), [], values)
+
+
+def with_accelerate(case: Case) -> Iterator[None]:
+    """Accelerate's documented loop."""
+    from accelerate import Accelerator  # pyrefly: ignore[missing-import]
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # pyrefly: ignore[missing-import]
+
+    # It keeps its state for the life of the process.
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+    accelerator = Accelerator(gradient_accumulation_steps=case.accumulation, cpu=case.device.type == "cpu")
+    inner = case.model()
+    optimizer = case.optimizer(inner)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
+    batches, write, step = case.micro_batches(), case.log("accelerate"), 0
+    while step < case.steps:
+        for part in range(case.accumulation):
+            # It counts the batches of its own loader; with others, the last one must be announced.
+            accelerator.gradient_state._set_sync_gradients(part == case.accumulation - 1)
+            sync = nullcontext() if part == case.accumulation - 1 else accelerator.no_sync(model)
+            with sync:
+                loss = case.mean_loss(model, next(batches))
+                accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % case.block == 0:
+            write(step, loss)
+            yield
+
+
+def with_fabric(case: Case) -> Iterator[None]:
+    """Lightning Fabric's documented loop."""
+    from lightning.fabric import Fabric  # pyrefly: ignore[missing-import]
+
+    world = case.runtime.world
+    kind = "cpu" if case.device.type == "cpu" else "cuda"
+    fabric = Fabric(accelerator=kind, devices=world.size, strategy="auto" if world.alone else "ddp")
+    fabric.launch()
+    inner = case.model()
+    model, optimizer = fabric.setup(inner, case.optimizer(inner))
+    batches, write, step = case.micro_batches(), case.log("fabric"), 0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
+    while step < case.steps:
+        for part in range(case.accumulation):
+            with fabric.no_backward_sync(model, enabled=part < case.accumulation - 1):
+                loss = case.mean_loss(model, next(batches))
+                fabric.backward(loss / case.accumulation)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % case.block == 0:
+            write(step, loss)
+            yield
+
+
+def with_lightning(case: Case) -> Iterator[None]:
+    """Lightning's Trainer, in a thread that is stopped after every block: its loop belongs to itself."""
+    go, done = threading.Semaphore(0), threading.Semaphore(0)
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def train() -> None:
+        go.acquire()
+        try:
+            _lightning_trainer(case, go, done)
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+        done.release()
+
+    # A daemon: a process that ends does not wait for a training without an end.
+    threading.Thread(target=train, daemon=True, name="lightning").start()
+    while True:
+        go.release()
+        done.acquire()
+        if errors:
+            raise errors[0]
+        if ended.is_set():
+            return
+        yield
+
+
+def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Semaphore) -> None:
+    import lightning  # pyrefly: ignore[missing-import]
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = case.model()
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss = case.mean_loss(self.net, batch)
+            self.last = loss.detach()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = case.optimizer(self.net)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    class Stop(lightning.Callback):
+        def __init__(self) -> None:
+            self.write = case.log("lightning")
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            ended = (index + 1) % case.accumulation == 0
+            if ended and trainer.global_step % case.block == 0:
+                self.write(trainer.global_step, module.last)
+                done.release()
+                go.acquire()
+
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[list[Tensor]]:
+            return case.micro_batches()
+
+    world = case.runtime.world
+    trainer = lightning.Trainer(
+        accelerator="cpu" if case.device.type == "cpu" else "cuda",
+        devices=world.size,
+        strategy="auto" if world.alone else "ddp",
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=str(case.folder),
+        callbacks=[Stop()],
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
+
+
+PEERS: dict[str, tuple[str, Callable[[Case], Iterator[None]]]] = {
+    "accelerate": ("accelerate", with_accelerate),
+    "Fabric": ("lightning", with_fabric),
+    "Lightning": ("lightning", with_lightning),
+}
+
+
+def contenders(case: Case, peers: bool = True) -> dict[str, Callable[[], Iterator[None]]]:
+    """Return functions that make the loops, by name: the hand-written one first, and last once more, for the noise."""
+    found: dict[str, Callable[[], Iterator[None]]] = {
+        "by hand": lambda: by_hand(case),
+        "fit": lambda: fit(case),
+        "own loop": lambda: own_loop(case),
+    }
+    for name, (package, make) in PEERS.items():
+        if peers and importlib.util.find_spec(package):
+            found[name] = lambda make=make: make(case)
+    found["by hand again"] = lambda: by_hand(case, "again")
+    return found
+
+
+def prepare_peers(world: World) -> None:
+    """Let other libraries find the ranks that are there, and keep them from warning about what was chosen here.
+
+    Call it when the process group has been joined.
+    """
+    if world.alone:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    else:
+        # Without these variables Lightning would start ranks itself.
+        os.environ |= {TORCHRUN_ID: "bench", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+    warnings.filterwarnings("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)

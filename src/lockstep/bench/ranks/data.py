@@ -1,0 +1,112 @@
+"""One rank of `bench data`: how fast a loader gives samples, and how fast the model takes them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep import targets
+from lockstep.bench.ranks.turns import by_lockstep, take
+from lockstep.bench.ranks.workload import load, own_batch, settings_of
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import StepBatches
+
+LEAST_S = 0.1  # that loading is timed in a turn
+TIMES = 5  # batches that are timed, for each one that the queues of the workers hold
+
+
+def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
+    """Yield the facts, then for each "turn" the seconds per step of training, Lockstep's loader, and torch's."""
+    kind = load(arguments["target"])
+    block, workers = arguments["block"], arguments["workers"]
+    batch = arguments["batch"] or own_batch(kind, arguments["layers"])
+    values = {
+        "local_batch": batch,
+        "log.every": block,
+        "run_dir": str(Path(arguments["folder"]) / "run"),
+        "threads": arguments["threads"],
+        "data.workers": workers,
+    }
+    resolved = settings_of(kind, arguments["layers"], values)
+    with context.start(World.from_env(), resolved.config) as runtime:
+        task = targets.make_task(kind, resolved.config.task)
+        loop = by_lockstep(task, resolved, runtime, block)
+        run = next(loop)
+
+        # Workers read ahead while others take turns. What they have read by then is taken first and not timed, and
+        # many more batches are timed than the queues hold.
+        queued = workers * run.config.data.prefetch
+        count = max(block, TIMES * queued)
+        yield {"torch": torch.__version__, "unit": task.unit, "batch": run.plan.global_batch}
+
+        source = run.source
+        cached: Any = CachedSource(source)
+        plain = _plain_loader(task, batch, workers, run.config.data.prefetch)
+        try:
+            while True:
+                run.source = cached
+                trained = take(loop)
+                run.source = source
+                ours = _seconds(lambda: _read(source), queued, count)
+                theirs = _seconds(lambda: next(plain), queued, count) if plain is not None else None
+                yield {"train": trained.seconds / block, "ours": ours, "torch": theirs}
+        finally:
+            run.source = source
+
+
+class CachedSource:
+    """The batches of one step, again and again: training on them shows what the model takes, without any loading."""
+
+    def __init__(self, source: Any):
+        self._batches: StepBatches = source.take()
+        taken = zip(range(self._batches.count), self._batches.micro_batches, strict=False)
+        self._micro_batches = [micro for _, micro in taken]
+        source.commit(self._batches, None)
+
+    def take(self) -> StepBatches:
+        # Copies, because `before_batch` may replace the data of a micro-batch.
+        return replace(self._batches, micro_batches=[copy.copy(micro) for micro in self._micro_batches])
+
+    def commit(self, batches: StepBatches, result: Any) -> None:
+        """Do nothing: the same batches come next."""
+
+
+def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:
+    """Return the seconds of a call of `read`: the mean of at least `count` calls and LEAST_S, after `queued` others."""
+    for _ in range(queued):
+        read()
+    began = time.perf_counter()
+    done = 0
+    while done < count or time.perf_counter() - began < LEAST_S:
+        read()
+        done += 1
+    return (time.perf_counter() - began) / done
+
+
+def _read(source: Any) -> None:
+    """Read the batches of one step from the run's own source."""
+    batches = source.take()
+    for _ in zip(range(batches.count), batches.micro_batches, strict=False):
+        pass
+    source.commit(batches, None)
+
+
+def _plain_loader(task: Any, batch: int, workers: int, prefetch: int) -> Iterator[Any] | None:
+    """Return the batches of torch's DataLoader without an end, or None for a dataset that has no length to shuffle."""
+    data: Any = task.data()
+    if not hasattr(data, "__len__"):
+        return None
+    options: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True} if workers else {}
+    loader = DataLoader(
+        data, batch, shuffle=True, num_workers=workers, collate_fn=task.collate, drop_last=len(data) >= batch, **options
+    )
+    return itertools.chain.from_iterable(itertools.repeat(loader))

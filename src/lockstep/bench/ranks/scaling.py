@@ -1,0 +1,74 @@
+"""One rank of a weak or strong scaling benchmark: blocks of steps of a target, and one traced block."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import targets
+from lockstep.bench.ranks.turns import by_lockstep, take
+from lockstep.bench.ranks.workload import load, own_batch, settings_of
+from lockstep.engine.run import Run
+from lockstep.observe.profile.tracer import StepTracer
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+
+
+def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
+    """Yield the facts of the run, then a turn for each command "turn", or a breakdown for "trace".
+
+    `batch` is the batch of a rank if `mode` is "weak", and of all ranks if it is "strong".
+    """
+    world = World.from_env()
+    block = arguments["block"]
+    key = "local_batch" if arguments["mode"] == "weak" else "global_batch"
+    kind = load(arguments["target"])
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        # All ranks of a team share one run folder.
+        run_dir = Path(arguments["folder"]) / "run"
+        batch = arguments["batch"] or own_batch(kind, arguments["layers"])
+        values = {key: batch, "log.every": block, "run_dir": str(run_dir), "threads": arguments["threads"]}
+        resolved = settings_of(kind, arguments["layers"], values)
+        with context.start(world, resolved.config) as runtime:
+            task = targets.make_task(kind, resolved.config.task)
+            loop = by_lockstep(task, resolved, runtime, block)
+            run = next(loop)  # the warm-up
+            command = yield _facts(run, task.unit)
+            while True:
+                if command == "trace":
+                    value = trace(run, loop, Path(folder) / "trace.json")
+                else:
+                    value = take(loop).as_dict()
+                command = yield value
+
+
+def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
+    """Trace one block and return its breakdown."""
+    half = run.config.ddp.hook in ("fp16", "bf16")
+    run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
+    run.tracer.start()
+    next(loop)
+    found = run.tracer.stop(file)
+    run.tracer = None
+    return found.as_dict()
+
+
+def _facts(run: Run, unit: str) -> dict[str, Any]:
+    parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if run.runtime.device.type == "cuda" else "cpu",
+        "backend": run.runtime.backend,
+        "strategy": run.config.strategy,
+        "precision": run.stepper.context.precision.name,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "global_batch": run.plan.global_batch,
+        "micro_batch": run.plan.micro_batch,
+        "unit": unit,
+    }

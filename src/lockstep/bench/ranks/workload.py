@@ -1,0 +1,131 @@
+"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep import targets
+from lockstep.config import Resolved, resolve_for
+from lockstep.task import Loss, Task
+
+MANY = 10**6  # steps: no loop ends by itself
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, time, width]
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, w))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int):
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:  # [batch, time] -> [batch, time, vocabulary]
+        return self.head(self.blocks(self.token(ids) + self.position.weight[: ids.shape[1]]))
+
+
+class GPTTask(Task):
+    """A GPT on random tokens; about 2M parameters."""
+
+    unit = "token"
+    defaults = {"global_batch": 32}
+
+    def __init__(self, width: int = 192, layers: int = 4, heads: int = 4, context: int = 64, samples: int = 4096):
+        self.width, self.layers, self.heads, self.context, self.samples = width, layers, heads, context, samples
+
+    def model(self) -> nn.Module:
+        return GPT(256, self.width, self.layers, self.heads, self.context)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def data(self) -> TensorDataset:
+        ids = torch.randint(0, 256, (self.samples, self.context + 1), generator=torch.Generator().manual_seed(0))
+        return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
+        x, y = batch
+        return Loss(F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum"), y.numel())
+
+
+class MLPTask(GPTTask):
+    """An MLP that is so small that a step is mostly overhead."""
+
+    unit = "sample"
+    defaults = {"global_batch": 32}
+
+    def __init__(self, width: int = 128, samples: int = 65536):
+        self.width, self.samples = width, samples
+
+    def model(self) -> nn.Module:
+        w = self.width
+        return nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 10))
+
+    def data(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(0, 10, (self.samples,), generator=generator)
+        return TensorDataset(torch.randn(self.samples, 64, generator=generator), labels)
+
+
+BUILT_IN: dict[str, type[Task]] = {"gpt": GPTTask, "mlp": MLPTask}
+
+# A benchmark trains and does nothing else.
+ONLY_TRAINING = {
+    "steps": MANY,
+    "resume": "never",
+    "log.progress": "off",
+    "evaluate.every": None,
+    "evaluate.at_end": False,
+    "checkpoint.best": None,
+    "checkpoint.every": None,
+    "checkpoint.minutes": None,
+    "checkpoint.at_end": False,
+    "stop.patience": None,
+    "stop.max_minutes": None,
+    "goals": [],
+}
+
+
+def load(target: str) -> type[Task]:
+    """Return the class of a target of `lockstep bench`."""
+    return BUILT_IN.get(target) or targets.load_class(target)
+
+
+def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any]) -> Resolved:
+    """Resolve the settings of a run that goes on for as long as it is asked to; `values` are the strongest layer.
+
+    What was typed is kept if the benchmark has no need for another value.
+    """
+    typed = [(source, given) for source, given in layers]
+    last = {key: value for key, value in {**ONLY_TRAINING, **values}.items() if value is not ...}
+    # Batches and lengths exclude each other: what the benchmark sets replaces what the task says.
+    for one, other in (("steps", "epochs"), ("global_batch", "local_batch"), ("local_batch", "global_batch")):
+        if one in last:
+            last.setdefault(other, None)
+    return resolve_for(kind.defaults, kind.presets, [*typed, ("bench", last)])
+
+
+def own_batch(kind: type[Task], layers: Sequence[Any]) -> int:
+    """Return the samples per step that the target itself asks for, on one rank."""
+    config = resolve_for(kind.defaults, kind.presets, [(source, given) for source, given in layers]).config
+    return config.global_batch or config.local_batch or 32

@@ -1,0 +1,251 @@
+"""The result of a benchmark: sections with rows, as JSON, as CSV and as text. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lockstep
+from lockstep.bench.intervals import ENOUGH
+from lockstep.errors import UserError
+from lockstep.launch.records import replacing
+from lockstep.observe.formats import finite
+
+FILE = "results.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a section: the key of its values in a row, its heading and its unit."""
+
+    key: str
+    title: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target, what was measured, and whether that can be judged on this hardware."""
+
+    text: str  # such as "weak scaling efficiency at 2 ranks > 90 %"
+    value: float
+    limit: float
+    higher_is_better: bool = True
+    refusal: str = ""  # why it is not judged; empty if it is
+    low: float | None = None  # the interval of the value, if it has one
+    high: float | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the interval of the value holds the limit: then the value may be on either side of it."""
+        return self.low is not None and self.high is not None and self.low < self.limit < self.high
+
+    @property
+    def passed(self) -> bool | None:
+        if self.refusal or self.undecided:
+            return None
+        return self.value >= self.limit if self.higher_is_better else self.value <= self.limit
+
+    def __str__(self) -> str:
+        if self.refusal:
+            return f"not judged: {self.text} (measured {self.value:.3f}): {self.refusal}"
+        if self.undecided:
+            return f"undecided: {self.text}, measured {self.value:.3f}, between {self.low:.3f} and {self.high:.3f}"
+        return f"{'PASS' if self.passed else 'FAIL'}: {self.text}, measured {self.value:.3f}"
+
+
+def judged(text: str, value: dict[str, Any], limit: float, higher_is_better: bool, refusal: str) -> Verdict:
+    """Return the verdict on an estimate."""
+    return Verdict(text, value["median"], limit, higher_is_better, refusal, value["low"], value["high"])
+
+
+@dataclass
+class Section:
+    """The result of one kind of benchmark."""
+
+    name: str
+    title: str
+    columns: list[Column]
+    rows: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # what plots need besides the rows
+    settings: dict[str, Any] = field(default_factory=dict)  # what was measured: results with others do not compare
+    stamp: dict[str, str] = field(default_factory=dict)  # when, by which version and by which command
+
+    @property
+    def failed(self) -> bool:
+        """Whether a target was missed, or something that was asked for could not be measured."""
+        return bool(self.extra.get("not_measured")) or any(verdict.passed is False for verdict in self.verdicts)
+
+
+@dataclass
+class Result:
+    """Everything that one call of `lockstep bench` has measured."""
+
+    command: str
+    hardware: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    sections: list[Section] = field(default_factory=list)
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+    version: str = lockstep.__version__
+    format: int = FORMAT
+
+    def put(self, section: Section) -> None:
+        """Add a section, or replace the one of the same name. It says itself when and how it was measured."""
+        section.stamp = {
+            "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "version": lockstep.__version__,
+            "command": self.command,
+        }
+        self.sections = [other for other in self.sections if other.name != section.name]
+        self.sections.append(section)
+
+
+def begin(folder: Path, command: str, hardware: dict[str, Any]) -> Result:
+    """Make the folder and return a new result. It keeps the sections that the folder already holds.
+
+    Sections of another machine are refused: one report names one machine.
+    """
+    result = Result(command, hardware)
+    if (folder / FILE).exists():
+        earlier = read(folder)
+        if earlier.hardware["text"] != hardware["text"]:
+            raise UserError(
+                f"{folder} holds results of other hardware",
+                f"{earlier.hardware['text']}; this machine is {hardware['text']}",
+                "name another folder with --out",
+            )
+        result.sections = earlier.sections
+        result.facts = earlier.facts
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be made", str(error), "name another one with --out") from error
+    return result
+
+
+def write(result: Result, folder: Path) -> None:
+    """Write results.json and a CSV file for each section."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / FILE) as draft:
+        draft.write_text(json.dumps(_finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
+    for section in result.sections:
+        (folder / f"{section.name}.csv").write_text(csv_of(section), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return finite(value)
+
+
+def read(path: Path) -> Result:
+    """Read a result from its folder or its JSON file."""
+    file = path / FILE if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        sections = [_section(values) for values in data.pop("sections")]
+        return Result(**data, sections=sections)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not the result of a benchmark",
+            str(error),
+            "name the folder of an earlier `lockstep bench KIND --out FOLDER`",
+        ) from error
+
+
+def _section(values: dict[str, Any]) -> Section:
+    columns = [Column(**column) for column in values.pop("columns")]
+    verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
+    return Section(**values, columns=columns, verdicts=verdicts)
+
+
+def csv_of(section: Section) -> str:
+    """Return the rows with two more columns for the confidence interval of each value that has one."""
+    rows = [_spread(row) for row in section.rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _spread(row: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if is_estimate(value):
+            flat |= {key: value["median"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
+        elif not isinstance(value, dict | list):
+            flat[key] = value
+    return flat
+
+
+def is_estimate(value: Any) -> bool:
+    return isinstance(value, dict) and {"median", "low", "high"} <= value.keys()
+
+
+def middle(value: Any) -> Any:
+    """Return the median of an estimate, or the value itself."""
+    return value["median"] if is_estimate(value) else value
+
+
+# ---- text ----
+
+
+def text_of(section: Section) -> str:
+    """Return the table of a section for a terminal, with its notes and verdicts."""
+    heads = [f"{column.title}{f' [{column.unit}]' if column.unit else ''}" for column in section.columns]
+    body = [[cell(row.get(column.key)) for column in section.columns] for row in section.rows]
+    lines = [section.title, *table_lines(heads, body)]
+    for note in section.notes:
+        lines += textwrap.wrap(note, 110, initial_indent="  ", subsequent_indent="  ")
+    if (refusal := section.extra.get("refusal")) and section.rows and not any(v.refusal for v in section.verdicts):
+        lines.append(f"  Not a fair test: {refusal}.")
+    return "\n".join([*lines, *(f"  {verdict}" for verdict in section.verdicts)])
+
+
+def table_lines(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table. Columns of words are flush left, columns of numbers flush right."""
+    columns = list(zip(heads, *body, strict=True))
+    padded = []
+    for head, *cells in columns:
+        width = max(map(len, (head, *cells)))
+        words = any(text[:1].isalpha() for text in cells)
+        padded.append([text.ljust(width) if words else text.rjust(width) for text in (head, *cells)])
+    return ["  " + "  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def cell(value: Any) -> str:
+    """Return a value of a row as text: an estimate with half the width of its interval, or with the range of few."""
+    if is_estimate(value):
+        if value.get("count", 1) < 2:
+            return figure(value["median"])
+        if value["count"] < ENOUGH:
+            return f"{figure(value['median'])} ({figure(value['low'])} to {figure(value['high'])})"
+        return f"{figure(value['median'])} ± {figure((value['high'] - value['low']) / 2)}"
+    if value is None:
+        return "-"
+    return figure(value) if isinstance(value, float) else str(value)
+
+
+def figure(value: float | None) -> str:
+    """Return about three significant digits."""
+    if value is None:
+        return "-"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 10 or value == 0 else f"{value:.3f}"

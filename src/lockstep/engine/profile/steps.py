@@ -1,0 +1,134 @@
+"""`lockstep train --profile`: traces a few steps of a run and says where their time goes.
+
+The trace begins after `profile.after` steps, when everything is warm, and lasts for `profile.count` steps. The files in
+RUN/profile: trace.json.gz is one timeline of all ranks, breakdown.json has the numbers, and the report shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.engine.profile.flops import count, matmul_rate
+from lockstep.engine.run import Run
+from lockstep.engine.start_check.random_numbers import preserve_rng
+from lockstep.observe.profile.merge import mean_kinds, merge, warnings
+from lockstep.observe.profile.tracer import StepTracer
+from lockstep.parallel.call_chain import run_eagerly
+
+BACKWARD = 2.0  # multiplications of a backward, in those of its forward
+
+
+class ProfiledSteps:
+    """Decides when a run is traced. `begin_step` and `end_step` are called around every step."""
+
+    def __init__(self, run: Run):
+        config = run.config.profile
+        self._run = run
+        self._first = run.stepper.counters.step + config.after
+        self._steps = config.count
+        if self._steps and self._first >= run.plan.steps:
+            reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
+            run.recorder.event("warning", reason=reason)
+        self._loss: tuple[Callable[[Any, Any], Any], Any] | None = None  # the last call of the loss
+
+    def begin_step(self) -> None:
+        """Begin the trace if it is due."""
+        run = self._run
+        if self._steps and run.tracer is None and run.stepper.counters.step == self._first:
+            half = run.config.ddp.hook in ("fp16", "bf16")
+            run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
+            self._watch_loss()
+            run.tracer.start()
+
+    def end_step(self) -> None:
+        """End the trace if it is complete, and write everything. Collective in that step."""
+        run = self._run
+        tracer = run.tracer
+        last = run.stepper.counters.step >= run.plan.steps or run.is_stopping
+        if tracer is None or not (tracer.steps == self._steps or last):
+            return
+
+        began = time.perf_counter()
+        folder = run.folder.path / "profile"
+        folder.mkdir(exist_ok=True)
+        rank = run.runtime.world.rank
+        mine = tracer.stop(folder / f"rank-{rank}.json").as_dict()
+        run.tracer = None
+        self._steps = None
+        self._unwatch_loss()
+        mine["flops"] = self._flops_of_a_step()
+        mine["peak_flops"] = matmul_rate(run.runtime.device)
+        if mine["flops"]:
+            seconds = mine["seconds"] / max(1, mine["steps"])
+            mine["mfu"] = mine["flops"] / seconds / mine["peak_flops"]
+
+        ranks = run.runtime.collectives.gather_json(mine)
+        if run.runtime.is_main:
+            files = [folder / f"rank-{number}.json" for number in range(run.runtime.world.size)]
+            # Ranks of other machines leave their traces on disks of their own.
+            merge([file for file in files if file.exists()], folder / "trace.json.gz")
+            record = {"steps": mine["steps"], "step": run.stepper.counters.step, "ranks": ranks}
+            (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
+        self._report(ranks)
+        run.recorder.exclude(time.perf_counter() - began)  # the time of writing is not the time of a step
+
+    def _report(self, ranks: list[dict[str, Any]]) -> None:
+        run = self._run
+        kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
+        facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
+        if all(rank.get("mfu") for rank in ranks):
+            facts["mfu"] = round(_mean(ranks, "mfu"), 4)
+        if ranks[0]["busy"] is not None:
+            facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
+        run.recorder.event("profile", step=run.stepper.counters.step, trace="profile/trace.json.gz", **facts)
+        for reason in warnings(ranks):
+            run.recorder.event("warning", step=run.stepper.counters.step, reason=reason)
+
+    # ---- floating-point operations ----
+
+    def _watch_loss(self) -> None:
+        driver: Any = self._run.driver
+        call_loss = driver.call_loss
+
+        def watched(loss_fn: Any, module: Any, data: Any) -> Any:
+            self._loss = (loss_fn, data)
+            return call_loss(loss_fn, module, data)
+
+        driver.call_loss = watched
+
+    def _unwatch_loss(self) -> None:
+        del self._run.driver.call_loss
+
+    def _flops_of_a_step(self) -> float | None:
+        """Return the multiplications and additions of this rank's step, or None if they cannot be counted.
+
+        The forward of the last micro-batch is repeated without gradients and counted; a backward takes twice as many.
+        """
+        role = self._run.driver.role
+        if self._loss is None or not role.replicated or role.collective_forwards or not role.runs_whole_model:
+            return None
+
+        loss_fn, data = self._loss
+        self._loss = None
+        model = self._run.driver.model
+        modes = {module: module.training for module in model.modules()}
+        try:
+            # In eval mode, so that no statistics change; and random numbers are those of an unprofiled run.
+            model.eval()
+            with preserve_rng(self._run.runtime.device), torch.no_grad(), run_eagerly(model):
+                forward = count(loss_fn, model, data)
+        except Exception:  # a loss that needs gradients, or a mode that the model does not have
+            return None
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return forward * (1 + BACKWARD) * len(self._run.stepper.progress.trained)
+
+
+def _mean(ranks: list[dict[str, Any]], key: str) -> float:
+    return sum(rank[key] for rank in ranks) / len(ranks)

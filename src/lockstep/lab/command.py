@@ -1,0 +1,177 @@
+"""`lockstep lab`: the contents of the course, the grader, the guesses and the page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.errors import ExitCode, UserError
+from lockstep.lab import course, predictions
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the verbs of the lab."""
+    parser.set_defaults(lab_run=_contents)
+    verbs = parser.add_subparsers(dest="lab_verb", metavar="VERB")
+
+    check = verbs.add_parser("check", help="run your solution of an exercise, and say what is wrong with it and why")
+    check.add_argument("number", metavar="N", help="the exercise: 1 to 9")
+    check.add_argument("file", type=Path, metavar="FILE", help="the file that you have edited")
+    check.set_defaults(lab_run=_check)
+
+    predict = verbs.add_parser("predict", help="show the questions of an exercise, or commit your guesses")
+    predict.add_argument("number", metavar="N")
+    predict.add_argument("guesses", nargs="*", metavar="key=value")
+    predict.set_defaults(lab_run=_predict)
+
+    memory = verbs.add_parser("memory", help="the memory of parameters, gradients and AdamW, by strategy")
+    memory.add_argument("--parameters", type=float, metavar="P", help="default: the course's tables, 70e9 on 4 GPUs")
+    memory.add_argument("--gpus", type=int, default=4, metavar="N")
+    memory.add_argument("--format", choices=["mixed", "fp32"], default="mixed")
+    memory.set_defaults(lab_run=_memory)
+
+    cost = verbs.add_parser("cost", help="what GPUs cost")
+    cost.add_argument("--gpus", type=int, metavar="N", help="default: the course's figures")
+    cost.add_argument("--hours", type=float, default=1.0)
+    cost.add_argument("--price", type=float, default=2.0, help="dollars for one GPU and hour (default 2)")
+    cost.add_argument("--busy", type=float, default=1.0, help="share of the time that GPUs compute (default 1)")
+    cost.set_defaults(lab_run=_cost)
+
+    ready = verbs.add_parser("ready", help="the ten lines of 'You're ready when': what is shown, and what is open")
+    ready.add_argument("answers", nargs="*", metavar="LINE=ANSWER", help="answer the question of a line: 5=60")
+    ready.set_defaults(lab_run=_ready)
+
+    page = verbs.add_parser(
+        "page", help="write one HTML page of your guesses, the formulas, the measurements and pictures"
+    )
+    page.set_defaults(lab_run=_page)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out a verb of the lab."""
+    return options.lab_run(options)
+
+
+def _contents(options: argparse.Namespace) -> int:
+    passed = course.passed()
+    print("The course (lab/README.md explains each part):\n")
+    for number, exercise in course.GRADERS.items():
+        state = "passed" if number in passed else ""
+        print(f"  {number:>3}  {exercise.title:38} {exercise.file:44} {state}".rstrip())
+
+    _say_next()
+    print("Your guesses and pictures: lockstep lab predict N, lockstep lab page")
+    return ExitCode.FINISHED
+
+
+def _say_next() -> None:
+    """Print how many exercises have passed, and what to type next."""
+    passed = course.passed()
+    graded = {number: exercise for number, exercise in course.GRADERS.items() if exercise.grader}
+    left = [number for number in graded if number not in passed]
+    print(f"\n{len(graded) - len(left)} of {len(graded)} graded exercises passed.")
+    if left:
+        print(f"Next: edit {graded[left[0]].file}, then type")
+        print(f"  lockstep lab check {left[0]} {graded[left[0]].file}")
+    else:
+        print("Next: lockstep lab ready")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from lockstep.lab.grading import grade
+
+    number = course.number_of(options.number)
+    print(f"Exercise {number}: {course.GRADERS[number].title}", flush=True)
+    failed = 0
+    for finding in grade(number, options.file):
+        found = f": {finding.found}" if finding.found else ""
+        print(f"  {'ok  ' if finding.passed else 'FAIL'} {finding.statement}{found}", flush=True)
+        if not finding.passed:
+            failed += 1
+            if finding.why:
+                print(f"       {finding.why}", flush=True)
+    if failed:
+        print(f"not yet: {failed} to fix")
+        return ExitCode.FAILED
+
+    course.remember_passed(number)
+    print("passed")
+    _say_next()
+    return ExitCode.FINISHED
+
+
+def _predict(options: argparse.Namespace) -> int:
+    number = course.number_of(options.number)
+    questions = {question.key: question for question in course.questions_of(number)}
+    for text in options.guesses:
+        key, _, value = text.partition("=")
+        if key not in questions:
+            raise UserError(f"exercise {number} has no question {key}", "", f"its questions are {', '.join(questions)}")
+        try:
+            guess = float(value)
+        except ValueError:
+            raise UserError(f"the guess {text} is not a number", "", f"write {key}=12.5") from None
+        predictions.commit(number, questions[key], guess)
+
+    guesses = {entry.key: entry.guess for entry in predictions.load() if entry.exercise == number}
+    for key, question in questions.items():
+        guess = guesses.get(key)
+        state = "no guess yet" if guess is None else f"your guess: {guess:g}"
+        unit = f" [{question.unit}]" if question.unit else ""
+        print(f"  {key}: {question.text}{unit} {state}")
+    return ExitCode.FINISHED
+
+
+def _page(options: argparse.Namespace) -> int:
+    from lockstep.lab import page
+
+    print(f"page: {page.write()}")
+    return ExitCode.FINISHED
+
+
+def _memory(options: argparse.Namespace) -> int:
+    from lockstep.lab import calculators
+
+    if options.parameters is None:
+        print(calculators.table(calculators.memory_rows()))
+        return ExitCode.FINISHED
+    if options.parameters <= 0 or options.gpus < 1:
+        raise UserError("a model has parameters, and runs on at least one GPU", "", "--parameters 7e9 --gpus 8")
+    print(f"  GB per GPU, {options.parameters:g} parameters on {options.gpus} GPUs, {options.format}, no activations")
+    print("         parameters  gradients  AdamW  total")
+    for strategy in calculators.STRATEGIES:
+        held = calculators.memory(options.parameters, options.gpus, strategy, options.format)
+        parts = [part / calculators.GB for part in (held.parameters, held.gradients, held.optimizer, held.total)]
+        print("  {:5}  {:10.1f}  {:9.1f}  {:5.1f}  {:5.1f}".format(strategy, *parts))
+    return ExitCode.FINISHED
+
+
+def _cost(options: argparse.Namespace) -> int:
+    from lockstep.lab import calculators
+
+    if options.gpus is None:
+        print(calculators.table(calculators.cost_rows()))
+        return ExitCode.FINISHED
+    if not 0 < options.busy <= 1:
+        raise UserError(f"--busy {options.busy:g} is no share of the time", "", "--busy 0.6 means 60 %")
+    paid = calculators.cost(options.gpus, options.hours, options.price)
+    print(f"  {options.gpus} GPUs for {options.hours:g} hours at ${options.price:g}: ${paid:,.0f}")
+    if options.busy < 1:
+        wasted = paid - calculators.cost_at(paid, options.busy, 1.0)
+        print(f"  busy for {100 * options.busy:g} % of the time: ${wasted:,.0f} of it pay for waiting")
+    return ExitCode.FINISHED
+
+
+def _ready(options: argparse.Namespace) -> int:
+    from lockstep.lab import readiness
+
+    for text in options.answers:
+        line, _, value = text.partition("=")
+        try:
+            said = readiness.answer(int(line), float(value))
+        except ValueError:
+            raise UserError(f"{text} is no answer", "", "write LINE=NUMBER, for example 5=60") from None
+        print(said)
+    found = readiness.states()
+    print(readiness.report(found))
+    return ExitCode.FINISHED if all(state.ready for state in found) else ExitCode.FAILED

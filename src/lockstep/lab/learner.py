@@ -1,0 +1,184 @@
+"""Runs a learner's file for the grader: calls its functions on several ranks, and puts what goes wrong into words."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when they first step: seconds, which forked ranks need not spend again
+import torch.distributed as dist
+
+from lockstep.errors import UserError
+from lockstep.launch.failure import Failure
+
+LIMIT = timedelta(seconds=40)  # for one call on all ranks; only a hang reaches it
+
+
+class Failed(Exception):
+    """The learner's code raised an error or hung; the text says what, where and on which rank."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    rank: int
+    value: Any = None
+    error: str = ""
+    complaint: bool = False  # the error only says that another rank is gone
+
+
+class Learner:
+    """The file of a learner. Every call gets fresh processes, so a mistake in one leaves nothing behind."""
+
+    def __init__(self, path: Path, *, limit: timedelta = LIMIT):
+        if not path.is_file():
+            raise UserError(f"there is no file {path}", "", "name the file that you have edited")
+        self.path, self.limit = path, limit
+
+    def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2, group: bool = True) -> list[Any]:
+        """Call `function(module, *arguments)` on each rank of a gloo group and return what each returned, by rank.
+
+        `module` is the learner's file. With `group=False`, the group is left to the learner's code: RANK, WORLD_SIZE,
+        LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun. Raises `Failed` if a rank raises an error, dies,
+        or is not done after the limit.
+        """
+        # The store is served here, on a port that the system chose.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        environment = {name: str(value) for name, value in variables.items()}
+
+        context = get_context("fork")
+        with tempfile.TemporaryDirectory() as folder:
+            readers, processes = [], []
+            sys.stdout.flush()
+            for rank in range(world):
+                reader, writer = context.Pipe(duplex=False)
+                started = (rank, environment, group, Path(folder) / f"{rank}", writer, function, arguments)
+                process = context.Process(target=self._rank, args=started)
+                process.start()
+                writer.close()
+                readers.append(reader)
+                processes.append(process)
+            try:
+                return self._collect(readers, processes, Path(folder))
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+
+    def _collect(self, readers: list[Connection], processes: list[BaseProcess], folder: Path) -> list[Any]:
+        results: dict[int, _Result] = {}
+        end = time.monotonic() + self.limit.total_seconds()
+        while len(results) < len(readers):
+            waiting = [reader for rank, reader in enumerate(readers) if rank not in results]
+            ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for rank, reader in enumerate(readers):
+                if reader in ready:
+                    results[rank] = self._receive(rank, reader)
+                    # An error on one rank makes the others fail or wait: it is the one to report.
+                    if results[rank].error and not results[rank].complaint:
+                        raise Failed(results[rank].error)
+
+        hung = [rank for rank in range(len(readers)) if rank not in results]
+        if hung:
+            raise Failed(self._explain_hang(hung, processes, folder))
+        complaints = [result.error for result in results.values() if result.error]
+        if complaints:
+            raise Failed(complaints[0])
+        return [results[rank].value for rank in range(len(readers))]
+
+    def _receive(self, rank: int, reader: Connection) -> _Result:
+        try:
+            return reader.recv()
+        except EOFError:
+            return _Result(rank, error=f"the process of rank {rank} died before the function returned")
+
+    def _rank(
+        self,
+        rank: int,
+        environment: dict[str, str],
+        group: bool,
+        stacks: Path,
+        writer: Connection,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A rank that hangs in a collective can still write where it is.
+        faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=False)
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        torch.set_num_threads(1)
+        try:
+            if group:
+                dist.init_process_group("gloo", timeout=2 * self.limit)
+            writer.send(_Result(rank, function(self.module(), *arguments)))
+        except BaseException as error:
+            name = type(error).__name__
+            complaint = Failure(rank, "", 0.0, name, str(error)).is_complaint
+            writer.send(_Result(rank, error=self._explain(rank, error), complaint=complaint))
+        sys.stdout.flush()
+        writer.close()
+        # A rank that is done stays until all are: its peers may still be in the last collective.
+        time.sleep(2 * self.limit.total_seconds())
+
+    def module(self) -> ModuleType:
+        """Import the file, under a name of its own, without running its `main`."""
+        spec = importlib.util.spec_from_file_location("learner", self.path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["learner"] = module
+        spec.loader.exec_module(module)
+        return module
+
+    def _explain(self, rank: int, error: BaseException) -> str:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == self.path]
+        where = f", {self.path.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        if isinstance(error, NotImplementedError):
+            place = f" ({self.path.name}:{frames[-1].lineno})" if frames else ""
+            task = re.sub(r"^TODO( \d+)?: ", "", str(error)) or "a function that raises NotImplementedError"
+            return f"this is still to do: {task}{place}"
+        return f"rank {rank} raised {type(error).__name__}: {error}{where}"
+
+    def _explain_hang(self, hung: list[int], processes: list[BaseProcess], folder: Path) -> str:
+        places = []
+        for rank in hung:
+            pid = processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
+        for rank in hung:
+            end = time.monotonic() + 5
+            while not (stack := (folder / f"{rank}").read_text()) and time.monotonic() < end:
+                time.sleep(0.1)
+            # The stack begins with the innermost call.
+            line = re.search(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
+            places.append(f"rank {rank}" + (f" in {self.path.name}:{line[1]}" if line else ""))
+        done = ", while the other ranks had ended" if len(hung) < len(processes) else ""
+        return (
+            f"{' and '.join(places)} did not end within {self.limit.total_seconds():.0f} s{done}: either a loop never "
+            "ends, or a rank waits in a collective that another rank never calls"
+        )

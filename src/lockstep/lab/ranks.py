@@ -1,0 +1,76 @@
+"""Starts the ranks of a lab script when it is run by plain `python`; under a launcher the script is a rank already."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch._dynamo  # optimizers import it when they first step: seconds, which forked ranks need not spend again
+import torch.distributed as dist
+from torch import multiprocessing
+
+
+def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
+    """Call `main` on each rank, with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) set.
+
+    Under torchrun, `python -m torch.distributed.launch` or `lockstep train`, this process is one rank: it calls `main`.
+    Otherwise `nproc` processes are forked, or as many as LAB_NPROC says. If one fails, the others are ended, and so is
+    the script, with exit code 1.
+    """
+    if "RANK" in os.environ:
+        try:
+            main()
+        finally:
+            _leave_group()
+        return
+
+    # The first optimizer imports it, in more than a second: here once, and not on every rank.
+    importlib.import_module("torch._dynamo")
+    nproc = int(os.environ.get("LAB_NPROC", nproc))
+    # The store is served here, on a port that the system chose, so two labs on one machine cannot collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    sys.stdout.flush()
+    try:
+        multiprocessing.start_processes(_rank, (main, launched), nprocs=nproc, start_method="fork")
+    except multiprocessing.ProcessRaisedException as error:
+        sys.exit(str(error))
+    except multiprocessing.ProcessExitedException as error:
+        sys.exit(error.exit_code if error.exit_code > 0 else str(error))
+
+
+def _rank(rank: int, main: Callable[[], object], launched: dict[str, object]) -> None:
+    # As under torchrun: rank 0 serves no store of its own, it connects to the launcher's.
+    variables = launched | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    try:
+        main()
+    finally:
+        _leave_group()
+
+
+def _leave_group() -> None:
+    """Leave the group if `main` has not: a process that ends with its threads running may abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Return this rank's device. Ranks share GPUs if there are more ranks than GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
+
+def backend() -> str:
+    """Return "nccl" if every rank of this machine has a GPU of its own, else "gloo"."""
+    own = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if own else "gloo"
+
+
+LIMIT = timedelta(seconds=60)  # for one collective: a rank that waits longer has lost its peer

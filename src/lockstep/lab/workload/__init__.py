@@ -1,0 +1,1 @@
+"""The workload that all exercises share: generated data and small models."""

@@ -1,0 +1,122 @@
+"""The data of the lab, generated: pictures of shapes, and text whose lowest possible loss is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SHAPES = ("circle", "square", "triangle", "cross")
+CLASSES = tuple(f"{style} {shape}" for shape in SHAPES for style in ("filled", "outlined"))
+
+
+class ShapeClass(Dataset[tuple[Tensor, int]]):
+    """Pictures of one shape each; the class is the shape and whether it is filled.
+
+    Sample `index` depends on `seed` and `index` alone, so every rank can draw any sample. Use another seed
+    for the test set.
+    """
+
+    def __init__(self, samples: int = 10_000, *, seed: int = 0, pixels: int = 32):
+        self.samples, self.seed, self.pixels = samples, seed, pixels
+        self._drawn: dict[int, tuple[Tensor, int]] = {}
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return a picture, float32 [3, pixels, pixels], and its class."""
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        if index not in self._drawn:
+            self._drawn[index] = _draw(np.random.default_rng((self.seed, index)), self.pixels)
+        return self._drawn[index]
+
+    def batch(self, indices: range | list[int]) -> tuple[Tensor, Tensor]:
+        """Return the pictures and classes of these samples, stacked."""
+        pictures, classes = zip(*(self[index] for index in indices), strict=True)
+        return torch.stack(pictures), torch.tensor(classes)
+
+
+def _draw(random: np.random.Generator, pixels: int) -> tuple[Tensor, int]:
+    label = int(random.integers(len(CLASSES)))
+    shape, outlined = SHAPES[label // 2], bool(label % 2)
+
+    # The picture's coordinates, in the shape's own frame: moved, turned and scaled.
+    radius = random.uniform(0.45, 0.8)
+    centre = random.uniform(-0.9 + radius, 0.9 - radius, 2)
+    angle = random.uniform(0, 2 * math.pi)
+    line = (np.arange(pixels) + 0.5) / pixels * 2 - 1
+    y, x = np.meshgrid(line - centre[1], line - centre[0], indexing="ij")
+    u = (x * math.cos(angle) + y * math.sin(angle)) / radius
+    v = (y * math.cos(angle) - x * math.sin(angle)) / radius
+
+    distance = _distance(shape, u, v)
+    inside = np.abs(distance + 0.12) < 0.12 if outlined else distance < 0
+
+    back, front = random.uniform(0, 0.4, 3), random.uniform(0.6, 1, 3)
+    picture = np.where(inside, front[:, None, None], back[:, None, None])
+    picture = picture + random.normal(0, 0.05, picture.shape)
+    return torch.from_numpy((picture - 0.5).astype(np.float32)), label
+
+
+def _distance(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return how far each pixel is outside the shape; negative inside."""
+    match shape:
+        case "circle":
+            return np.hypot(u, v) - 1
+        case "square":
+            return np.maximum(np.abs(u), np.abs(v)) - 0.8
+        case "triangle":
+            return np.maximum(-v, (np.abs(u) * math.sqrt(3) + v) / 2) - 0.5
+        case _:
+            arms = np.minimum(np.abs(u), np.abs(v)) - 0.33
+            return np.maximum(arms, np.maximum(np.abs(u), np.abs(v)) - 1)
+
+
+class MarkovText(Dataset[Tensor]):
+    """Text in which the two last symbols decide how likely the next one is, so that its entropy rate is known."""
+
+    SYMBOLS = 64
+    CHOICES = 4  # symbols that can follow a pair
+
+    def __init__(self, samples: int = 4096, *, length: int = 64, seed: int = 0):
+        self.samples, self.length, self.seed = samples, length, seed
+        language = np.random.default_rng(7)  # one language for all seeds
+        self._next = language.integers(self.SYMBOLS, size=(self.SYMBOLS, self.SYMBOLS, self.CHOICES))
+        self._likely = language.dirichlet(np.ones(self.CHOICES), size=(self.SYMBOLS, self.SYMBOLS))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return `length` + 1 symbols, int64: the inputs, and one more for the targets."""
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        random = np.random.default_rng((self.seed, index))
+        symbols = list(random.integers(self.SYMBOLS, size=2))
+        while len(symbols) < self.length + 1:
+            pair = symbols[-2], symbols[-1]
+            choice = random.choice(self.CHOICES, p=self._likely[pair])
+            symbols.append(self._next[pair][choice])
+        return torch.tensor(np.array(symbols))
+
+    def entropy(self) -> float:
+        """Return the average entropy of the next symbol in nats, over pairs as they occur in the text."""
+        surprise = np.zeros((self.SYMBOLS, self.SYMBOLS))
+        for choice in range(self.CHOICES):
+            # Two choices may be the same symbol: their probabilities add up.
+            same = self._next == self._next[..., choice : choice + 1]
+            surprise -= self._likely[..., choice] * np.log((self._likely * same).sum(-1))
+
+        # The stationary distribution of pairs, by repeated steps of the chain.
+        pairs = np.full((self.SYMBOLS, self.SYMBOLS), self.SYMBOLS**-2.0)
+        second = np.arange(self.SYMBOLS)[None, :, None]
+        for _ in range(200):
+            after = np.zeros_like(pairs)
+            np.add.at(after, (np.broadcast_to(second, self._next.shape), self._next), pairs[..., None] * self._likely)
+            pairs = after
+        return float((pairs * surprise).sum())

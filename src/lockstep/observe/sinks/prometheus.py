@@ -1,0 +1,75 @@
+"""A text endpoint for Prometheus: http://127.0.0.1:PORT/metrics has the newest numbers of the run.
+
+It listens on this machine only. `log.prometheus_port` chooses the port, and `prometheus.url` in the run folder holds
+the address.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from lockstep.observe.sinks.run_facts import settings_of
+from lockstep.observe.sinks.scalars import scalars
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class PrometheusSink:
+    """Keeps the newest value of every number, and serves them while the run lasts."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._values: dict[str, float] = {}
+        self._server: ThreadingHTTPServer | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        numbers = scalars(record)
+        if not numbers:
+            return
+
+        # A new dictionary: a request may be reading the old one.
+        self._values = self._values | numbers | {"step": float(record["step"])}
+        if self._server is None:
+            self._server = self._serve()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            (self._run_dir / "prometheus.url").unlink(missing_ok=True)
+
+    def text(self) -> str:
+        """Return the page that Prometheus reads."""
+        run = self._run_dir.resolve().name.replace("\\", r"\\").replace('"', r"\"")
+        lines = []
+        for name, value in self._values.items():
+            metric = "lockstep_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {value!r}']
+        return "\n".join(lines).replace(" inf", " +Inf").replace(" -inf", " -Inf").replace(" nan", " NaN") + "\n"
+
+    def _serve(self) -> ThreadingHTTPServer:
+        sink = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = sink.text().encode()
+                self.send_response(200 if self.path == "/metrics" else 404)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.end_headers()
+                if self.path == "/metrics":
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Print nothing: a scrape every few seconds is no news."""
+
+        port = settings_of(self._run_dir).get("log", {}).get("prometheus_port", 0)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
+        (self._run_dir / "prometheus.url").write_text(f"http://127.0.0.1:{server.server_port}/metrics\n")
+        return server

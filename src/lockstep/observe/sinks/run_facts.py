@@ -1,0 +1,23 @@
+"""What sinks for services say about a run: its settings, and a name that stays the same after every resume."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of the run, as its folder holds them."""
+    path = run_dir / "config.yaml"
+    return yaml.safe_load(path.read_text()) if path.exists() else {}
+
+
+def run_id(run_dir: Path) -> str:
+    """Return a name for the run that is the same after every resume, and that no other run has."""
+    path = run_dir / ".sink-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:16])
+    return path.read_text()

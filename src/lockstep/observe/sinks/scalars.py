@@ -1,0 +1,28 @@
+"""The numbers of a record by the names under which dashboards show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.observe.formats import flat
+
+# These say when a record was written, not how training goes.
+NOT_SHOWN = ("time", "step")
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a metrics record ("loss", "accuracy") or of an evaluation ("eval/loss").
+
+    Other events have none. NaN and infinity are numbers here: a curve should show them.
+    """
+    event = record.get("event")
+    if event not in (None, "eval"):
+        return {}
+
+    prefix = "eval/" if event else ""
+    return {
+        prefix + key.removeprefix("metrics."): float(value)
+        for key, value in flat(record).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key not in NOT_SHOWN
+    }

@@ -1,0 +1,55 @@
+"""Weights & Biases. Its own variables choose project, entity and mode: WANDB_PROJECT, WANDB_MODE=offline, ..."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.observe.sinks.run_facts import run_id, settings_of
+from lockstep.observe.sinks.scalars import scalars
+
+
+class WandbSink:
+    """Sends the numbers of a run to Weights & Biases; offline they are kept in `wandb/` in the run folder."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._run: Any = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        numbers = scalars(record)
+        if numbers:
+            self._open().log({**numbers, "step": record["step"]})
+
+        match record.get("event"):
+            case "warning":
+                self._open().alert(title="warning", text=str(record.get("reason")), level="WARN")
+            case "error":
+                self._open().alert(title=str(record.get("type")), text=str(record.get("message")), level="ERROR")
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _open(self) -> Any:
+        if self._run is not None:
+            return self._run
+
+        import wandb
+
+        run = self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "lockstep"),
+            name=self._run_dir.resolve().name,
+            id=run_id(self._run_dir),
+            resume="allow",
+            dir=str(self._run_dir),
+            config=settings_of(self._run_dir),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+        # A resumed run repeats some steps. W&B's own step may not go back, so the curves use ours.
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
