@@ -53,10 +53,14 @@ def test_a_job_under_attack_ends_with_the_same_weights(tmp_path, undisturbed):
         first.wait_until(lambda: listens(port))
         tap = stack.enter_context(closing(intruder.Tap(port)))
 
-        # Before the second node comes: it must find its way through the crowd.
+        # Before the second node comes, so that the job cannot end first: the node must find its way through the crowd.
         for line in (*intruder.slow_readers(port, 5), *intruder.crowd(port, 80)):
             stack.enter_context(line)
+        intruder.noise(port, 100_000)
+        intruder.half_lines(port, 3)
         second = Started(tmp_path, *words[:-1], f"127.0.0.1:{tap.port}", nproc=1)
+
+        # While it trains, for as long as it does.
         first.wait_until(lambda: tap.recorded.count(b"\n") > 2)
         intruder.replays(port, tap.recorded)
         intruder.noise(port, 100_000)
