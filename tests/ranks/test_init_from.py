@@ -59,7 +59,9 @@ def some_weights() -> dict[str, Tensor]:
     return {name: torch.randn_like(p) for name, p in Still().model().state_dict().items()}
 
 
-def expect(pool: Pool, run: Path, expected: dict[str, Tensor], values: dict[str, Any], world: int = 1) -> dict[str, Any]:
+def expect(
+    pool: Pool, run: Path, expected: dict[str, Tensor], values: dict[str, Any], world: int = 1
+) -> dict[str, Any]:
     """Run `Still`, compare its last weights bit by bit, and return what the summary says of init_from."""
     traces = pool.run(fit, Still(), BASE | {"run_dir": str(run)} | values, world=world)
     weights = load_file(run / "model.safetensors")
@@ -143,7 +145,12 @@ def test_what_does_not_fit_is_listed_and_decided_by_patterns(pool: Pool, tmp_pat
     assert_user_errors(refused(rename={"^moduel[.]": ""}), "matches no name", "moduel")
     assert_user_errors(refused(rename={"[.]weight$": ".bias"}), "gives two tensors", "the name")
 
-    allowed = {"rename": rename, "allow_missing": ["2.*"], "allow_extra": ["module.head.*"], "allow_reshape": ["1.up.*"]}
+    allowed = {
+        "rename": rename,
+        "allow_missing": ["2.*"],
+        "allow_extra": ["module.head.*"],
+        "allow_reshape": ["1.up.*"],
+    }
     values = {"strategy": "fsdp", "init_from": str(file), "seed": 0}
     values |= {f"weights.{key}": value for key, value in allowed.items()}
     pool.run(fit, Still(), BASE | values | {"run_dir": str(tmp_path / "run")}, world=2)

@@ -261,8 +261,8 @@ class WeightsConfig(Section):
     )
     allow_reshape: list[str] = _key(
         [],
-        "init_from: names in the model, as patterns, whose shape may differ: equal elements are reshaped; otherwise the "
-        "part that both have is copied",
+        "init_from: names in the model, as patterns, whose shape may differ: equal elements are reshaped; otherwise "
+        "the part that both have is copied",
         example=["*.embed.weight"],
     )
 

@@ -272,10 +272,12 @@ def _tensors_in(loaded: Any, file: Path) -> dict[str, Tensor]:
         if isinstance(candidate, Mapping) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             return dict(candidate)
 
-    found = f"its keys are {', '.join(map(str, loaded))[:300]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+    found = (
+        f"its keys are {', '.join(map(str, loaded))[:300]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+    )
     raise UserError(
         f"init_from={file} holds no state dict",
-        found,
+        f"its keys are {keys}" if keys else f"it holds a {type(loaded).__name__}",
         "save the weights alone: torch.save(model.state_dict(), FILE)",
     )
 
