@@ -272,9 +272,7 @@ def _tensors_in(loaded: Any, file: Path) -> dict[str, Tensor]:
         if isinstance(candidate, Mapping) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             return dict(candidate)
 
-    found = (
-        f"its keys are {', '.join(map(str, loaded))[:300]}" if isinstance(loaded, Mapping) else type(loaded).__name__
-    )
+    keys = ", ".join(map(str, loaded))[:300] if isinstance(loaded, Mapping) else ""
     raise UserError(
         f"init_from={file} holds no state dict",
         f"its keys are {keys}" if keys else f"it holds a {type(loaded).__name__}",
