@@ -38,7 +38,7 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node
 from lockstep.launch.decisions.commands import Command, DropNode, StartAttempt
 from lockstep.launch.decisions.outbox import Outbox
-from lockstep.launch.decisions.recovery import Recovery, Situation
+from lockstep.launch.decisions.recovery import Decision, End, EndPreempted, Recovery, Restart, Situation, UndoResize
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import PREEMPTED, Failure, Kind
 from lockstep.launch.hangs.watchdog import Watchdog
@@ -124,7 +124,7 @@ class JobStateMachine:
         # The parts of the decision: the nodes, the failures, the commands, and the ranks that run now.
         self.cluster = Cluster(job.nnodes, now)
         self._outbox = Outbox(job.run_dir / "logs")
-        self.recovery = Recovery(self.cluster, self._outbox, state, now)
+        self.recovery = Recovery(self.cluster, state, now)
         self.settings = Settings(**state.settings)
         self.attempt = Attempt(state.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
 
@@ -134,6 +134,9 @@ class JobStateMachine:
         # How the job ends once all ranks are gone. None if another attempt follows, or if `_preempt_signal` ends the
         # job; a second Ctrl-C sets it at once.
         self._planned_end: JobEnd | None = None
+
+        # Whether the next attempt is logged as a restart when it starts; its size is not known before.
+        self._log_restart = False
 
         # Until then `tick` neither starts an attempt nor ends the job: the old rank 0 may still be alive.
         self._not_before = now if inherited is None else now + FENCE_S
@@ -216,7 +219,7 @@ class JobStateMachine:
         self._not_started.discard(node)
         self._outbox.put(DropNode(node))
 
-        # The failure names a lost rank, from which `Attempt.count_killed_by` finds the node.
+        # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
         lost = [rank for rank in self.attempt.ranks_on(node) if rank not in self.attempt.exits]
         failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
         if self.job_phase in ACTIVE and lost:
@@ -233,12 +236,12 @@ class JobStateMachine:
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self.attempt.number is None:
-            self._outbox.announce_failure(failure, None, killed=0)
+            self._outbox.announce_failure(failure, None, others=0)
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        self._decide(failure, now, nothing_to_save=True)
-        if self.recovery.log_restart:
+        decision = self._decide(failure, now, nothing_to_save=True)
+        if isinstance(decision, Restart):
             self._say_who_is_missing(now)
 
     def _wait_for_nodes(self, now: float) -> None:
@@ -289,8 +292,8 @@ class JobStateMachine:
         self.attempt = Attempt(number, counts, hosts, self.committed(), watchdog)
 
         # Only now is it known how many ranks restart.
-        if self.recovery.log_restart:
-            self.recovery.log_restart = False
+        if self._log_restart:
+            self._log_restart = False
             ranks = self.cluster.world_size
             self._outbox.log("restart", attempt=number, ranks=ranks, step=self.attempt.started_from)
 
@@ -354,10 +357,8 @@ class JobStateMachine:
 
         # A zygote that cannot import would not import on the next attempt either.
         if message.hopeless and self.job_phase is not JobPhase.OVER:
-            killed = self.attempt.count_killed_by(failure) if self.job_phase in ACTIVE else 0
-            verdict = "not restarted: it would end the same way"
             self._planned_end = JobEnd(ExitCode.FAILED, failure)
-            self._outbox.announce_failure(failure, self.attempt.number, killed, verdict)
+            self._announce(failure, "not restarted: it would end the same way")
 
             # In JOIN there are no ranks, and `tick` ends the job.
             if self.job_phase is not JobPhase.JOIN:
@@ -468,6 +469,7 @@ class JobStateMachine:
 
         self._outbox.say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self.recovery.resize(ranks, self.attempt)
+        self._log_resize(before)
 
         # Nodes can import torch for the new ranks while the current ranks still save.
         for node, count in self.cluster.wanted.items():
@@ -475,6 +477,16 @@ class JobStateMachine:
 
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
             self._preempt(now)
+
+    def _undo_resize(self) -> None:
+        failed = self.cluster.world_size
+        self.recovery.undo_resize()
+        now = plural(self.cluster.world_size, "rank")
+        self._outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {now}")
+        self._log_resize(failed)
+
+    def _log_resize(self, before: int) -> None:
+        self._outbox.log("resize", **{"from": before, "to": self.cluster.world_size})
 
     def _preempt(self, now: float) -> None:
         """Have the ranks save and exit; `tick` kills them when the grace period is over."""
@@ -563,16 +575,44 @@ class JobStateMachine:
     # ---- failures ----
 
     def _fail(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
-        """Announce the failure, decide what follows and kill all ranks. `nothing_to_save`: see `Recovery.decide`."""
+        """Announce the failure, decide what follows and kill all ranks. `nothing_to_save`: see `Situation`."""
         self._decide(failure, now, nothing_to_save)
         self._kill_ranks(now)
 
-    def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> None:
+    def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
+        """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
         saved = self.committed()
-        how = self._how_to_continue(saved)
-        situation = Situation(self.attempt, saved, self.settings, self._preempt_signal, how, now)
-        if ending := self.recovery.decide(failure, situation, nothing_to_save):
-            self._planned_end = ending
+        situation = Situation(self.attempt, saved, self.settings, self._preempt_signal, nothing_to_save, now)
+        decision = self.recovery.decide(failure, situation)
+
+        match decision:
+            case Restart():
+                self._log_restart = True
+                self.recovery.count_restart(decision, failure, situation)
+                self._announce(failure, self.recovery.describe_restart(decision, failure, situation))
+
+            case UndoResize():
+                self._announce(failure)
+                self._undo_resize()
+
+            case EndPreempted():
+                # `_end_or_start` ends the job, since `_preempt_signal` is set.
+                self._announce(failure, "not restarted: the job was asked to save and exit")
+
+            case End(code, reason):
+                self._planned_end = JobEnd(code, failure)
+
+                # With nothing saved, the same error would most likely recur, so no command is suggested.
+                hopeless = saved is None and failure.likely_to_repeat
+                hint = "" if hopeless else f". {self._how_to_continue(saved)}"
+                self._announce(failure, f"not restarted: {reason}{hint}")
+
+        return decision
+
+    def _announce(self, failure: Failure, verdict: str = "") -> None:
+        """Announce a failure of the current attempt. `verdict` says what follows."""
+        others = self.attempt.count_ended_by(failure) if self.job_phase in ACTIVE else 0
+        self._outbox.announce_failure(failure, self.attempt.number, others, verdict)
 
     def _how_to_continue(self, saved: int | None) -> str:
         """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""
