@@ -232,10 +232,11 @@ def packed_attention(
 
     # One sequence of all rows: (rows * length, heads, size).
     rows, _, length, _ = query.shape
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = (-1, 0) if causal else (-1, -1)
     # No document is longer than a row, so the host need not ask for the longest.
-    out = varlen_attn(*flat, cu_seqlens, cu_seqlens, length, length, window_size=window)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, length, length, window_size=window)
+    assert isinstance(out, Tensor)  # a tuple only if more is asked for
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
