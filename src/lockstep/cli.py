@@ -289,11 +289,11 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _train_on_hosts(
     options: argparse.Namespace, overrides: Sequence[str], layers: list[Layer], resume_command: ResumeCommand
 ) -> int:
-    from lockstep import api
+    from lockstep.config import strongest_value
     from lockstep.launch.run_dir import choose_run_dir
 
     # All hosts need the same folder, so it is chosen here.
-    asked, resume = api.strongest_value(layers, "run_dir"), api.strongest_value(layers, "resume") or "never"
+    asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
     run_dir = choose_run_dir(asked, resume, targets.name_of(options.target))
     rest = [word for word in overrides if not word.startswith("run_dir=")]
 
