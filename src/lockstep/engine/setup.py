@@ -45,12 +45,11 @@ from lockstep.engine.checks.settings import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
-from lockstep.engine.early_stop import EarlyStop
-from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.evaluation.early_stop import EarlyStop
+from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
-from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -70,7 +69,7 @@ from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import FOLDER, from_launcher
-from lockstep.runtime.seeds import derive, seed_everything, seed_torch
+from lockstep.runtime.seeds import derive, preserve_rng, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
 

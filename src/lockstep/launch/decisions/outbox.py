@@ -77,18 +77,18 @@ class Outbox:
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))
 
-    def announce_failure(self, failure: Failure, attempt: int | None, killed: int, verdict: str = "") -> None:
+    def announce_failure(self, failure: Failure, attempt: int | None, others: int, verdict: str = "") -> None:
         """Announce a failure on the screens of all nodes, and log it.
 
-        `killed` is the number of other ranks that are killed because of it, `verdict` says what follows.
+        `others` is the number of other ranks that end because of it, `verdict` says what follows.
         """
         lines = [failure.text()]
 
         # An error for the user says what to do, and nothing is to be looked up.
         if not failure.for_user:
             facts = []
-            if killed:
-                facts.append(f"{plural(killed, 'other rank was', 'other ranks were')} killed.")
+            if others:
+                facts.append(f"{plural(others, 'other rank')} ended because of it.")
 
             # Rank 0 wrote to the terminal: its output is on the screen already.
             if failure.rank:
