@@ -239,7 +239,11 @@ class CheckpointConfig(Section):
         "min", "whether the smallest or the largest value of checkpoint.best is the best"
     )
     # A large frozen backbone need not be in every checkpoint.
-    frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+    frozen: bool = _key(
+        True,
+        "save frozen parameters too; false: save only a digest of them, to compare on resume, and leave them out of "
+        "model.safetensors",
+    )
 
 
 class WeightsConfig(Section):

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class Training:
 
         self.run = builder.setup_run(data(), task.collate)
 
+        write_assets = _overridden(task, "write_assets")
+        if write_assets:
+            self.run.runtime.collectives.run_on_rank0(lambda: _write_assets(write_assets, self.run.folder.path))
+
         # Check the evaluation data before the first step, not when the first evaluation is due.
         self._eval_data = _eval_data(task, self.run)
         self._evaluate_every = self.run.config.evaluate.every if self._eval_data is not None else None
@@ -99,6 +104,12 @@ class Training:
 
     def _evaluate(self) -> None:
         self.run.evaluate(self._eval_data, self.task.eval_loss, self.task.collate, may_preempt=True)
+
+
+def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
+    folder = run_dir / "assets"
+    folder.mkdir(exist_ok=True)
+    write(folder)
 
 
 def _overridden(task: Any, name: str) -> Callable[..., Any] | None:

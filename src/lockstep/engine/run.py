@@ -364,7 +364,7 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
-        weights, aliases = full_state(self.driver, self.runtime.is_main)
+        weights, aliases = full_state(self.driver, self.runtime.is_main, self.config.checkpoint.frozen)
         self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:
