@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.engine.checks.settings import check_before_batch, check_evaluations
-from lockstep.engine.evaluate import check_data
+from lockstep.engine.evaluation.evaluator import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly

@@ -19,8 +19,8 @@ from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.early_stop import EarlyStop
-from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.evaluation.early_stop import EarlyStop
+from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check

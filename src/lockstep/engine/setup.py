@@ -44,8 +44,8 @@ from lockstep.engine.checks.settings import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
-from lockstep.engine.early_stop import EarlyStop
-from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.evaluation.early_stop import EarlyStop
+from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run

@@ -269,10 +269,10 @@ def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Sema
         def __init__(self) -> None:
             self.write = case.log("lightning")
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            ended = (index + 1) % case.accumulation == 0
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            ended = (batch_idx + 1) % case.accumulation == 0
             if ended and trainer.global_step % case.block == 0:
-                self.write(trainer.global_step, module.last)
+                self.write(trainer.global_step, pl_module.last)
                 done.release()
                 go.acquire()
 
