@@ -28,6 +28,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
+from lockstep.data.samplers.torch_samplers import as_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
 from lockstep.data.windows import Window, micro_slice, next_window, rank_range
@@ -73,7 +74,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
 
-        return MapSource(reader, sampler, options)
+        return MapSource(reader, as_sampler(sampler, len(dataset), options.seed), options)
 
     if isinstance(data, Sampled):
         raise UserError(

@@ -290,6 +290,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     }
     if run.stop_reason:
         summary["stopped"] = run.stop_reason
+    if run.config.init_from:
+        summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
 
     # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, metrics | losses)

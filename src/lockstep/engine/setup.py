@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.storage import delete_leftovers
+from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
@@ -49,7 +50,6 @@ from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
-from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
@@ -69,7 +69,7 @@ from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import FOLDER, from_launcher
-from lockstep.runtime.seeds import derive, seed_everything, seed_torch
+from lockstep.runtime.seeds import derive, preserve_rng, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
 
@@ -143,6 +143,10 @@ class RunBuilder:
 
         late_hooks = LateHooks(model, parameters_before)
 
+        # Before the optimizers, which may copy the weights.
+        if self.config.init_from:
+            self.add_part("init_from", self._load_initial_weights(self.driver))
+
         # Drivers may have state of their own, such as PowerSGD's errors.
         for name, part in self.driver.parts.items():
             self.add_part(name, part)
@@ -165,6 +169,25 @@ class RunBuilder:
             schedulers=user_schedulers,
         )
         return self.model_setup
+
+    def _load_initial_weights(self, driver: Driver) -> InitialWeights:
+        """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+        config, runtime, folder = self.config, self.runtime, self.folder
+        assert config.init_from is not None
+
+        def will_resume() -> bool:
+            storage = open_storage(folder.path / "checkpoints")
+            return folder.origin is not None or (folder.continues and bool(committed(storage)))
+
+        only = None
+        if runtime.collectives.run_on_rank0(will_resume):
+            frozen = {name for name, p in driver.model.named_parameters() if not p.requires_grad}
+            only = set() if config.checkpoint.frozen else frozen
+            if not only:
+                return InitialWeights(config.init_from)
+
+        elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
+        return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
 
     def _make_optimizers(
         self,
@@ -241,6 +264,9 @@ class RunBuilder:
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
+        initial = self.parts.get("init_from")
+        if isinstance(initial, InitialWeights):
+            facts["init_from"] = initial.describe(resumed is not None)
         if setup.exactness:
             facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
 

@@ -15,10 +15,10 @@ import torch
 
 from lockstep.engine.profile.flops import count, matmul_rate
 from lockstep.engine.run import Run
-from lockstep.engine.start_check.random_numbers import preserve_rng
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
 from lockstep.observe.profile.tracer import StepTracer
 from lockstep.parallel.call_chain import run_eagerly
+from lockstep.runtime.seeds import preserve_rng
 
 BACKWARD = 2.0  # multiplications of a backward, in those of its forward
 
