@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import StopConfig
-from lockstep.engine.early_stop import EarlyStop
-from lockstep.engine.evaluate import Evaluation
+from lockstep.engine.evaluation.early_stop import EarlyStop
+from lockstep.engine.evaluation.evaluator import Evaluation
 from lockstep.errors import UserError
 from lockstep.task import Loss
 from pool import Pool

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.engine.checks.settings import check_before_batch, check_evaluations
-from lockstep.engine.evaluate import check_data
+from lockstep.engine.evaluation.evaluator import check_data
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
@@ -75,15 +75,15 @@ class Training:
 
         result = run.stepper.step(batches, self.task.loss)
         run.end_step(batches, result)
-        step = run.stepper.counters.step
+        steps_done = run.stepper.counters.steps_done
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._after_step:
-            run.runtime.heartbeat.beat("user code", step)
-            self._after_step(run.driver.model, step)
+            run.runtime.heartbeat.beat("user code", steps_done)
+            self._after_step(run.driver.model, steps_done)
             run.runtime.heartbeat.beat("data")
 
-        if self._evaluate_every and step % self._evaluate_every == 0:
+        if self._evaluate_every and steps_done % self._evaluate_every == 0:
             self._evaluate()
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()

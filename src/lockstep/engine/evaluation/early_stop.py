@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import StopConfig
-from lockstep.engine.evaluate import Evaluation
+from lockstep.engine.evaluation.evaluator import Evaluation
 from lockstep.errors import UserError, plural
 
 
