@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for
+from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
@@ -523,11 +523,6 @@ def _speaks_for_all() -> bool:
         return current_world().rank == 0
     except UserError:
         return True  # the launcher of one of several machines
-
-
-def strongest_value(layers: list[Layer], key: str) -> Any:
-    """Return the value of the strongest layer that sets `key`, or None."""
-    return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 
 
 # ---- what to type to resume ----

@@ -35,7 +35,8 @@ from lockstep.checkpoint.storage import (
     step_in,
     steps_to_delete,
 )
-from lockstep.errors import UserError, plural, printable
+from lockstep.errors import UserError, plural
+from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
 MAX_SHOWN = 200
@@ -55,7 +56,7 @@ def ls(path: Path) -> tuple[str, int]:
         return "no checkpoints", 0
 
     rest = f"\nand {len(checkpoints) - MAX_LISTED} older ones" if len(checkpoints) > MAX_LISTED else ""
-    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
+    return columns([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
 def show(path: Path) -> tuple[str, int]:
@@ -81,7 +82,7 @@ def show(path: Path) -> tuple[str, int]:
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
     ]
-    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
+    lines = [columns(facts), "", columns([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
     if len(rows) > MAX_SHOWN:
         lines.append(f"and {len(rows) - MAX_SHOWN} more")
 
@@ -101,7 +102,7 @@ def verify(path: Path) -> tuple[str, int]:
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
         exit_code |= bool(problems)
 
-    return _table(rows) if rows else "no checkpoints", exit_code
+    return columns(rows) if rows else "no checkpoints", exit_code
 
 
 def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
@@ -294,11 +295,3 @@ def _when(manifest: Manifest) -> str:
 
 def _metrics(manifest: Manifest) -> str:
     return " ".join(f"{key}={value:.4g}" for key, value in manifest.metrics.items() if isinstance(value, int | float))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    # A name in a manifest may contain any characters. Escape line breaks, so that no cell begins a new line.
-    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = "  ".join(f"{{:{width}}}" for width in widths)
-    return "\n".join(line.format(*row).rstrip() for row in rows)

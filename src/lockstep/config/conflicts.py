@@ -285,6 +285,7 @@ PIPELINE = ("pp.schedule", "pp.stages_per_rank")
 SPIKES = ("spike.factor", "spike.window")
 SCALER = tuple(key for key in KEYS if key.startswith("scaler."))
 SHARDED = with_trait("shards_parameters")
+WEIGHTS = tuple(key for key in KEYS if key.startswith("weights."))
 
 OPTIONS_OF = (
     OptionsOf(("fsdp.offload",), "strategy", SHARDED, "only a sharded model can be offloaded", "strategy=fsdp"),
@@ -319,6 +320,7 @@ OPTIONS_OF = (
         "no evaluation stops the run",
         "stop.patience=5",
     ),
+    OptionsOf(WEIGHTS, "init_from", (), "no weights are read", "init_from=FILE"),
     OptionsOf(SCALER, "precision", ("auto", "fp16"), "the format needs no loss scale", "precision=fp16"),
 )
 

@@ -75,12 +75,12 @@ class Training:
 
         result = run.stepper.step(batches, self.task.loss)
         run.end_step(batches, result)
-        step = run.stepper.counters.step
+        steps_done = run.stepper.counters.steps_done
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._after_step:
-            run.runtime.heartbeat.beat("user code", step)
-            self._after_step(run.driver.model, step)
+            run.runtime.heartbeat.beat("user code", steps_done)
+            self._after_step(run.driver.model, steps_done)
             run.runtime.heartbeat.beat("data")
 
         if self._eval_sets and run.evaluation_is_due():
