@@ -619,13 +619,6 @@ DATA = {
         "leave evaluate.decides out",
         Asked(held_out=ROWS),
     ),
-    "the best by what is not measured": Row(
-        {"checkpoint.best": "acuracy", "evaluate.every": 1},
-        "checkpoint.best=acuracy is not a result of the evaluation",
-        "its results are eval_loss",
-        "set checkpoint.best=eval_loss",
-        Asked(held_out=ROWS),
-    ),
     "the best without evaluations": Row(
         {"checkpoint.best": "eval_loss"},
         "there is no evaluation during the run",
