@@ -306,7 +306,7 @@ class Task:
         return None
 
     def eval_data(self) -> Any:
-        """Return a map-style dataset to evaluate on, or None for no evaluation."""
+        """Return a map-style dataset to evaluate on, several by name ({"val": ..., "test": ...}), or None for none."""
         return None
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:

@@ -4,16 +4,18 @@
     ensure_rewind_checkpoint        before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
+    is_new_best                     after an evaluation
     due, save                       between two steps
     abandon_if_failed               when the control word says that a rank failed to write its file
     rewind                          when a step was not applied and the policy is rewind
     settle, saved_location, close   at the end
 
-`poll`, `save_is_due_by_clock`, `due`, `saved_location` and `close` are local. All other methods are collective.
+`poll`, `save_is_due_by_clock`, `due`, `best`, `saved_location` and `close` are local. All other methods are collective.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +26,7 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import BestCheckpoint, Damaged, best_checkpoint
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
@@ -117,10 +119,10 @@ class CheckpointManager:
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
-        retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+        self.retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
         world = runtime.world
         context = SaveContext(
-            self.storage, world.rank, world.size, folder.token, retention, on_commit=folder.end_going_back
+            self.storage, world.rank, world.size, folder.token, self.retention, on_commit=folder.end_going_back
         )
         self.saver = Saver(context, settings.asynchronous)
 
@@ -133,6 +135,9 @@ class CheckpointManager:
 
         # When the last checkpoint was saved or loaded, or else the run began: for `checkpoint.minutes`.
         self._saved_at = time.monotonic()
+
+        # The score (`Retention.score`) of the best checkpoint; None: not looked up yet.
+        self._best_score: float | None = None
 
         self._rewinds = 0  # since the last committed checkpoint
         self._parts_compared = False  # whether the ranks have compared the state of their parts
@@ -280,6 +285,7 @@ class CheckpointManager:
         if self.runtime.is_main and self._saved_step is not None:
             self.folder.end_going_back()
         self._saved_at = time.monotonic()
+        self._best_score = None
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
@@ -377,6 +383,8 @@ class CheckpointManager:
 
         self._unsettled = True
         self._saved_step = steps_done
+        if self.is_new_best(metrics):
+            self._best_score = self.retention.score(metrics)
         self._saved_at = time.monotonic()
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
@@ -408,6 +416,28 @@ class CheckpointManager:
 
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)
+
+    def is_new_best(self, metrics: dict[str, float]) -> bool:
+        """Return whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+
+        All ranks get the same answer, because rank 0 alone looks at the checkpoints.
+        """
+        score = self.retention.score(metrics)
+        if score is None:
+            return False
+
+        if self._best_score is None:
+            self._best_score = self.runtime.collectives.run_on_rank0(self._look_up_best)
+
+        return score > self._best_score
+
+    def best(self) -> BestCheckpoint | None:
+        """Return the best committed checkpoint by `checkpoint.best`. Local."""
+        return best_checkpoint(self.storage, self.retention)
+
+    def _look_up_best(self) -> float | None:
+        best = self.best()
+        return -math.inf if best is None else self.retention.score({best.metric: best.value})
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
@@ -466,6 +496,7 @@ class CheckpointManager:
 
         self._unsettled = False
         self._saved_step = None
+        self._best_score = None
         return True
 
     def _last_good(self) -> str:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import Tensor
+
+from lockstep.checkpoint.inspect import read_weights
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.evaluation.early_stop import EarlyStop
-from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
+from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check
@@ -85,7 +89,8 @@ class Run:
     # Checkpoints and evaluations.
     checkpoints: CheckpointManager
     resumed: Resumed | None
-    evaluation: Evaluation | None  # the newest
+    evaluation: Evaluation | None  # the newest that decides
+    evaluation_schedule: EvaluationSchedule
     early_stop: EarlyStop
 
     # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
@@ -100,7 +105,10 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     stop_reason: str | None = field(init=False, default=None)  # why the run ended before its last step, if known
     _save_agreed: bool = field(init=False, default=False)
+    _evaluate_agreed: bool = field(init=False, default=False)
     _preempt_agreed: bool = field(init=False, default=False)
+    evaluations_by_set: dict[str, Evaluation] = field(init=False, default_factory=dict)  # the newest of each named set
+    best: dict[str, Any] | None = field(init=False, default=None)  # the best checkpoint, known at the end
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
 
@@ -108,6 +116,11 @@ class Run:
     def is_stopping(self) -> bool:
         """Whether all ranks have agreed that this step is the last one."""
         return self._stop_agreed or self._preempt_agreed
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the run has taken, those before a resume included."""
+        return time.time() - self.started
 
     @property
     def driver(self) -> Driver:
@@ -193,10 +206,11 @@ class Run:
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
         save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
-        self.stepper.set_flags(save=save, save_failed=save_failed)
+        evaluate = self.runtime.is_main and self.evaluation_schedule.due_by_clock(self.seconds)
+        self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 
         # The clocks of the ranks differ, so rank 0 requests the stop, and the others follow.
-        if self.runtime.is_main and self.early_stop.time_is_over(time.time() - self.started):
+        if self.runtime.is_main and self.early_stop.time_is_over(self.seconds):
             self.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -247,6 +261,11 @@ class Run:
         self.runtime.notice.saved()
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
+    def save_if_best(self) -> None:
+        """Save again if the evaluation with which a resumed run begins is the best one."""
+        if self._save_agreed:
+            self._save_now(evaluation_due=False)
+
     def _prepare_snapshot(self) -> None:
         """Allocate the snapshot after the first step of this process, which makes the first save shorter."""
         # By now the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
@@ -265,31 +284,41 @@ class Run:
         self.driver.sync_buffers()
 
         # checkpoint.best compares these metrics, if these weights were evaluated.
-        metrics: dict[str, float] = {}
-        if self.evaluation is not None and self.evaluation_is_current:
-            metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
-
+        metrics = self.results() if self.evaluation_is_current else {}
         interval = self.recorder.interval_state(self.stepper.sums)
-        loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict())
+        loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict())
         self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
     def evaluate(
         self,
-        data: Any,
+        sets: Sequence[EvaluationSet],
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
-        decides: bool = True,
-    ) -> Evaluation:
-        """Evaluate the model on `data`, every sample once, and log the result.
+    ) -> list[Evaluation]:
+        """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
-        `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
         """
-        # `data` may be the training dataset, which worker processes read too.
+        evaluations = [self._evaluate(chosen, loss_fn, collate, may_preempt) for chosen in sets]
+        self._evaluate_agreed = False
+        self.evaluation_schedule.seconds = self.seconds
+
+        # Decide only when all are done: an evaluation that is interrupted is repeated from the first set on.
+        self.evaluations_by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
+        for chosen, evaluation in zip(sets, evaluations, strict=True):
+            if chosen.decides:
+                self._follow(evaluation)
+
+        return evaluations
+
+    def _evaluate(
+        self, chosen: EvaluationSet, loss_fn: LossFn, collate: Callable[[list[Any]], Any], may_preempt: bool
+    ) -> Evaluation:
+        # The data may be the training dataset, which worker processes read too.
         with self.source.reading_here():
             evaluation = self.model_setup.evaluator.evaluate(
-                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
+                chosen, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
             )
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
@@ -298,14 +327,44 @@ class Run:
             self.maintain(evaluation_due=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
+        return evaluation
+
+    def _follow(self, evaluation: Evaluation) -> None:
+        """Let early stopping, the best checkpoint and schedulers follow an evaluation. Collective."""
         self.evaluation = evaluation
-        if decides:
-            self.early_stop.observe(evaluation)
-            self.stop_if_no_improvement()
-        if decides and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
+        results = self.results()
+        self.early_stop.observe(results, evaluation.step)
+        self.stop_if_no_improvement()
+
+        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due.
+        if self.config.checkpoint.best:
+            check_metric("checkpoint.best", self.config.checkpoint.best, results)
+            self._save_agreed |= self.checkpoints.is_new_best(results)
+
+        if not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
             self._warn_second_evaluation(evaluation.step)
 
-        return evaluation
+    def results(self) -> dict[str, float]:
+        """Return the newest results by the names that settings use: `eval_loss`, `accuracy`, `val/accuracy`.
+
+        Names without a set are those of the evaluation that decides.
+        """
+        if self.evaluation is None:
+            return {}
+
+        # Results of another step do not belong to these weights.
+        current = [other for other in self.evaluations_by_set.values() if other.step == self.evaluation.step]
+        by_set = {name: value for other in current for name, value in other.named().items()}
+        return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics, **by_set}
+
+    def evaluation_is_due(self) -> bool:
+        """Return whether to evaluate after this step. All ranks get the same answer."""
+        due = self.evaluation_schedule.due_after(self.stepper.counters.steps_done)
+        if due or self._evaluate_agreed:
+            # On a GPU the request for this evaluation may still be part of a result that is not read yet.
+            self._accept_flags(self.stepper.wait_for_outcome())
+
+        return due or self._evaluate_agreed
 
     def stop_if_no_improvement(self) -> None:
         """End the loop if the evaluations no longer improve. All ranks know the same ones, and decide alike."""
@@ -355,7 +414,9 @@ class Run:
         self.stepper.outcomes.check_something_learned(counters.steps_done, counters.applied)
         self._check_replicas()
 
-        if self.config.checkpoint.at_end and self.checkpoints.due(counters.steps_done, requested=True):
+        # The last evaluation may be the best one.
+        at_end = self.config.checkpoint.at_end or self._save_agreed
+        if at_end and self.checkpoints.due(counters.steps_done, requested=True):
             self.save_checkpoint()
 
         self.checkpoints.settle()
@@ -364,7 +425,25 @@ class Run:
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
         weights, aliases = full_state(self.driver, self.runtime.is_main)
-        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
+        self.best = self.runtime.collectives.run_on_rank0(lambda: self._save_final(weights, aliases))
+
+    def _save_final(self, weights: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Any] | None:
+        """Write model.safetensors as `checkpoint.final` says, on rank 0. Return the best checkpoint for the summary."""
+        best = self.checkpoints.best()
+        if self.config.checkpoint.final == "best" and best is None:
+            reason = "checkpoint.final=best: no checkpoint has a finite value, so model.safetensors is of the last step"
+            self.recorder.event("warning", reason=reason)
+        elif self.config.checkpoint.final == "best" and best is not None:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            saved, aliases = read_weights(best.checkpoint)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+
+        save_weights(self.folder.path, weights, aliases)
+        if best is None:
+            return None
+
+        path = self.folder.as_shown(best.checkpoint.location)
+        return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
@@ -499,6 +578,7 @@ class Run:
         self._stop_agreed |= flags.stop > 0
         self._preempt_agreed |= flags.preempt > 0
         self._save_agreed |= flags.save > 0
+        self._evaluate_agreed |= flags.evaluate > 0
         self.stepper.context.metric_names.new |= flags.new_metrics > 0
 
         # All ranks abandon the save in the same step, because they read the same control word.

@@ -46,7 +46,8 @@ from lockstep.engine.checks.settings import (
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluation.early_stop import EarlyStop
-from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
@@ -288,6 +289,9 @@ class RunBuilder:
             checkpoints=checkpoints,
             resumed=resumed,
             evaluation=self.evaluation,
+            evaluation_schedule=EvaluationSchedule(
+                config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0
+            ),
             early_stop=EarlyStop(config.stop),
             _keep_alive=self,
         )
@@ -313,7 +317,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(EvaluationSet(data), loss_fn, collate, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
