@@ -57,7 +57,9 @@ def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
 
     has_adapter = (assets / adapters.CONFIG).exists()
     if options.merge and not has_adapter:
-        raise UserError("--merge has no effect: the run has no adapters", f"no {assets / adapters.CONFIG}", "leave it out")
+        raise UserError(
+            "--merge has no effect: the run has no adapters", f"no {assets / adapters.CONFIG}", "leave it out"
+        )
 
     weights = _Weights.read(checkpoint, assets, options)
     write = _write_adapter if has_adapter and not options.merge else _write_model
@@ -88,7 +90,7 @@ def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:
         state = model.state_dict()
     else:
         state = weights.state | _frozen(weights)
-        model = _skeleton(weights.assets, state)
+        model = _skeleton(weights.assets)
         _check_names(model, state, weights.location)
 
     # from_pretrained opens a model in the dtype that its config names, so it must be that of the weights.
@@ -102,20 +104,23 @@ def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:
     return f"{plural(len(state), 'tensor')} in {plural(files, 'file')}"
 
 
-def _skeleton(assets: Path, state: Mapping[str, Tensor]) -> Any:
+def _skeleton(assets: Path) -> Any:
     """Return the model without memory for its weights: it knows which are tied, and how they are named on disk."""
-    config = load_config(assets)
-    names = getattr(config, "architectures", None)
-    kind = getattr(package("transformers"), names[0], None) if names else None
-    if kind is None:
+    kind = getattr(package("transformers"), _class_name(assets))
+    with torch.device("meta"):
+        return kind(load_config(assets))
+
+
+def _class_name(assets: Path) -> str:
+    """Return the name of the class that was trained."""
+    names = getattr(load_config(assets), "architectures", None) or [""]
+    if not hasattr(package("transformers"), names[0]):
         raise UserError(
             f"{assets / CONFIG} does not name a class of transformers",
             f"architectures: {names}",
             'add "architectures": ["LlamaForCausalLM"], or the class that was trained',
         )
-
-    with torch.device("meta"):
-        return kind(config)
+    return names[0]
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], location: str) -> None:
@@ -137,24 +142,9 @@ def _frozen(weights: _Weights) -> dict[str, Tensor]:
     if not weights.digests:
         return {}
 
-    base = load_model(_auto_of(weights.assets), _base_folder(weights, None))
-    state = base.state_dict()
+    state = load_model(_class_name(weights.assets), _base_folder(weights, None)).state_dict()
     _check_digests(weights, state)
     return {name: state[name] for name in weights.digests}
-
-
-def _auto_of(assets: Path) -> str:
-    """Return the Auto class for the architecture that the config names."""
-    transformers = package("transformers")
-    config = load_config(assets)
-    for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name, None), "_model_mapping", None) if name.startswith("AutoModel") else None
-        found = mapping[type(config)] if mapping is not None and type(config) in mapping else None
-        kinds = found if isinstance(found, list | tuple) else [found]
-        if any(kind is not None and kind.__name__ in config.architectures for kind in kinds):
-            return name
-
-    raise UserError(f"transformers has no Auto class for {config.architectures}", "", "use --format safetensors")
 
 
 def _base_folder(weights: _Weights, recorded: str | None) -> Path:
@@ -194,7 +184,7 @@ def _write_adapter(draft: Path, weights: _Weights, max_shard_size: str) -> str:
     peft = package("peft")
     config = peft.PeftConfig.from_pretrained(str(weights.assets))
     with torch.device("meta"):
-        model = peft.PeftModel(_skeleton(weights.assets, {}), config)
+        model = peft.PeftModel(_skeleton(weights.assets), config)
 
     # "auto" would look for the base model's config on the network.
     model.save_pretrained(str(draft), state_dict=weights.state, save_embedding_layers=False)
@@ -205,7 +195,7 @@ def _write_adapter(draft: Path, weights: _Weights, max_shard_size: str) -> str:
 def _merged(weights: _Weights) -> Any:
     peft = package("peft")
     config = peft.PeftConfig.from_pretrained(str(weights.assets))
-    base = load_model(_auto_of(weights.assets), _base_folder(weights, config.base_model_name_or_path))
+    base = load_model(_class_name(weights.assets), _base_folder(weights, config.base_model_name_or_path))
     model = peft.PeftModel(base, config, autocast_adapter_dtype=False)
     _check_digests(weights, model.state_dict())
     missing, extra = model.load_state_dict(weights.state, strict=False)

@@ -110,6 +110,8 @@ def _explained(path: Any) -> Iterator[None]:
         fix = "the folder must hold what from_pretrained needs" if there else f"hf download {path} --local-dir FOLDER"
         raise UserError(
             f"{path} cannot be read as a Hugging Face model" if there else f"there is no local model {path}",
-            str(error).partition("\n")[0] if there else "neither a folder, nor in the local cache; nothing is downloaded",
+            str(error).partition("\n")[0]
+            if there
+            else "neither a folder, nor in the local cache; nothing is downloaded",
             fix if there else f"{fix}, where there is a network; then give that folder",
         ) from None

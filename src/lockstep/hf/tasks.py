@@ -386,5 +386,3 @@ class SequenceClassification(HuggingFaceTask):
         loss = sum_over_labels(logits, labels)
         loss.metrics["accuracy"] = (logits.argmax(dim=-1) == labels).sum()
         return loss
-
-
