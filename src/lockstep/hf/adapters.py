@@ -49,6 +49,6 @@ def add(model: nn.Module, lora: Any, task_type: str | None) -> nn.Module:
 def write_config(folder: Path, lora: Any, task_type: str | None, base: Path | None) -> None:
     """Write adapter_config.json, which names the base model by its absolute path."""
     config = config_of(lora, task_type)
-    config.base_model_name_or_path = str(base.resolve()) if base and base.exists() else str(base or "")
+    config.base_model_name_or_path = str(base.resolve()) if base else ""
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -22,7 +22,7 @@ from lockstep.checkpoint.state_tree import digest
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.hf import adapters
-from lockstep.hf.local import LOCAL, load_config, load_model, package
+from lockstep.hf.local import LOCAL, load_config, load_model, no_progress_bars, package
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -98,10 +98,13 @@ def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:
     if (weights.assets / GENERATION).exists():
         model.generation_config = package("transformers").GenerationConfig.from_pretrained(weights.assets, **LOCAL)
 
-    model.save_pretrained(draft, state_dict=state, max_shard_size=max_shard_size)
+    count = len(state)
+    with no_progress_bars():
+        model.save_pretrained(draft, state_dict=state, max_shard_size=max_shard_size)  # which empties `state`
+
     _copy_others(weights.assets, draft)
     files = len(list(draft.glob("model*.safetensors")))
-    return f"{plural(len(state), 'tensor')} in {plural(files, 'file')}"
+    return f"{plural(count, 'tensor')} in {plural(files, 'file')}"
 
 
 def _skeleton(assets: Path) -> Any:

@@ -38,6 +38,25 @@ def package(name: str) -> Any:
         ) from None
 
 
+def local_folder(path: str | Path) -> Path:
+    """Return an existing path as it is, and for the name of a model its folder in the local cache.
+
+    transformers itself must get a folder: given a name, it looks for some files on the network even if told not to.
+    """
+    if Path(path).exists():
+        return Path(path)
+
+    hub = package("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(str(path), local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or not a name
+        raise UserError(
+            f"there is no local model {path}",
+            "neither a file or folder, nor in the local cache; nothing is downloaded",
+            f"where there is a network: hf download {path} --local-dir FOLDER; then give that folder",
+        ) from None
+
+
 def load_config(path: Any, **changes: Any) -> Any:
     """Return the config of `path`: a folder, a config.json, a name in the local cache, or a config itself."""
     if not isinstance(path, str | Path):
@@ -45,8 +64,9 @@ def load_config(path: Any, **changes: Any) -> Any:
             setattr(path, key, value)
         return path
 
-    with _explained(path):
-        return package("transformers").AutoConfig.from_pretrained(str(path), **LOCAL, **changes)
+    folder = local_folder(path)
+    with _explained(folder):
+        return package("transformers").AutoConfig.from_pretrained(str(folder), **LOCAL, **changes)
 
 
 def load_model(auto: str, path: Any, **changes: Any) -> nn.Module:
@@ -60,16 +80,29 @@ def load_model(auto: str, path: Any, **changes: Any) -> nn.Module:
         config = load_config(path, **changes)
         return kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in WEIGHTS):
+    folder = local_folder(path)
+    if not any((folder / name).exists() for name in WEIGHTS):
         raise UserError(
-            f"the folder {path} holds no weights",
+            f"the folder {folder} holds no weights",
             f"none of {', '.join(WEIGHTS)}",
             f"to start from random weights, name the config: {folder / 'config.json'}",
         )
 
-    with _explained(path):
-        return kind.from_pretrained(str(path), **LOCAL, dtype=torch.float32, **changes)
+    with _explained(folder), no_progress_bars():
+        return kind.from_pretrained(str(folder), **LOCAL, dtype=torch.float32, **changes)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Every rank would print them."""
+    logging = package("transformers").utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def starts_random(path: Any) -> bool:
@@ -78,8 +111,9 @@ def starts_random(path: Any) -> bool:
 
 def load_tokenizer(path: Any) -> Any:
     """Return the tokenizer at `path`, or None if the folder has none."""
-    folder = Path(path).parent if str(path).endswith(".json") else Path(path)
-    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+    found = local_folder(path)
+    folder = found.parent if found.is_file() else found
+    if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
         return None
 
     with _explained(folder):
@@ -101,17 +135,13 @@ def architecture(auto: str, config: Any) -> str:
 
 
 @contextmanager
-def _explained(path: Any) -> Iterator[None]:
+def _explained(folder: Path) -> Iterator[None]:
     """Turn transformers' errors about missing files, which advise to go online, into ours."""
     try:
         yield
     except (OSError, json.JSONDecodeError) as error:
-        there = Path(path).exists()
-        fix = "the folder must hold what from_pretrained needs" if there else f"hf download {path} --local-dir FOLDER"
         raise UserError(
-            f"{path} cannot be read as a Hugging Face model" if there else f"there is no local model {path}",
-            str(error).partition("\n")[0]
-            if there
-            else "neither a folder, nor in the local cache; nothing is downloaded",
-            fix if there else f"{fix}, where there is a network; then give that folder",
+            f"{folder} cannot be read as a Hugging Face model",
+            str(error).partition("\n")[0],
+            "give a folder that from_pretrained opens",
         ) from None

@@ -114,7 +114,7 @@ class HuggingFaceTask(Task):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-        base = None if local.starts_random(self.path) else Path(self.path)
+        base = None if local.starts_random(self.path) else local.local_folder(self.path)
         if base and (base / "generation_config.json").exists():
             (folder / "generation_config.json").write_bytes((base / "generation_config.json").read_bytes())
 
