@@ -142,6 +142,7 @@ class Still(Tuned):
         return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
 
 
+@pytest.mark.long
 def test_adapters_equal_a_plain_loop_and_alone_are_saved_and_exported(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
