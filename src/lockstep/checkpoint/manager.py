@@ -30,7 +30,6 @@ from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
-    LATEST,
     Checkpoint,
     CheckpointStorage,
     Retention,
@@ -39,14 +38,13 @@ from lockstep.checkpoint.storage import (
     open_storage,
     set_aside,
     set_aside_after,
-    step_in,
     update_latest,
 )
 from lockstep.checkpoint.writer import Committed, PendingSave, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import is_checkpoint, run_of
+from lockstep.launch.run_dir import LATEST, is_checkpoint, run_of, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
