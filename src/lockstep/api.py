@@ -64,6 +64,16 @@ LAYERS = "LOCKSTEP_LAYERS"
 STORED = "run "
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run."""
+
+    path: Path  # of its folder
+    step: int
+    metric: str  # the setting `checkpoint.best`
+    value: float
+
+
 @dataclass(repr=False)
 class RunResult:
     """What a finished run leaves behind. Printed, or as the last line of a notebook's cell, it shows its curve."""
@@ -71,6 +81,16 @@ class RunResult:
     run_dir: Path
     summary: dict[str, Any]
     task: Task
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint by `checkpoint.best`; None without that setting."""
+        best = self.summary.get("best")
+        if best is None:
+            return None
+
+        path = self.run_dir / "checkpoints" / Path(best["checkpoint"]).name
+        return Best(path, best["step"], best["metric"], best["value"])
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
