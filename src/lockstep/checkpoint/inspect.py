@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import (
+    MANIFEST,
+    BestCheckpoint,
+    InvalidCheckpoint,
+    Manifest,
+    best_checkpoint,
+    read_manifest,
+)
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -39,8 +48,10 @@ _PREFIX = "model."
 
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
-    checkpoints = committed(_storage(path))
-    rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
+    storage = _storage(path)
+    checkpoints = committed(storage)
+    best = best_checkpoint(storage, _retention_of(checkpoints))
+    rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
 
@@ -116,8 +127,8 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
-    checkpoint = choose(path, step)
+def export(path: Path, out: Path | None, step: int | None, best: bool = False) -> tuple[str, int]:
+    checkpoint = choose_best(path) if best else choose(path, step)
     target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name)
 
     # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
@@ -140,7 +151,7 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     """
     from lockstep.observe.run_folder import write_weights  # needs torch
 
-    tensors, aliases = _weights(checkpoint)
+    tensors, aliases = read_weights(checkpoint)
     if not tensors:
         raise UserError(
             f"the checkpoint {checkpoint.location} has no weights to export",
@@ -155,7 +166,8 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
     return target
 
 
-def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
+def read_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones."""
     from lockstep.checkpoint.load import CheckpointReader  # needs torch
 
     tensors = {}
@@ -202,6 +214,33 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
+def choose_best(path: Path) -> Checkpoint:
+    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
+    storage = _storage(path)
+    best = best_checkpoint(storage, _retention_of(committed(storage)))
+    if best is None:
+        raise UserError(
+            f"{path} has no best checkpoint",
+            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
+            "choose one by its step: lockstep ckpt ls RUN",
+        )
+
+    return best.checkpoint
+
+
+def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
+    """Return by which metric the newest valid checkpoint of a run was compared, as its settings say."""
+    for checkpoint in checkpoints:
+        with suppress(InvalidCheckpoint):
+            settings = read_manifest(checkpoint).values.get("config")
+            settings = settings if isinstance(settings, dict) else {}
+            metric = settings.get("checkpoint.best", "null")
+            mode = "max" if settings.get("checkpoint.best_mode") == "max" else "min"
+            return Retention(best=metric if isinstance(metric, str) and metric != "null" else None, mode=mode)
+
+    return Retention()
+
+
 def _storage(path: Path) -> CheckpointStorage:
     # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
     for root in (path / "checkpoints", path):
@@ -231,7 +270,7 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)
@@ -246,7 +285,7 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         size_text(manifest.bytes),
         str(len(manifest.tensors)),
         _metrics(manifest),
-        "not verified",
+        f"not verified, best {best.metric}" if best and checkpoint == best.checkpoint else "not verified",
     )
 
 

@@ -132,7 +132,21 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: int | None = _key(None, "optimizer steps between evaluations; null: only at the end", example=100, ge=1)
+    # Any of these three makes an evaluation due. Without them there is only the one at the end.
+    every: int | None = _key(None, "optimizer steps between evaluations", example=100, ge=1)
+    epochs: float | None = _key(None, "epochs between evaluations", example=0.5, gt=0)
+    minutes: float | None = _key(
+        None,
+        "minutes between evaluations, by the clock of rank 0; another run evaluates after other steps",
+        example=10,
+        gt=0,
+    )
+    decides: str | None = _key(
+        None,
+        "of several evaluation sets, the one that early stopping, the best checkpoint and schedulers follow; null: the "
+        "first",
+        example="val",
+    )
     batch: int | None = _key(
         None,
         "samples per forward of an evaluation; null: micro_batch if it is set, otherwise at most 32",
@@ -237,6 +251,9 @@ class CheckpointConfig(Section):
     )
     best_mode: Literal["min", "max"] = _key(
         "min", "whether the smallest or the largest value of checkpoint.best is the best"
+    )
+    final: Literal["last", "best"] = _key(
+        "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")

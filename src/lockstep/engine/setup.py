@@ -46,7 +46,8 @@ from lockstep.engine.checks.settings import (
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluation.early_stop import EarlyStop
-from lockstep.engine.evaluation.evaluator import Evaluation, Evaluator
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
@@ -63,7 +64,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, trainable
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -244,8 +245,7 @@ class RunBuilder:
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
         with preserve_rng(runtime.device):
-            sample = getattr(source, "largest_input", lambda: None)
-            runtime.suit_threads(driver.model, plan.micro_batch, sample)
+            runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
 
         data_line = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
@@ -289,6 +289,9 @@ class RunBuilder:
             checkpoints=checkpoints,
             resumed=resumed,
             evaluation=self.evaluation,
+            evaluation_schedule=EvaluationSchedule(
+                config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0
+            ),
             early_stop=EarlyStop(config.stop),
             _keep_alive=self,
         )
@@ -303,7 +306,7 @@ class RunBuilder:
         self.run = run
         return run
 
-    def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
+    def evaluate(self, chosen: EvaluationSet) -> Evaluation:
         """Evaluate the model before the first step. No batch size is derived yet, so evaluate.batch must be set."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
@@ -314,7 +317,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(data, loss_fn, collate, batch, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
@@ -371,10 +374,10 @@ class RunBuilder:
             interleaved=role.interleaved,
             collective_forwards=role.collective_forwards,
             exact=config.exact,
+            watches_dataset=config.checks.first_batch,
         )
         source = open_source(data, collate, options)
-        if hasattr(source, "close"):
-            self._on_failure.callback(source.close)
+        self._on_failure.callback(source.close)
 
         # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
@@ -454,14 +457,16 @@ class RunBuilder:
 
     def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
-        step = stepper.counters.step
-        check_steps_left(plan.steps, step)
+        steps_done = stepper.counters.steps_done
+        check_steps_left(plan.steps, steps_done)
         self.started -= resumed.loop.seconds
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
         # If no step follows, no new log line will be written, but the summary needs the last one.
-        if step == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
-            self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
+        if steps_done == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
+            self.recorder.last = self.runtime.collectives.run_on_rank0(
+                lambda: _last_log_line(self.folder.path, steps_done)
+            )
 
         return describe_resume(resumed, self.folder)
 
@@ -540,31 +545,25 @@ def _wrap_optimizers(
     return wrapped
 
 
-def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
-    """Return the last record in metrics.jsonl up to `step`, or an empty dict."""
+def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
     path = run_dir / "metrics.jsonl"
     lines = read_jsonl(path) if path.exists() else []
-    return next((line for line in reversed(lines) if line["step"] <= step), {})
+    return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 
 
 def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
-    """Call `attach` on a source that has it, because it makes batches by calling the model (a rollout).
-
-    Return the source's banner line about its data, or None if there is no `attach`.
-    """
-    attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
-    if attach is None:
-        return None
-
+    """Attach the source, and return its line about the data for the banner, or None."""
     role = driver.role
-    if not role.runs_whole_model:
+    calls_model = type(source).attach is not BatchSource.attach
+    if calls_model and not role.runs_whole_model:
         raise UserError(
             f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
             "each rank holds only a part of the model",
             "set strategy=ddp or strategy=fsdp",
         )
 
-    return attach(
+    return source.attach(
         SourceContext(
             model=driver.model,
             device=runtime.device,
