@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +38,7 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, full_state
+from lockstep.parallel.driver import Driver, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
@@ -289,18 +289,12 @@ class Run:
         loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict())
         self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
-    def evaluate(
-        self,
-        sets: Sequence[EvaluationSet],
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        may_preempt: bool = False,
-    ) -> list[Evaluation]:
+    def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
         """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         """
-        evaluations = [self._evaluate(chosen, loss_fn, collate, may_preempt) for chosen in sets]
+        evaluations = [self._evaluate(chosen, may_preempt) for chosen in sets]
         self._evaluate_agreed = False
         self.evaluation_schedule.seconds = self.seconds
 
@@ -312,13 +306,11 @@ class Run:
 
         return evaluations
 
-    def _evaluate(
-        self, chosen: EvaluationSet, loss_fn: LossFn, collate: Callable[[list[Any]], Any], may_preempt: bool
-    ) -> Evaluation:
+    def _evaluate(self, chosen: EvaluationSet, may_preempt: bool) -> Evaluation:
         # The data may be the training dataset, which worker processes read too.
         with self.source.reading_here():
             evaluation = self.model_setup.evaluator.evaluate(
-                chosen, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
+                chosen, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
             )
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
