@@ -259,8 +259,6 @@ def test_settings_are_compared_with_the_target_as_it_is() -> None:
     found = [
         (row["world"], row["way"], row["wall_ratio"]["median"], row["cpu_ratio"]["median"]) for row in section.rows
     ]
-        (row["world"], row["way"], row["wall_ratio"]["median"], row["cpu_ratio"]["median"]) for row in section.rows
-    ]
     ways = [("as it is", 1.0, 1.0), ("lr.peak=3 clip.norm=1", 3.0, 3.0), ("as it is, again", 1.0, 1.0)]
     assert found == [(world, *way) for world in (1, 2) for way in ways]
     assert section.rows[1]["step_ms"]["median"] == 750.0
