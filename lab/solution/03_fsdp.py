@@ -319,7 +319,7 @@ def compare_lockstep(checks: Checks, first: nn.Module) -> None:
     ranks = dist.get_world_size()
     settings = {"strategy": "fsdp", "global_batch": BATCH * ranks, "steps": 1, "data": {"shuffle": False}}
     text = MarkovText(BATCH * ranks, length=LENGTH)
-    with lockstep.start(**settings, log={"progress": "off"}) as run:
+    with lockstep.start(**settings, compile=False, log={"progress": "off"}) as run:
         model = copy.deepcopy(first)
         model, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in run.steps(text):
