@@ -17,6 +17,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def by_hand(make: Callable[[], Any], block: int, device: torch.device, batch: in
                 optimizer.zero_grad(set_to_none=True)
             step += 1
             if type(task).after_step is not lockstep.Task.after_step:
-                task.after_step(model, step)
+                task.after_step(SimpleNamespace(model=model, step=step), None)
         yield
 
 
@@ -144,20 +145,15 @@ def by_lockstep(
     asked = values | settings(run_dir, block, checkpoint={"minutes": None}, clip={"norm": 1.0})
     resolved = resolve_for(task.defaults, task.presets, [("benchmark", asked)]).without_options()
     builder = open_run(resolved, runtime, "bench")
-    builder.setup_model(task.model(), task.optimizer, task)
-    run = builder.setup_run(task.data(), task.collate)
-    before, after = loop._own_method(task, "before_batch"), loop._own_method(task, "after_step")
+    training = loop.Training(task, builder)
+    run = training.run
     try:
         for batches in run.step_batches():
-            if before:
-                batches.micro_batches = loop._call_before_each(batches.micro_batches, before)
-            run.end_step(batches, run.stepper.step(batches, task.loss))
-            if after:
-                after(run.driver.model, run.stepper.counters.step)
+            training.step(batches)
             if run.stepper.counters.step % block == 0:
                 yield
     finally:
-        run.close_loaders()
+        run.close_source()
 
 
 def measure(name: str, ways: list[str], turns: int, block: int, limit_s: float, workers: int | None) -> None:

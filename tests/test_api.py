@@ -65,7 +65,7 @@ class Bare(Fit):
         return super().loss(model, batch).total
 
 class Refusing(Fit):
-    def after_step(self, model, step):
+    def after_step(self, run, result):
         raise lockstep.UserError("the task does not want to continue", "no such luck", "try again")
 
 class Plain(nn.Module):

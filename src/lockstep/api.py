@@ -36,6 +36,7 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
+from lockstep.observe.history import describe_result, read_history
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
 from lockstep.runtime import environments
@@ -67,6 +68,18 @@ class RunResult:
     run_dir: Path
     summary: dict[str, Any]
     task: Task
+
+    def __repr__(self) -> str:
+        return describe_result(self.run_dir, self.summary, self.history)
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The log of the run: a record per log line or evaluation, by step.
+
+        A record of a log line has "step", "loss", "lr", "metrics" and more. Its "eval" is None, or the evaluation after
+        that step: its "loss" and its metrics. An evaluation between two log lines has "step" and "eval" only.
+        """
+        return read_history(self.run_dir)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -243,6 +256,7 @@ def fit(
     config: Any = None,
     *,
     nproc: str | int | None = None,
+    callbacks: Sequence[Any] = (),
     resume_command: ResumeCommand | None = None,
     **values: Any,
 ) -> RunResult:
@@ -251,8 +265,9 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with its own command line passes `resume_command`, a function of
-    the run folder that returns what to type to resume that run.
+    torchrun's) it trains in this process. `callbacks` are called after those of the task: see `lockstep.callbacks`.
+    A script with its own command line passes `resume_command`, a function of the run folder that returns what to type
+    to resume that run.
     """
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -271,7 +286,7 @@ def fit(
 
     if is_rank:
         with _resume_hint(resume_command or _advice_unless_launched()):
-            return _fit_here(task, resolved, name)
+            return _fit_here(task, resolved, name, callbacks)
 
     resume = resolved.config.resume
     run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
@@ -279,7 +294,7 @@ def fit(
     command = (resume_command or _advice_for_code)(run_dir)
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
-    with _pickled(task, resolved.config.task) as path:
+    with _pickled(task, resolved.config.task, callbacks) as path:
         ending, _ = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
 
     _raise_unless_done(ending, run_dir, count)
@@ -308,8 +323,8 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 
 @contextmanager
-def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
-    """Write the task, and the options it was made with, to a private file for the ranks.
+def _pickled(task: Task, options: dict[str, Any], callbacks: Sequence[Any]) -> Iterator[str]:
+    """Write the task, the options it was made with, and the callbacks to a private file for the ranks.
 
     cloudpickle stores classes of a script or notebook by value: the ranks could not import them.
     """
@@ -317,7 +332,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
         path = Path(folder) / "task"
-        path.write_bytes(cloudpickle.dumps((task, options)))
+        path.write_bytes(cloudpickle.dumps((task, options, list(callbacks))))
         yield str(path)
 
 
@@ -396,22 +411,23 @@ def work(spec: dict[str, Any]) -> None:
 
     import cloudpickle
 
-    task, options = cloudpickle.loads(Path(spec["task"]).read_bytes())
+    task, options, callbacks = cloudpickle.loads(Path(spec["task"]).read_bytes())
     resolved = resolve_for(task.defaults, task.presets, layers)
     # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
 
-    _fit_here(task, resolved, type(task).__name__.lower())
+    _fit_here(task, resolved, type(task).__name__.lower(), callbacks)
 
 
 # ---- training in this process ----
 
 
-def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
+def _fit_here(task: Task, resolved: Resolved, name: str, callbacks: Sequence[Any] = ()) -> RunResult:
     from lockstep.engine import loop
 
     with _running(resolved, name, task.unit) as builder:
+        builder.callbacks += callbacks
         summary = loop.fit(task, builder)
     return RunResult(builder.folder.path, summary, task)
 

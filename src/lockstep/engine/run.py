@@ -22,6 +22,7 @@ from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.early_stop import EarlyStop
 from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check
@@ -38,7 +39,7 @@ from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, LossFn, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, Number, StepBatches, StepResult, Weight
 
 MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
 
@@ -88,6 +89,7 @@ class Run:
     resumed: Resumed | None
     evaluation: Evaluation | None  # the newest
     early_stop: EarlyStop
+    hooks: Hooks  # the user's functions that the run calls
 
     # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
     # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
@@ -101,9 +103,16 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     stop_reason: str | None = field(init=False, default=None)  # why the run ended before its last step, if known
     _save_agreed: bool = field(init=False, default=False)
+
+    # Requests of the user's code on this rank, for the next control word.
+    _stop_requested: str | None = field(init=False, default=None)  # the reason, "" if none was given
+    _save_requested: bool = field(init=False, default=False)
+
     _preempt_agreed: bool = field(init=False, default=False)
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
+    _line_due: bool = field(init=False, default=False)  # the log line of this step is not written yet
+    _newest: StepResult | None = field(init=False, default=None)  # the newest known result
 
     @property
     def is_stopping(self) -> bool:
@@ -150,9 +159,10 @@ class Run:
         self._accept_flags(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: advance the data source, write a log line if it is due, and run periodic checks.
+        """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
-        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first. A log
+        line that is due is written later, so that it includes what the user's code logs after the step.
         """
         if self.tracer:
             self.tracer.end_step()
@@ -178,11 +188,14 @@ class Run:
         if step == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_flags(last)
-            self._log(last or result)
+            result = last or result
+            self._line_due = True
         elif step % self.config.log.every == 0:
-            self._log(result)
+            self._line_due = True
         else:
             self.recorder.poll()
+
+        self._newest = result
 
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
@@ -194,22 +207,65 @@ class Run:
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
         save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
-        self.stepper.set_flags(save=save, save_failed=save_failed)
+        self.stepper.set_flags(save=save or self._save_requested, save_failed=save_failed)
 
         # The clocks of the ranks differ, so rank 0 requests the stop, and the others follow.
         if self.runtime.is_main and self.early_stop.time_is_over(time.time() - self.started):
             self.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
-    def request_stop(self, reason: str | None = None) -> None:
-        """Ask all ranks to stop: they do so together, after the step whose control word carries the request."""
+        # The user's code may be slow. The watchdog allows more time in the phase "user code".
+        if self.hooks.follow_steps:
+            self.runtime.heartbeat.beat("user code", step)
+            self.hooks.after_step(result)
+            self.runtime.heartbeat.beat("data")
+
+    def log_metric(self, name: str, total: Number, weight: Weight) -> None:
+        """Add to a metric of the next log line."""
+        self.stepper.context.metric_names.seen.add(name)
+        self.stepper.sums.add([], [(name, total, weight)])
+
+    def request_stop(self, reason: str | None = None, by_user: bool = False) -> None:
+        """Ask all ranks to stop: they do so together, after the step whose control word carries the request.
+
+        `by_user`: the user's code asked for it, so a run that is killed before that step stops there as well.
+        """
         self.stop_reason = self.stop_reason or reason
         self.stepper.set_flags(stop=True)
+        if by_user and self._stop_requested is None:
+            self._stop_requested = reason or ""
+
+    def resume_stop(self, resumed: Resumed) -> None:
+        """Carry out a stop that the user's code had requested before the checkpoint, or stay stopped.
+
+        A run that has stopped trains on if the user sets another number of steps.
+        """
+        stop = resumed.loop.stop
+        if stop is None:
+            return
+        if not stop["done"]:
+            self.request_stop(stop["reason"] or None, by_user=True)
+        elif not {"steps", "epochs"} & {change.key for change in resumed.changed_settings}:
+            self.stop_reason = stop["reason"] or None
+            self._stop_requested = stop["reason"]
+            self._stop_agreed = True
+
+    def request_save(self) -> None:
+        """Ask all ranks to save, after the step whose control word carries the request."""
+        self._save_requested = True
+        self.stepper.set_flags(save=True)
+
+    def write_line_if_due(self) -> None:
+        """Write the log line of this step, unless it is written or not due."""
+        if self._line_due:
+            self._line_due = False
+            self._log(self._newest)
 
     def maintain(self, evaluation_due: bool = False) -> None:
         """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
+        self.write_line_if_due()
         step = self.stepper.counters.step
         save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
 
@@ -244,6 +300,7 @@ class Run:
         began = time.perf_counter()
         self.save_checkpoint(evaluation_due)
         self._save_agreed = False
+        self._save_requested = False
         self.stepper.set_flags(save=False)
         self.runtime.notice.saved()
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
@@ -270,9 +327,20 @@ class Run:
         if self.evaluation is not None and self.evaluation_is_current:
             metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
 
+        stop = self._agree_before_save()
         interval = self.recorder.interval_state(self.stepper.sums)
-        loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict())
+        loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict(), stop)
         self.checkpoints.save(self.stepper.counters.step, loop, metrics)
+
+    def _agree_before_save(self) -> dict[str, Any] | None:
+        """Make all ranks know the metrics' names, and return the stop that the user's code requested. Collective."""
+        names = self.stepper.context.metric_names
+        gathered = self.runtime.collectives.gather_json([sorted(names.seen - names.known), self._stop_requested])
+        if any(new for new, _ in gathered):
+            self._agree_on_names()
+
+        reasons = [reason for _, reason in gathered if reason is not None]
+        return {"reason": reasons[0], "done": self._stop_agreed} if reasons else None
 
     def evaluate(
         self,
@@ -287,6 +355,8 @@ class Run:
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
         """
+        self.write_line_if_due()
+
         # `data` may be the training dataset, which worker processes read too.
         with self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext():
             evaluation = self.model_setup.evaluator.evaluate(
@@ -305,6 +375,10 @@ class Run:
             self.stop_if_no_improvement()
         if decides and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
             self._warn_second_evaluation(evaluation.step)
+
+        if self.hooks.follow_evaluations:
+            with self.runtime.heartbeat.visit("user code"):
+                self.hooks.after_eval({"loss": evaluation.loss, **evaluation.metrics})
 
         return evaluation
 
@@ -348,7 +422,12 @@ class Run:
 
         # After a `break` in a custom loop, the last steps are not logged yet.
         if self._interval.steps:
-            self._log(last)
+            self._line_due = False
+            self._log(last or self._newest)
+
+        # Only the rank that requested a stop knows why.
+        reasons = self.runtime.collectives.gather_json(self.stop_reason)
+        self.stop_reason = next(filter(None, reasons), None)
 
         counters = self.stepper.counters
         if self.stop_reason:
@@ -370,6 +449,7 @@ class Run:
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
+        self.recorder.write_rest(self.stepper.sums, self.stepper.counters.step)
 
         # Return the model and the optimizers to the user without our hooks.
         self.model_setup.optimizers.release()
@@ -486,12 +566,11 @@ class Run:
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
-        # `new` comes from the control word, so all ranks enter this collective together.
+        # `new` comes from the control word, so all ranks enter this collective together. In the first line of a process it
+        # is set: a hook may have logged its first values after the control word of this step.
         names = stepper.context.metric_names
         if names.new:
-            self.recorder.agree_on_names(names.seen)
-            names.known = set(self.recorder.names)
-            names.new = False
+            self._agree_on_names()
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self.recorder.end_interval(
@@ -499,6 +578,12 @@ class Run:
         )
         self._interval = Interval()
         outcomes.skipped_since_log = 0
+
+    def _agree_on_names(self) -> None:
+        names = self.stepper.context.metric_names
+        self.recorder.agree_on_names(names.seen | names.known)
+        names.known = set(self.recorder.names)
+        names.new = False
 
     def _accept_flags(self, result: StepResult | None) -> None:
         """Record what any rank requested with the flags of a step's control word."""

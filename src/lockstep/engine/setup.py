@@ -46,6 +46,8 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.early_stop import EarlyStop
 from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
@@ -92,6 +94,9 @@ class RunBuilder:
     started: float = field(default_factory=time.time)
     parts: dict[str, Part] = field(default_factory=dict)  # see `add_part`
     checkpoints_opened: bool = False  # from then on, `parts` does not change
+    callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
+    hooks: Hooks | None = None  # see `use_hooks`
+    reads_loss: bool = False  # whether the user's code reads the loss of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     driver: Driver | None = None
@@ -212,6 +217,14 @@ class RunBuilder:
 
         self.parts[name] = part
 
+    def use_hooks(self, hooks: Hooks) -> None:
+        """Call these hooks during the run, and save the state of the callbacks that have one."""
+        self.hooks = hooks
+        self.reads_loss |= hooks.follow_steps
+        for name, callback in hooks.named_callbacks():
+            if hasattr(callback, "state_dict"):
+                self.add_part(name, callback)
+
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
         setup = self.model_setup
@@ -264,11 +277,14 @@ class RunBuilder:
             resumed=resumed,
             evaluation=self.evaluation,
             early_stop=EarlyStop(config.stop),
+            hooks=self.hooks or Hooks(BuiltRunView(self)),
             _keep_alive=self,
         )
         if resumed and resumed.loop.early_stop:
             run.early_stop.load_state_dict(resumed.loop.early_stop)
             run.stop_if_no_improvement()
+        if resumed:
+            run.resume_stop(resumed)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -389,6 +405,7 @@ class RunBuilder:
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             before_all_reduce=load_balancer.mark if load_balancer else None,
+            reads_loss=self.reads_loss,
         )
 
     def _open_checkpoints(
@@ -434,7 +451,8 @@ class RunBuilder:
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
         # If no step follows, no new log line will be written, but the summary needs the last one.
-        if step == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
+        may_be_stopped = resumed.loop.stop or (self.config.stop.patience and resumed.loop.early_stop)
+        if step == plan.steps or may_be_stopped:
             self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
 
         return describe_resume(resumed, self.folder)

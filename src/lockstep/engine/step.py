@@ -71,16 +71,18 @@ class Stepper:
         global_batch: int,
         log_event: EventLogger = log_nothing,
         before_all_reduce: Callable[[], None] | None = None,
+        reads_loss: bool = False,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
 
         `before_all_reduce` is called before this rank waits for the others: load balancing stops its clock there.
+        `reads_loss`: the user's code reads `StepResult.loss`.
         """
         # Fixed for the run.
         self.driver = driver
         self.learning_rate = learning_rate
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
-        self.outcomes = Outcomes(config, self.scaler, runtime, log_event)
+        self.outcomes = Outcomes(config, self.scaler, runtime, log_event, reads_loss)
         self.context = StepContext(
             config,
             runtime,
@@ -88,7 +90,7 @@ class Stepper:
             self.scaler,
             global_batch,
             reports_loss=driver.role.reports_loss,
-            sends_loss=self.outcomes.spikes.on,
+            sends_loss=self.outcomes.sends_loss,
             before_all_reduce=before_all_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)

@@ -180,7 +180,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
         return None, None, reason
 
     assert samples is not None
-    probe = Probe(run, task.loss)
+    probe = Probe(run, run.hooks.around_loss(task.loss))
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
 
