@@ -240,6 +240,18 @@ class RunView(Protocol):
     def save(self) -> None:
         """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
 
+    @property
+    def first(self) -> int:
+        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the rows (n, ...) of all ranks: (N, ...). In a loss they are the global batch. Collective.
+
+        This rank's rows begin at `run.first`. The result has a gradient, so that a contrastive loss over the global
+        batch has the gradient of plain autograd. Every rank must have one micro-batch. In an evaluation a batch is
+        whole on one rank, and is returned as it is.
+        """
+
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
 

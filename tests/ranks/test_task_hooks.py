@@ -1,4 +1,4 @@
-"""Hooks of tasks and callbacks: called on every rank, with the facts of the run; what one rank asks for holds for all."""
+"""Hooks of tasks and callbacks: called on every rank, with the same facts. What one rank asks for holds for all."""
 
 from __future__ import annotations
 

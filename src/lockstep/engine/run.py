@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
@@ -54,6 +55,7 @@ class ModelSetup:
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
     schedulers: Any = None  # the user's, as `make_learning_rate` takes them
+    average: WeightAverage | None = None  # with `ema.decay`
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Run:
     _preempt_agreed: bool = field(init=False, default=False)
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
+    batches_are_whole: bool = field(init=False, default=False)  # the loss gets batches that no other rank has a part of
     _line_due: bool = field(init=False, default=False)  # the log line of this step is not written yet
     _newest: StepResult | None = field(init=False, default=None)  # the newest known result
 
@@ -166,6 +169,9 @@ class Run:
         """
         if self.tracer:
             self.tracer.end_step()
+
+        if self.model_setup.average:
+            self.model_setup.average.update()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -350,7 +356,7 @@ class Run:
         may_preempt: bool = False,
         decides: bool = True,
     ) -> Evaluation:
-        """Evaluate the model on `data`, every sample once, and log the result.
+        """Evaluate the model on `data`, every sample once, and log the result. With `ema.decay`, evaluate the averages.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
@@ -358,7 +364,8 @@ class Run:
         self.write_line_if_due()
 
         # `data` may be the training dataset, which worker processes read too.
-        with self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext():
+        reading = self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext()
+        with reading, self._averaged_weights(), self.whole_batches():
             evaluation = self.model_setup.evaluator.evaluate(
                 data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
             )
@@ -381,6 +388,20 @@ class Run:
                 self.hooks.after_eval({"loss": evaluation.loss, **evaluation.metrics})
 
         return evaluation
+
+    @contextmanager
+    def whole_batches(self) -> Iterator[None]:
+        """Return a context in which the loss gets whole batches: `run.all_gather` has nothing to gather there."""
+        self.batches_are_whole = True
+        try:
+            yield
+        finally:
+            self.batches_are_whole = False
+
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averages as weights, if there are any."""
+        average = self.model_setup.average
+        return average.applied(self.driver.drop_gathered) if average else nullcontext()
 
     def stop_if_no_improvement(self) -> None:
         """End the loop if the evaluations no longer improve. All ranks know the same ones, and decide alike."""
@@ -443,8 +464,14 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
+        self._save_weights("model.safetensors")
+        if self.model_setup.average:
+            with self._averaged_weights():
+                self._save_weights("ema.safetensors")
+
+    def _save_weights(self, file: str) -> None:
         weights, aliases = full_state(self.driver, self.runtime.is_main)
-        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path, weights, aliases))
+        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path / file, weights, aliases))
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
@@ -566,8 +593,8 @@ class Run:
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
-        # `new` comes from the control word, so all ranks enter this collective together. In the first line of a process it
-        # is set: a hook may have logged its first values after the control word of this step.
+        # `new` comes from the control word, so all ranks enter this collective together. It is set for the first line
+        # of a process: a hook may have logged its first values after the control word of this step.
         names = stepper.context.metric_names
         if names.new:
             self._agree_on_names()

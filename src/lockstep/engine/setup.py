@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.storage import delete_leftovers
@@ -47,6 +48,7 @@ from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.early_stop import EarlyStop
 from lockstep.engine.evaluate import Evaluation, Evaluator
 from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
@@ -168,6 +170,7 @@ class RunBuilder:
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,
+            average=self._make_average(model),
         )
         return self.model_setup
 
@@ -190,6 +193,16 @@ class RunBuilder:
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
+
+    def _make_average(self, model: nn.Module) -> WeightAverage | None:
+        decay = self.config.ema.decay
+        if decay is None:
+            return None
+
+        assert self.driver is not None
+        rank = self.runtime.world.rank
+        elsewhere = [name for name, ranks in self.driver.role.holders.items() if rank not in ranks]
+        return WeightAverage(model, decay, elsewhere)
 
     def _check_model(self, model: nn.Module) -> None:
         if self.precision.rounding:
@@ -394,7 +407,7 @@ class RunBuilder:
         if isinstance(rate, SchedulerRate):
             self.add_part("scheduler", rate)
 
-        return Stepper(
+        stepper = Stepper(
             driver=setup.driver,
             optimizers=setup.optimizers,
             learning_rate=rate,
@@ -407,6 +420,11 @@ class RunBuilder:
             before_all_reduce=load_balancer.mark if load_balancer else None,
             reads_loss=self.reads_loss,
         )
+        callbacks = self.hooks.callbacks if self.hooks else []
+        if delaying := [callback for callback in callbacks if hasattr(callback, "first_steps")]:
+            stepper.trained_parameters = TrainedParameters(setup.driver, delaying)
+
+        return stepper
 
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
@@ -422,6 +440,7 @@ class RunBuilder:
             holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
+            average=setup.average,
         )
         checkpoints = CheckpointManager(
             folder=self.folder,

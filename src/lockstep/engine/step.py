@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.observe.metrics import ExactSums, Sums
@@ -81,6 +82,7 @@ class Stepper:
         # Fixed for the run.
         self.driver = driver
         self.learning_rate = learning_rate
+        self.trained_parameters: TrainedParameters | None = None  # if a callback delays some
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
         self.outcomes = Outcomes(config, self.scaler, runtime, log_event, reads_loss)
         self.context = StepContext(
@@ -133,6 +135,9 @@ class Stepper:
         # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
         if self.context.config.exact:
             progress.seed("update")
+
+        if self.trained_parameters is not None:
+            reduced = self.trained_parameters.drop_others(reduced, progress.step)
 
         self.lr = self.learning_rate.set(self.counters.applied)
         self.counters.step += progress.ends_step

@@ -170,7 +170,7 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
                 f"pass {callback.__name__}(...)",
             )
 
-        if not any(hasattr(callback, name) for name in HOOKS):
+        if not any(hasattr(callback, name) for name in (*HOOKS, "first_steps")):
             raise UserError(
                 f"a {type(callback).__name__} is no callback: it has none of the hooks",
                 "",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.hooks.all_gather import gather_rows
 from lockstep.errors import UserError
-from lockstep.task import Number, Weight
+from lockstep.task import MicroBatch, Number, Weight
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -88,6 +89,37 @@ class BuiltRunView:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
         return any(self._builder.runtime.collectives.gather_json(bool(value)))
 
+    # ---- the global batch ----
+
+    @property
+    def first(self) -> int:
+        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+        micro = self._micro_batch()
+        return micro.first if micro else 0
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, with a gradient: see `RunView`. Collective, except in evaluations."""
+        run = self._builder.run
+        if run is None or run.batches_are_whole:
+            return rows
+
+        micro = self._micro_batch()
+        if micro is not None:
+            _check_global_batch(run)
+
+        # Padding repeats rows of another rank.
+        return gather_rows(rows[:0] if micro and micro.padding else rows, run.runtime.collectives)
+
+    def _micro_batch(self) -> MicroBatch | None:
+        """Return the micro-batch whose forward is running in a step, if any."""
+        run = self._builder.run
+        if run is None or run.batches_are_whole:
+            return None
+
+        # Before the first step there is no progress.
+        progress = getattr(run.stepper, "progress", None)
+        return progress.micro if progress else None
+
     def _started(self, name: str) -> Run:
         run = self._builder.run
         if run is None:
@@ -97,3 +129,30 @@ class BuiltRunView:
                 "call it inside `for step in run.steps(...)`",
             )
         return run
+
+
+def _check_global_batch(run: Run) -> None:
+    """Raise if the ranks' current micro-batches are not the global batch, or if its gradients would not be exact."""
+    role = run.driver.role
+    if role.data_size != run.runtime.world.size:
+        raise UserError(
+            "run.all_gather cannot be used with tensor or pipeline parallelism (mesh.tp, mesh.pp)",
+            "several ranks have the same samples there",
+            "set strategy=ddp or strategy=fsdp",
+        )
+
+    if run.plan.micro_batches > role.data_size:
+        size = -(-run.plan.global_batch // role.data_size)
+        raise UserError(
+            f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.micro_batches} on "
+            f"{role.data_size} of them",
+            "the loss would depend on how the batch is split",
+            f"set micro_batch={size}, so that each rank has one; or train on more ranks",
+        )
+
+    if run.config.exact:
+        raise UserError(
+            "run.all_gather cannot be used with exact=true",
+            "the gradients of gathered rows are added in an order that depends on the number of ranks",
+            "leave exact out: the result then depends on the number of ranks by rounding only",
+        )

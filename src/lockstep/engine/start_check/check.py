@@ -190,7 +190,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
     try:
         # `many_forwards` ends the forwards of all ranks if one of them fails.
-        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
+        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards(), run.whole_batches():
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
     except (Inconclusive, RanksDiffer) as error:
         reason = str(error)
